@@ -165,8 +165,8 @@ def table(figures: dict[str, Any]) -> str:
     return (
         f"{text}\n\nAt {figures['compared_at']:g} long prompts per second, p99.9 of the gaps in milliseconds, round by round"
         f" (the first one is the sweep's, above):\n\n{rounds}\n\nMedians of the rounds' ratios:\n\n{ratios}\n\n"
-        f"One core prefills {capacity:.2f} of the long prompts per second. {AGGREGATED} runs with the chunk size of"
-        f" the least p99.9, {search['best']} tokens. A short search at the compared rate:\n\n{_searched(search)}"
+        f"One core prefills {capacity:.2f} long prompts per second. {AGGREGATED} runs with the chunk size of"
+        f" the lowest p99.9, {search['best']} tokens. A short search at the compared rate:\n\n{_searched(search)}"
     )
 
 

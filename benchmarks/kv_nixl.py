@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.kv_pools import Job, Shape, Way, job_of
 from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer.transports.nixl.binding import load
+from kv_transfer.transports.nixl.agent import load
 
 TCP_ONLY = "UCX_TLS=self,tcp"
 _POLL_SECONDS = 0.0002

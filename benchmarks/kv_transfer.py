@@ -34,7 +34,7 @@ from benchmarks.kv_ways import (
     over_transport,
     over_transport_elsewhere,
 )
-from kv_transfer.transports.nixl.binding import why_missing
+from kv_transfer.transports.nixl.agent import why_missing
 
 _BYTES_OF_FEW_ROUNDS = 2**25
 _LAUNCHES_OF_LITTLE = 2

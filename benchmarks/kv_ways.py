@@ -32,11 +32,11 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import digest_of
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.block_views import address_of, write_views
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.lending import Lending
 from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.senders import Senders
+from kv_transfer.transports.transport import TransportContext
 
 _TOKEN = "token"
 _WAIT_SECONDS = 60.0
@@ -101,7 +101,7 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
         job.digests = tuple(digests)
         reports = _Reports()
         data = DataHalf(opened.receiver, Counters(), Completions(), [name])
-        data.attach(Lending({name: opened.sender}), reports)
+        data.attach(Senders({name: opened.sender}), reports)
         data.start(job.target)
 
         request, views = (
@@ -166,7 +166,7 @@ def _mapped(path: str, num_bytes: int) -> memoryview:
 
 
 class _Reports:
-    """What a data half tells; see ``kv_transfer.data.reports.DataReports``."""
+    """The reports of a data half; see ``kv_transfer.data.threads.DataReports``."""
 
     def __init__(self) -> None:
         self._ends = Mailbox[object]()
@@ -290,7 +290,7 @@ def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path, order: l
     Says its address, the digests, the grants, and where its pool is.
     """
     sender = open_transport(transport, _context("sender", folder)).sender
-    lending, memory = Lending({transport: sender}), shape.source_pool()
+    lending, memory = Senders({transport: sender}), shape.source_pool()
     lending.start(memory)
     step = blocks_per_piece(shape.block_bytes)
     grants = [

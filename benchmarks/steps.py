@@ -153,7 +153,7 @@ def _round(
     watch.take()
     with watch_use() as use:
         while core.needs_step():
-            core.step(may_go_on=lambda: True)
+            core.step(may_start_early=lambda: True)
     decodes = watch.take()[_FIRST_STEPS:-2]  # neither prompts nor the step that only ends requests
     if not decodes:
         raise SettingError("the kernels do not compute this model here", param="model")
@@ -165,7 +165,7 @@ def table(figures: dict[str, Any]) -> str:
     """The figures as Markdown."""
     threads = figures["num_threads"]
     head = (
-        f"| threads: {threads} | a step, ms | the model stands still, ms | share | of it drawing, ms"
+        f"| threads: {threads} | a step, ms | the model is idle, ms | share | of it sampling, ms"
         " | Python, ms | of the step | of all threads' time |\n"
         "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
     )

@@ -1,12 +1,13 @@
-"""``python -m benchmarks.tables``: writes the tables of ``docs/performance.md`` from ``results``; ``--check`` compares.
+"""Write the tables of ``docs/performance.md`` from ``results`` (``python -m benchmarks.tables``); ``--check`` compares.
 
-A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a file of the results. What has not been
-measured yet says so.
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a file of the results. Without such a file the text
+is "Not measured yet."
 """
 
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from benchmarks import engine, interference, service_speed, steps
 from benchmarks.facts import RESULTS
 
+COLUMNS = 100
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _TABLE = re.compile(r"(<!-- table: (\w+?)_([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -25,21 +27,21 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def main(arguments: list[str], page: Path = PAGE, results: Path = RESULTS) -> int:
-    """Write the page, or with ``--check`` only compare; the exit code says whether it is what the results say."""
+    """Write the page, or only compare it with ``--check``; the exit code is 0 if it agrees with the results."""
     wanted = filled(page.read_text(), results)
     if arguments != ["--check"]:
         page.write_text(wanted)
     is_same = page.read_text() == wanted
     if not is_same:
         print(
-            f"docs/{page.name} is not what the results say: run `python -m benchmarks.tables`",
+            f"docs/{page.name} differs from the results: run `python -m benchmarks.tables`",
             file=sys.stderr,
         )
     return 0 if is_same else 1
 
 
 def filled(text: str, results: Path) -> str:
-    """The page's text with every table as the results have it. Raises KeyError for a kind of table that nobody writes."""
+    """Return the page's text with every table made from the results. Raise KeyError for an unknown kind of table."""
     return _TABLE.sub(lambda match: match[1] + _table(match[2], match[3], results) + match[4], text)
 
 
@@ -49,8 +51,20 @@ def _table(kind: str, rest: str, results: Path) -> str:
         return "\nNot measured yet.\n\n"
     found = json.loads(file.read_text())
     figures, machine = found["figures"], found["machine"]
-    told = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
-    return f"\n`{figures['command']}` ({told})\n\n{write(figures)}\n\n"
+    origin = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
+    return _wrapped(f"\n`{figures['command']}` ({origin})\n\n{write(figures)}\n\n")
+
+
+def _wrapped(text: str) -> str:
+    """Wrap paragraphs and list items; rows of tables stay on one line."""
+    return "\n".join(line if line.startswith("|") else _wrapped_line(line) for line in text.split("\n"))
+
+
+def _wrapped_line(line: str) -> str:
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(
+        line, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

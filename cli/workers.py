@@ -25,7 +25,7 @@ def decode(arguments: Sequence[str]) -> None:
 
 def both(arguments: Sequence[str]) -> None:
     """``kvbaton both``."""
-    settings = enter_service(BothCommand, Role.BOTH, arguments)
+    settings = enter_service(BothCommand, Role.AGGREGATED, arguments)
     from worker.service import serve_both
 
     run_service(settings, serve_both)

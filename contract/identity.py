@@ -10,12 +10,12 @@ MAX_NAME_CHARACTERS = 255
 
 
 class Role(StrEnum):
-    """What a process is for. ``BOTH`` computes prompts and decodes them itself."""
+    """What a process is for. ``AGGREGATED`` computes prompts and decodes them itself."""
 
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
-    BOTH = "both"
+    AGGREGATED = "both"
 
 
 def new_boot_id() -> str:

@@ -1,1 +1,1 @@
-"""Turns token ids into token ids on one device; knows no network service and no text."""
+"""Turns token ids into token ids on one device, without any network service or text."""

@@ -11,21 +11,21 @@ from typing import Any, Protocol, Self
 from contract.errors import ErrorKind, KvbatonError
 from contract.requests import EngineOutput, EngineRequest
 from engine.connector import ConnectorFactory
-from engine.core import EngineInfo
 from engine.hosting.delivery import Delivery
 from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
 from engine.hosting.process import EngineProcess
 from engine.hosting.running import EnginePlan
 from engine.hosting.thread import EngineThread
+from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
 from engine.settings import EngineSettings
 
 
 class EngineClient(Protocol):
-    """How services, tests and the offline face use an engine.
+    """The interface of an engine for services, tests and offline use.
 
-    ``died`` is set when it ended without being asked to, ``idled`` each time that it says that it lives and has nothing
-    to do.
+    died: set when the engine has ended without being asked to. idled: set each time that an engine without work reports its
+    health.
     """
 
     info: EngineInfo
@@ -34,11 +34,11 @@ class EngineClient(Protocol):
 
     @property
     def stats(self) -> SchedulerStats:
-        """How it stood when it said something last: after a step, or while idle. Asks nothing."""
+        """The engine's state at its last message: after a step, or while idle. Sends nothing."""
 
     @property
     def complaint(self) -> str | None:
-        """Why the engine cannot be relied on at the moment; None if it can."""
+        """The reason why the engine cannot be relied on at the moment; None if it can."""
 
     async def add_request(self, request: EngineRequest) -> None:
         """Start a request whose outputs come with ``steps``.
@@ -47,13 +47,13 @@ class EngineClient(Protocol):
         """
 
     async def abort(self, request_id: str, attempt: int | None = None, choice: int | None = None) -> None:
-        """End a choice of a request (None: all), of all attempts up to ``attempt``, and take back the KV that is still lent.
+        """Abort a choice of a request (None: all) in all attempts up to ``attempt``, and withdraw the KV that is still lent.
 
-        Each that has not ended still has its last output.
+        Each choice that has not finished still gets its last output.
         """
 
     def steps(self) -> AsyncIterator[list[EngineOutput]]:
-        """One list per step, until the engine ends. For one consumer."""
+        """Yield one list of outputs per step, until the engine ends. For one consumer."""
 
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineOutput]:
         """Start a request and yield its outputs; the last one of each choice has ``is_leg_finished``.
@@ -62,30 +62,30 @@ class EngineClient(Protocol):
         """
 
     async def call(self, method: str, *args: Any) -> Any:
-        """A utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
+        """Call a utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
 
     async def shutdown(self) -> None:
         """End the engine and what it runs. May be called twice."""
 
 
 class EngineLink(Protocol):
-    """Where a core runs, and how messages get there and back. Used in the event loop only."""
+    """The thread or process in which a core runs, and the messages to and from it. Used in the event loop only."""
 
-    def start(self, hear: Callable[[FromEngine], None]) -> None:
-        """Begin to build the core; every message of it goes to ``hear``, in order."""
+    def start(self, receive: Callable[[FromEngine], None]) -> None:
+        """Start to build the core; its messages are passed to ``receive``, in order."""
 
     def send(self, message: ToEngine) -> None:
-        """After the engine's first message. Never blocks; what is sent to an engine that has ended is dropped."""
+        """Send a message, after the engine's first one. Never blocks; a message to an engine that has ended is dropped."""
 
     def abandon(self) -> None:
-        """Nobody waits for the start any more."""
+        """Give up an engine that is starting."""
 
     @property
     def complaint(self) -> str | None:
-        """What is wrong with a core that still runs: it makes no progress. None if nothing."""
+        """The reason why a core that still runs makes no progress; None if it does."""
 
     async def wait_ended(self) -> bool:
-        """Until the core has ended and everything of it was heard; True when it ended as asked. Frees what it held."""
+        """Wait until the core has ended and all its messages are received; return whether it ended as asked."""
 
 
 class StreamingClient:
@@ -107,11 +107,11 @@ class StreamingClient:
 
     @property
     def complaint(self) -> str | None:
-        """Return why the engine cannot be relied on at the moment: it makes no progress, or has died. None if it can."""
+        """See EngineClient. The reason is that the engine makes no progress, or has died."""
         return "it has died" if self.died.is_set() else self._link.complaint
 
     async def started(self) -> Self:
-        """Once the engine is up. Raises the error that kept it from starting."""
+        """Wait until the engine is up. Raises the error that kept it from starting."""
         try:
             self.info = await self._delivery.started
         except asyncio.CancelledError:
@@ -192,6 +192,6 @@ class ProcessClient(StreamingClient):
     async def start(
         cls, settings: EngineSettings, connector_factory: ConnectorFactory | None = None, **options: Any
     ) -> Self:
-        """Like InProcessClient's; the factory and everything in ``options`` are picklable."""
+        """Start an engine like InProcessClient's; the factory and everything in ``options`` are picklable."""
         plan = EnginePlan(settings=settings, connector_factory=connector_factory, **options)
         return await cls(EngineProcess(plan)).started()

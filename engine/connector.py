@@ -1,19 +1,20 @@
-"""What an engine needs of a KV connector; ``kv_transfer`` fulfils it.
+"""The interface between an engine and a KV connector, which ``kv_transfer`` implements.
 
-Two halves. ``SchedulerConnector`` lives with the scheduler and is called only from the core's step thread; nothing in
-it blocks. ``RankConnector`` lives in the rank process that owns the KV memory and moves and digests bytes in a thread
-of its own. The scheduler keeps ownership of all blocks: a connector is *lent* block ids and says when it is done.
+A connector has two sides. ``SchedulerConnector``, with its roles ``sender`` and ``receiver``, is beside the scheduler and
+is called only from the core's step thread; none of its methods blocks. A ``RankConnector`` is in the process of each rank,
+beside its KV memory, and moves and digests bytes in threads of its own. The scheduler keeps ownership of all blocks: a
+connector is *lent* block ids, and reports when it is done with them.
 
-The life of one hand-over, sender's side (prefill):
+The life of one hand-over, on the sender's side (prefill):
 1. ``open_send`` when the blocks of the whole prompt are reserved, before the first chunk runs;
 2. ``publish`` for each step that will compute more of the prompt; the metadata of that step carries the order to the
-   rank, which acts on it after the forward pass;
+   ranks, which carry it out after the forward pass;
 3. ``finish_send`` with the sampled token, or ``abandon_send`` when the answer ended or the request was aborted (an
    abort may come after ``finish_send`` too, while the receiver has not released the blocks);
 4. the request's id in ``ModelRunnerOutput.finished_sending``, exactly once, after ``finish_send`` or ``abandon_send``:
-   nobody reads the blocks any more, the scheduler drops the transfer's references.
+   the blocks are not read any more, and the scheduler drops the transfer's references.
 
-Receiver's side (decode):
+On the receiver's side (decode):
 1. ``start_fetch`` when the request arrives; it holds no block;
 2. a ``Published`` event: the sender has published its first range, so the scheduler may reserve;
 3. ``receive_into`` with the reserved blocks;
@@ -23,6 +24,7 @@ Receiver's side (decode):
    blocks stay quarantined until a ``Drained`` event.
 """
 
+import pkgutil
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
+from contract.errors import SettingError
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, TokenLogprobs, TransferReport
 
@@ -39,10 +42,10 @@ class Published:
     """The sender computes this request's prompt, or has published a range of it: the receiver may reserve its blocks.
 
     kv_fingerprint: what the hashes of this KV start from instead of this engine's model fingerprint, where the sender
-    computes another KV (``contract.layout.received_fingerprint``); None where it is the same.
+    computes another KV (``contract.layout.received_fingerprint``); None if it is the same.
     """
 
-    request_id: str
+    key: str
     kv_fingerprint: str | None = None
 
 
@@ -50,10 +53,10 @@ class Published:
 class Failed:
     """The transfer of this request failed and no read is outstanding.
 
-    kind: an ErrorKind value, or "not_needed" when token 0 ended the answer at the sender: no error.
+    kind: an ErrorKind value, or "not_needed" when the first token ended the answer at the sender, which is no error.
     """
 
-    request_id: str
+    key: str
     kind: str
     message: str
 
@@ -62,7 +65,7 @@ class Failed:
 class Drained:
     """The last read of a cancelled fetch is terminal: its quarantined blocks may be freed."""
 
-    request_id: str
+    key: str
 
 
 TransferEvent = Published | Failed | Drained
@@ -70,7 +73,7 @@ TransferEvent = Published | Failed | Drained
 
 @dataclass(frozen=True)
 class FirstToken:
-    """Token 0 of a choice, sampled by the sender."""
+    """The first token of a choice, sampled by the sender."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
@@ -78,68 +81,84 @@ class FirstToken:
 
 @dataclass(frozen=True)
 class Received:
-    """What came with a finished transfer: token 0 of every choice, and what the transfer took."""
+    """The content of a finished transfer: the first token of every choice, and what the transfer took."""
 
     first_tokens: list[FirstToken]
     report: TransferReport
 
 
-class SchedulerConnector(Protocol):
-    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+class SenderConnector(Protocol):
+    """The sender's role beside the scheduler: prompts whose KV is lent. ``key``: ``EngineRequest.key``."""
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """Lend ``block_ids`` (the whole prompt's). The first ``num_cached_tokens`` are computed already."""
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
-        """After the coming forward pass ``num_computed_tokens`` of the prompt are computed: publish up to there.
+    def publish(self, key: str, num_computed_tokens: int) -> None:
+        """Publish the prompt up to ``num_computed_tokens``, which the coming forward pass will have computed.
 
-        Only full blocks, and the partly filled last one when the whole prompt is computed.
+        Only full blocks are published, and the partly filled last one when the whole prompt is computed.
         """
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
-        """The prompt is computed and published; token 0 of every choice travels with the end of the transfer."""
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
+        """Complete a transfer whose prompt is computed and published, with the first token of every choice."""
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
-        """End a transfer that nobody shall use: the answer ended at token 0 (NOT_NEEDED), or abort or error.
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
+        """End a transfer that is of no use: the answer ended at its first token (NOT_NEEDED), or abort or error.
 
-        Also after ``finish_send``, when the client has gone; what was released meanwhile is left alone.
+        It may follow ``finish_send``, when the client has gone; a transfer that was released meanwhile is left alone.
         """
+
+
+class ReceiverConnector(Protocol):
+    """The receiver's role: prompts whose KV is fetched. ``key``: ``EngineRequest.key``."""
 
     def start_fetch(self, request: EngineRequest) -> None:
         """Ask the sender named in ``request.transfer`` for this request's KV."""
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """Pull the prompt's blocks into ``block_ids`` (one per block of the prompt, in order).
 
         The first ``num_cached_blocks`` are held already by the receiver's prefix cache and are not moved.
         """
 
-    def cancel_fetch(self, request_id: str) -> bool:
+    def cancel_fetch(self, key: str) -> bool:
         """Stop fetching. True: no read is outstanding. False: a ``Drained`` event will follow."""
 
-    def take_received(self, request_id: str) -> Received:
-        """What came with a transfer that is in ``finished_recving``; called exactly once."""
+    def take_received(self, key: str) -> Received:
+        """Return the content of a transfer that is in ``finished_recving``; called exactly once."""
 
     def take_events(self) -> list[TransferEvent]:
-        """Events since the last call, in order. Raises InternalError once the connector is broken: the engine must end."""
+        """Return the events since the last call, in order. Raises InternalError if the connector is broken."""
 
     def next_arrival(self) -> float | None:
-        """When, on the monotonic clock, the next fetch is expected to be over; None where no sender has said so. A guess."""
+        """Return when, on the monotonic clock, the next fetch is expected to end; None if no sender has announced an end."""
 
     def has_arrived(self) -> bool:
-        """True when a fetch is over whose id is not in ``finished_recving`` yet. From any thread, within ``wake`` too."""
+        """Return whether a fetch is over that is not in ``finished_recving`` yet; from any thread, within ``wake`` too."""
+
+
+class SchedulerConnector(Protocol):
+    """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
+
+    @property
+    def sender(self) -> SenderConnector:
+        """The sender's role."""
+
+    @property
+    def receiver(self) -> ReceiverConnector:
+        """The receiver's role."""
 
     def build_metadata(self) -> Any | None:
-        """This step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""
+        """Return this step's orders to the ranks (``SchedulerOutput.kv_connector_metadata``), or None."""
 
     def has_work(self) -> bool:
-        """True when events or orders wait, so that an idle core makes a step."""
+        """Return whether events or orders wait, so that an idle core must make a step."""
 
     def debug_state(self) -> dict[str, Any]:
-        """Transfers, leases and peers as plain data, for ``/debug/state``."""
+        """Return transfers, leases and peers as plain data, for ``/debug/state``."""
 
     def counters(self) -> dict[str, float]:
-        """Plain counters, name → value; labels as in ``transfer_blocks_total{transport=tcp}``."""
+        """Return counters, name → value; labels are part of a name, as in ``transfer_blocks_total{transport=tcp}``."""
 
     def close(self) -> None:
         """Stop the I/O thread and close every socket."""
@@ -147,10 +166,10 @@ class SchedulerConnector(Protocol):
 
 @runtime_checkable
 class ShowsProgress(Protocol):
-    """A ``SchedulerConnector`` whose threads can be seen to work."""
+    """A ``SchedulerConnector`` that shows whether its threads work."""
 
     def progress(self) -> dict[str, int]:
-        """Return each thread's count of what it got done, and have each count once more behind what it has to do.
+        """Return each thread's count, and have each thread count once more after the work that it has now.
 
         From any thread, without waiting for one.
         """
@@ -170,122 +189,126 @@ class KVMemory(Protocol):
         """
 
     def read_view(self, block_id: int) -> memoryview:
-        """The bytes of one block, valid at once; on CUDA a host copy made behind the computed event."""
+        """Return the bytes of one block, valid at once; on CUDA a host copy made after the computed event."""
 
     def write_view(self, block_id: int) -> memoryview:
-        """Where to put the bytes of one block; on CUDA a host buffer until ``commit``."""
+        """Return the buffer for the bytes of one block; on CUDA it is in host memory until ``commit``."""
 
     def commit(self, block_ids: list[int]) -> None:
         """Make what was written to these blocks visible to the device (nothing to do on CPU)."""
 
     def mark_computed(self) -> None:
-        """Everything that was launched before this call is what ``read_view`` shall wait for."""
+        """Have ``read_view`` wait for everything that was launched before this call."""
 
 
 class LayerWatch(Protocol):
-    """Hears of one forward pass while it runs. Nothing in it blocks."""
+    """An observer of one forward pass while it runs. None of its methods blocks."""
 
     def stored(self, num_layers: int) -> None:
-        """The KV of the first so many layers of all its tokens is written; called for each layer, before its attention."""
+        """Note that the KV of the first ``num_layers`` layers is written; called for each layer, before its attention."""
 
     def computed(self) -> None:
-        """The pass is over. No token is sampled yet."""
+        """Note that the pass is over. No token is sampled yet."""
 
 
 class RankConnector(Protocol):
-    """The half beside the KV memory. All but ``start`` and ``close`` are called from the step thread."""
+    """The half of one rank, beside its KV memory. All but ``start`` and ``close`` are called from the step thread."""
 
     def start(self, memory: KVMemory) -> None:
-        """The pool is allocated; called exactly once, before any other method."""
+        """Begin to work on an allocated pool; called exactly once, before any other method."""
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
-        """Called before a step's forward pass: who wants to hear during it which layers' KV is written; None: nobody."""
+        """Return the observer of a step's forward pass, or None; called before the pass."""
 
     def execute(self, metadata: Any) -> None:
         """Carry out a step's orders, after that step's forward pass has been computed. Does not block."""
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Request ids (finished_sending, finished_recving) since the last call."""
+        """Return request ids (finished_sending, finished_recving) since the last call."""
 
     def close(self) -> None:
         """Stop the data thread. Outstanding reads are terminal when this returns."""
 
 
-@dataclass(frozen=True)
-class ConnectorPair:
-    """Both halves, for an engine whose single rank lives in the core process.
-
-    address: "host:port" of the control link, for the worker's registration.
-    """
-
-    scheduler: SchedulerConnector
-    rank: RankConnector
-    address: str
-
-
 class RankConnectorPlan(msgspec.Struct, frozen=True):
-    """How a rank process opens its half of a connector.
+    """The instructions by which a rank's process opens its half of a connector.
 
-    opener: "module:function" that takes (settings, line) and returns a ``RankConnector``. line: descriptor, in that
-    process, of the socket by which the half speaks with the other one.
+    opener: "module:function" that takes (settings, socket) and returns a ``RankConnector``. descriptor: of the socket to the
+    scheduler's half, in that process.
     """
 
     opener: str
     settings: bytes
-    line: int
+    descriptor: int
+
+    def open(self) -> RankConnector:
+        """Open the half, which owns the socket from then on. Raises what the opener raises."""
+        opener: Callable[[bytes, socket.socket], RankConnector] = pkgutil.resolve_name(self.opener)
+        return opener(self.settings, socket.socket(fileno=self.descriptor))
 
 
 class RanksConnector(Protocol):
-    """The rank halves of an engine of several ranks, as seen by its executor. Each is opened in its rank's process.
+    """The halves beside the KV memory of an engine's ranks, as its executor handles them.
 
-    opener: see ``RankConnectorPlan``. The executor calls ``connect``, has every rank open its half, calls ``begin``, takes
-    what is finished after each step, and calls ``close`` when the ranks have ended.
+    An executor whose only rank is in its own process calls ``in_process``. Any other one calls ``connect``, has every rank
+    open its half, and calls ``begin``; it calls ``close`` when the ranks have ended.
     """
 
-    @property
-    def opener(self) -> str:
-        """What makes a half in its rank's process."""
+    def in_process(self) -> RankConnector:
+        """Return the half of the only rank. Raises SettingError if there are several."""
 
-    def settings_of(self, rank: int) -> bytes:
-        """What it is made with."""
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """Take our ends of the ranks' sockets, in rank order, and return how each rank opens its half.
 
-    def connect(self, lines: Sequence[socket.socket]) -> None:
-        """Our ends of the lines, in rank order; from now on this object owns them."""
+        peers: descriptors of the other ends, each in its rank's process. Raises SettingError if there is one rank only.
+        """
 
     def begin(self) -> None:
-        """Every rank has opened its half and started it on its pool."""
+        """Begin to serve peers: every rank has opened its half and started it on its pool."""
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
+        """Return request ids (finished_sending, finished_recving) since the last call, finished on all ranks."""
 
     def close(self) -> None:
-        """Close the lines. May be called twice, and before ``connect``."""
+        """Close the sockets. May be called twice, and before ``connect``."""
+
+
+class SingleRankConnector:
+    """Fulfils ``RanksConnector`` with the half of an engine's only rank, which is called without anything in between."""
+
+    def __init__(self, half: RankConnector) -> None:
+        self._half = half
+        self.take_finished = half.take_finished
+        self.close = half.close
+
+    def in_process(self) -> RankConnector:
+        """See RanksConnector."""
+        return self._half
+
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """Raise SettingError; the sockets are closed."""
+        for each in sockets:
+            each.close()
+        raise SettingError(
+            f"tensor_parallel_size is {len(peers)}, and this connector serves engines of one rank only",
+            param="tensor_parallel_size",
+        )
+
+    def begin(self) -> None:
+        """See RanksConnector."""
 
 
 @dataclass(frozen=True)
-class RanksConnectorPair:
-    """A connector for an engine of several ranks. address: as in ``ConnectorPair``."""
+class ConnectorPair:
+    """Both sides of a connector.
+
+    address: "host:port" of the control link, for the worker's registration.
+    """
 
     scheduler: SchedulerConnector
     ranks: RanksConnector
     address: str
 
 
-@runtime_checkable
-class JoinsRanks(Protocol):
-    """An executor whose ranks are several."""
-
-    def join_ranks(self, connector: RanksConnector) -> None:
-        """Have every rank open its half of the connector; after the KV start-up. Closes it in ``shutdown``."""
-
-
-@runtime_checkable
-class RanksConnectorFactory(Protocol):
-    """A ``ConnectorFactory`` that serves engines of several ranks too."""
-
-    def for_ranks(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> RanksConnectorPair:
-        """Both halves; ``side`` says how many ranks there are, and the layout of one."""
-
-
-ConnectorFactory = Callable[[KVLayout, str, Callable[[], None]], ConnectorPair]
-"""(layout, model fingerprint, wake) → both halves. ``wake`` may be called from any thread and wakes an idle core."""
+ConnectorFactory = Callable[[Side, str, Callable[[], None]], ConnectorPair]
+"""(how the engine keeps its KV, model fingerprint, wake) → a connector. ``wake`` may be called from any thread."""

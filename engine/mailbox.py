@@ -1,8 +1,9 @@
-"""What other threads leave for one thread. ``queue.SimpleQueue`` would do, but for its time limit.
+"""A queue with one reader. ``queue.SimpleQueue`` would do, but for a fault in its time limit.
 
-Its ``get(timeout=...)`` waits for ever where the time is over before it has begun to wait (CPython 3.7 to 3.13 at least:
-what is left of the time is negative then, which its lock takes for no limit). A thread that is held up there, by other
-processes or a stop, is never heard of again: a poll of 0.2 ms met that about once in a thousand runs of a loaded machine.
+Its ``get(timeout=...)`` waits for ever if the time has passed before it starts to wait (CPython 3.7 to 3.13 at least: the
+rest of the time is negative then, which its lock takes for no limit). A thread that is delayed there, by other
+processes or a stop, never continues: with a time limit of 0.2 ms that happened about once in a thousand runs of a loaded
+machine.
 """
 
 import threading
@@ -21,22 +22,22 @@ class Mailbox(Generic[_T]):
     def __init__(self) -> None:
         self._items: deque[_T] = deque()
         self._bell = threading.Lock()
-        """Open when something may have come since ``get`` looked last."""
+        """Unlocked when an item may have come since the last look of ``get``."""
 
     @property
     def num_waiting(self) -> int:
-        """How many can be had at once."""
+        """Items that ``get`` would return without waiting."""
         return len(self._items)
 
     def put(self, item: _T) -> None:
-        """Does not block."""
+        """Add an item, without blocking."""
         self._items.append(item)
         if self._bell.locked():
             with suppress(RuntimeError):  # another thread has opened it meanwhile
                 self._bell.release()
 
     def get(self, timeout_seconds: float | None = None) -> _T:
-        """The first one. Waits for it; raises ``queue.Empty`` when nothing has come for so long (0: at once)."""
+        """Return the first item; wait if there is none. Raises ``queue.Empty`` after ``timeout_seconds`` (0: at once)."""
         if not self._items:
             self._wait(timeout_seconds)
         return self._items.popleft()

@@ -9,7 +9,7 @@ from contract.requests import MAX_GRAMMAR_BYTES
 
 
 class ModelOptions(Options):
-    """Which numbers the model computes with, and on how many processes."""
+    """The model's number format, length and processes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto is the checkpoint's own."""
@@ -24,7 +24,7 @@ class ModelOptions(Options):
 
 
 class BatchingOptions(Options):
-    """What one step holds, and when it begins."""
+    """The contents of a step, and its start."""
 
     max_num_seqs: int = Field(default=256, ge=1)
     """Requests that may run at once on one worker."""
@@ -39,7 +39,7 @@ class BatchingOptions(Options):
 
 
 class KVCacheOptions(Options):
-    """How large the pool of KV blocks is, and how long a request waits for blocks of another worker."""
+    """The pool of KV blocks, and the wait for blocks of another worker."""
 
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens of a KV block."""
@@ -55,7 +55,7 @@ class KVCacheOptions(Options):
 
 
 class GrammarOptions(Options):
-    """What a grammar of a request may cost."""
+    """The cost that the grammar of a request may have."""
 
     max_grammar_bytes: int = Field(default=2**16, ge=1, le=MAX_GRAMMAR_BYTES)
     """How long a JSON schema, pattern or grammar that answers must match may be."""
@@ -64,7 +64,7 @@ class GrammarOptions(Options):
 
 
 class HealthOptions(PeerOptions):
-    """When another process counts as dead, and the engine as hung."""
+    """The time limits after which another process counts as dead, and the engine as hung."""
 
     step_timeout_seconds: float = Field(default=30.0, gt=0)
     """Time without progress after which the engine counts as hung and is started again; a step that computes all the
@@ -82,4 +82,4 @@ class HostOptions(Options):
 
 # Help texts list the fields of the last base first.
 class EngineOptions(HealthOptions, GrammarOptions, KVCacheOptions, BatchingOptions, ModelOptions):
-    """All that a user says of an engine, wherever it runs."""
+    """All options of an engine that users give, wherever it runs."""

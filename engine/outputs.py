@@ -1,4 +1,4 @@
-"""What scheduler and runner say to each other in one step: plain data, no tensors.
+"""The data that scheduler and runner exchange in one step. No tensors.
 
 The names are those of vLLM's V1 engine. ``kv_connector_metadata`` carries this step's orders to the ranks' data halves;
 ``finished_sending`` and ``finished_recving`` are their completions: a prompt's KV has left (its blocks may be freed)
@@ -16,12 +16,12 @@ from contract.requests import PoolingParams, SamplingParams
 
 @dataclass(frozen=True)
 class NewRequestData:
-    """A request that the runner sees for the first time.
+    """A request that the runner gets for the first time.
 
     ``prompt_token_ids`` are all tokens known at this point: the prompt, and for a request whose KV came from another
     worker the tokens sampled there too. block_ids: one list per KV cache group. num_computed_tokens: tokens whose KV
     is already in those blocks. num_prompt_tokens: how many of the tokens are the client's prompt; what follows is answer.
-    num_choices: behind the prompt so many tokens are drawn, one for each answer. Either sampling_params or pooling_params.
+    num_choices: tokens that are sampled behind the prompt, one for each answer. Either sampling_params or pooling_params.
     """
 
     req_id: str
@@ -41,7 +41,7 @@ class NewRequestData:
 
 @dataclass
 class CachedRequestData:
-    """Requests that the runner knows already, column by column.
+    """Requests that the runner has got before, column by column.
 
     ``new_block_ids`` are appended to a request's blocks, or replace them where ``resumed_from_preemption`` is True.
     ``new_token_ids`` stays empty without pipeline parallelism; for a resumed request it holds all its tokens.
@@ -60,7 +60,7 @@ class SchedulerOutput:
 
     block_copies: (from, to) of KV blocks that are copied before anything is computed.
     structured_output_request_ids: request → its row of ``grammar_bitmask``, int32 ``[num_rows, ceil(vocab_size / 32)]``,
-    for those with a grammar that draw a token in this step: token t only where bit t % 32 of word t // 32 is set.
+    for those with a grammar that sample a token in this step: token t is allowed if bit t % 32 of word t // 32 is set.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -78,7 +78,7 @@ class SchedulerOutput:
     kv_connector_metadata: Any | None = None
 
     def bitmask_of(self, req_id: str) -> NDArray[np.int32] | None:
-        """What the request may draw; None where it has no grammar, or draws nothing."""
+        """Return the tokens that the request may sample; None if it has no grammar, or samples nothing."""
         row = self.structured_output_request_ids.get(req_id)
         return None if row is None or self.grammar_bitmask is None else self.grammar_bitmask[row]
 
@@ -97,7 +97,7 @@ class LogprobsLists(NamedTuple):
 
 @dataclass
 class OtherChoices:
-    """What was drawn behind a prompt for choices 1 and up; row i is choice i + 1."""
+    """The tokens that were sampled behind a prompt for choices 1 and up; row i is choice i + 1."""
 
     token_ids: list[int]
     logprobs: LogprobsLists | None = None
@@ -105,12 +105,12 @@ class OtherChoices:
 
 @dataclass
 class ModelRunnerOutput:
-    """What one forward pass gave. A request whose prompt is not finished has an empty list of sampled ids.
+    """The results of one forward pass. A request whose prompt is not finished has an empty list of sampled ids.
 
-    other_choices: by request, where its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
-    request, a row for each token of the prompt that follows one which was computed. pooler_output: empty where no request
+    other_choices: by request, if its prompt is finished and it asks for several answers. prompt_logprobs_dict: by
+    request, a row for each token of the prompt that follows one which was computed. pooler_output: empty if no request
     pools, else row i for request i: the float32 numbers of its embedding, None until its prompt is finished.
-    was_cut_short: nothing was computed that counts, and all of it is to be scheduled again.
+    was_interrupted: there are no results, and everything is to be scheduled again.
     """
 
     req_ids: list[str] = field(default_factory=list)
@@ -124,4 +124,4 @@ class ModelRunnerOutput:
     finished_sending: set[str] | None = None
     finished_recving: set[str] | None = None
     num_nans_in_logits: dict[str, int] | None = None
-    was_cut_short: bool = False
+    was_interrupted: bool = False

@@ -1,4 +1,4 @@
-"""What an engine is started with, checked when it is made."""
+"""The settings of one engine, checked when they are made."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ from engine.options import EngineOptions, HostOptions
 
 
 class EngineSettings(EngineOptions, HostOptions, PartSettings):
-    """How one engine runs. Raises SettingError with the name, the value and the allowed range.
+    """All settings of one engine. Raises SettingError with the name, the value and the allowed range.
 
-    kv_cache_bytes: None lets the start-up decide (CPU: min(1 GiB, a quarter of free memory / workers_on_host); CUDA: total ×
-    gpu_memory_utilization / workers_on_host − peak). tensor_parallel_size: each rank is a process of its own where there are
-    several; threads and (on the host) KV bytes are divided among them. attention_backend: see ``engine.attention.choice``.
+    kv_cache_bytes: None for a value that is found at start (CPU: min(1 GiB, a quarter of free memory / workers_on_host);
+    CUDA: total × gpu_memory_utilization / workers_on_host − peak). tensor_parallel_size: several ranks are processes of
+    their own; threads and (on the host) KV bytes are divided among them. attention_backend: see ``engine.attention.choice``.
     """
 
     model: Path

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class Counters:
-    """name → value; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
+    """Counters by name; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,8 +23,15 @@ class Counters:
             for name, amount in added.items():
                 self._values[name] += amount
 
+    def take(self) -> dict[str, float]:
+        """Return what was counted since the last call; afterwards nothing is."""
+        with self._lock:
+            taken = dict(self._values)
+            self._values.clear()
+            return taken
+
     def snapshot(self) -> dict[str, float]:
-        """All values now."""
+        """Return all values."""
         with self._lock:
             return dict(self._values)
 
@@ -45,35 +52,36 @@ class Completions:
         self._received: set[str] = set()
 
     def add_sent(self, key: str) -> None:
-        """Nobody reads this request's lent blocks any more."""
+        """Record that the lent blocks of this request are not read any more."""
         with self._lock:
             self._sent.add(key)
 
     def add_received(self, key: str) -> None:
-        """This request's KV is here and verified."""
+        """Record that the KV of this request has arrived and is verified."""
         with self._lock:
             self._received.add(key)
 
     def discard_received(self, key: str) -> None:
-        """The request was cancelled before anybody looked."""
+        """Drop a completed fetch: the request was cancelled before it was taken."""
         with self._lock:
             self._received.discard(key)
 
     def take(self) -> tuple[set[str], set[str]]:
-        """(sent, received) since the last call."""
+        """Return the keys (sent, received) since the last call."""
         with self._lock:
             taken = (self._sent, self._received)
-            self._sent, self._received = set(), set()
+            self._sent = set()
+            self._received = set()
             return taken
 
     @property
     def has_received(self) -> bool:
-        """Somebody's KV is here and was not taken."""
+        """A completed fetch is waiting to be taken."""
         with self._lock:
             return bool(self._received)
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to take."""
+        """There is nothing to take."""
         with self._lock:
             return not self._sent and not self._received

@@ -1,4 +1,4 @@
-"""The settings of a connector that users give, in groups; see ``contract.options``. It imports nothing that moves KV."""
+"""The connector settings that users can give, in groups (see ``contract.options``). Imports nothing that moves KV."""
 
 from pathlib import Path
 from typing import Literal
@@ -12,18 +12,18 @@ TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
 
 
 class TransferOptions(Options):
-    """How KV travels, and how long it is lent."""
+    """The transport of KV, and the lease on it."""
 
     transport: TransportName = "auto"
-    """How KV blocks travel: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers can do."""
+    """Transport of KV blocks: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers support."""
     shm_dir: Path | None = None
     """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
     lease_seconds: float = Field(default=30.0, gt=0)
-    """How long computed KV is lent to a decode worker that gives no sign of life."""
+    """Seconds that computed KV stays lent to a decode worker from which nothing is received."""
 
 
 class PortOptions(Options):
-    """Where other workers reach a worker."""
+    """The addresses at which other workers reach a worker."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
     """Interface that the worker's internal ports bind to; other workers and the router must reach it."""

@@ -1,4 +1,4 @@
-"""What a connector is made with, checked when it is made."""
+"""The settings of a connector."""
 
 from collections.abc import Callable
 from typing import Self
@@ -8,10 +8,10 @@ from pydantic import Field, model_validator
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.options import PartSettings, PeerOptions
-from kv_transfer.data.staging import DEFAULT_STAGING_BYTES
+from kv_transfer.data.converting import DEFAULT_STAGING_BYTES
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.nixl.binding import why_missing
+from kv_transfer.transports.nixl.agent import why_missing
 from kv_transfer.transports.shm.folder import why_unsupported
 from kv_transfer.transports.transport import ReceiverTransport
 
@@ -20,34 +20,34 @@ LOCAL = "local"
 
 
 class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
-    """How one worker hands KV over. Raises SettingError with the name, the value and the allowed range."""
+    """Settings of one worker's connector. Raises SettingError with the name, the value and the allowed range."""
 
     worker_id: str = Field(min_length=1)
     """The worker's name in the cluster."""
     boot_id: str = Field(min_length=1)
-    """Another one at each start of the worker."""
+    """Identifies one start of the worker."""
     role: Role
-    """What the worker does: a router moves no KV."""
+    """The worker's role, which is not that of a router."""
     secret: str = Field(min_length=1, repr=False)
     """The cluster's secret."""
     parked_seconds: float = Field(default=30.0, gt=0)
-    """How long a fetch waits for a transfer that is not known yet."""
+    """Seconds that a fetch waits for a transfer that is not open yet."""
     read_timeout_seconds: float = Field(default=10.0, gt=0)
-    """A data connection that moves no byte for so long fails its transfer."""
+    """A transfer fails if its data connection moves no byte for this time."""
     max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
     """The longest message on a control link."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
     """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
     num_layer_groups: int = Field(default=4, ge=1)
-    """In how many parts the last blocks of a long prompt are lent, as their layers are computed; 1 is as a whole."""
+    """Number of parts in which a long prompt's last blocks are lent, as their layers are computed; 1 is as a whole."""
     local: LocalHub | None = None
-    """Where transports of one process meet; None: ``transport`` says what is used."""
+    """Connects transports within one process, for tests; None: ``transport`` is used."""
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
     """Wraps the receiver (fault injection in tests)."""
 
     @property
     def transport_name(self) -> str:
-        """The transport to open: ``local`` where there is a hub for it."""
+        """The transport to open; ``local`` if there is a hub for it."""
         return LOCAL if self.local is not None else self.transport
 
     @model_validator(mode="after")

@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from contract.requests import MAX_LOGPROBS
-from router.http.body import Body
-from router.http.fields import refuse_unserved, shared_fields
+from router.http.bodies.body import Body
+from router.http.fields.sampling import shared_fields
+from router.http.fields.unsupported import reject_unsupported
 from router.request import GenerationRequest
 from text.chat import Chat
 
@@ -54,7 +55,7 @@ class SamplingParams:
         Raises InvalidRequestError, UnsupportedFieldError among them.
         """
         body = Body({field.name: _as_json(getattr(self, field.name)) for field in fields(self)} | others)
-        refuse_unserved(body)
+        reject_unsupported(body)
         return GenerationRequest(
             request_id=request_id,
             prompt=prompt,

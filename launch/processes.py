@@ -37,7 +37,7 @@ def local_processes(
         "secret_file": secret_file,
         "log_level": settings.log_level,
     }
-    pools = dict(zip((Role.PREFILL, Role.DECODE, Role.BOTH), settings.pools, strict=True))
+    pools = dict(zip((Role.PREFILL, Role.DECODE, Role.AGGREGATED), settings.pools, strict=True))
     num_workers = sum(pools.values())
     cores = available_cores() if cores is None else cores
     num_threads = settings.num_threads or max(1, len(cores) // num_workers)

@@ -47,8 +47,8 @@ class MembershipServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """A worker registers, then keeps this stream open: tokens and load flow to the router on it.
-        A closed stream is a dead worker.
+        """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
+        counts as dead.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,7 +103,7 @@ class Membership:
 
 
 class WorkerStub:
-    """Served by every worker. Calls return on acceptance; tokens come back on the worker's own Attach stream.
+    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
     """
 
     def __init__(self, channel):
@@ -140,25 +140,25 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by every worker. Calls return on acceptance; tokens come back on the worker's own Attach stream.
+    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
     """
 
     def Prefill(self, request, context):
-        """Compute a prompt, lend its KV under transfer_id, and sample token 0.
+        """Compute a prompt, lend its KV under transfer_id, and sample the first token.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Decode(self, request, context):
-        """Fetch a prompt's KV and decode; without a source compute the prompt here too (aggregated).
+        """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Compute a prompt and pool its hidden states; the embedding comes on the Attach stream. Roles prefill and both.
+        """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -172,7 +172,7 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelFiles(self, request, context):
-        """The small files of the model folder (configuration, tokenizer, chat template), for a router without it.
+        """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -215,7 +215,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by every worker. Calls return on acceptance; tokens come back on the worker's own Attach stream.
+    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
 from router.leg_report import LegReport
-from router.metrics import RouterMetrics
+from router.metrics import RequestMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.timings import Stopwatch
 
@@ -52,7 +52,7 @@ class Record:
     def __init__(
         self,
         asked: GenerationRequest | EmbeddingRequest,
-        metrics: RouterMetrics,
+        metrics: RequestMetrics,
         on_state: Callable[["Record", RequestState], None],
     ) -> None:
         self._state = RequestState.PREPARING
@@ -132,7 +132,7 @@ class Ledger:
     whoever sends them bounds them, and waits while ``num_unbound`` is above zero.
     """
 
-    def __init__(self, max_queue: int, metrics: RouterMetrics) -> None:
+    def __init__(self, max_queue: int, metrics: RequestMetrics) -> None:
         self._max_queue = max_queue
         self._metrics = metrics
         self._records: set[Record] = set()

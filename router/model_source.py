@@ -1,4 +1,4 @@
-"""Where the router's knowledge of the model comes from: a folder, or the first worker that can be asked."""
+"""The source of the model card: a folder, or the first worker that sends its model's files."""
 
 import asyncio
 import logging
@@ -18,7 +18,10 @@ _MAX_BYTES = 256 * 2**20
 
 
 class ModelSource:
-    """Owns the model card, once there is one; ``changes`` is told then."""
+    """Owns the model card, and notifies ``changes`` when it is known.
+
+    served_model_name: name for clients; None: the folder's or the worker's. parsers: how answers are parsed.
+    """
 
     def __init__(
         self,
@@ -33,7 +36,7 @@ class ModelSource:
         self._is_settled = asyncio.Event()
         self._is_settled.set()
         self.known_since = 0
-        """Unix time at which the card was read."""
+        """Unix seconds at which the card was read."""
 
     @property
     def is_known(self) -> bool:
@@ -41,13 +44,13 @@ class ModelSource:
         return self._card is not None
 
     def card(self) -> ModelCard:
-        """The served model. Raises UnavailableError while no worker has said which one it is."""
+        """Return the served model. Raises UnavailableError while it is not known."""
         if self._card is None:
             raise UnavailableError("no worker is ready: none has given its model, so it is not known yet")
         return self._card
 
     def card_named(self, name: str | None) -> ModelCard:
-        """The served model, if a client means that: by its name, or by none. Raises NotFoundError otherwise."""
+        """Return the served model if ``name`` is its name or None. Raises NotFoundError, UnavailableError."""
         card = self.card()
         if name and name != card.name:
             raise NotFoundError(
@@ -58,7 +61,7 @@ class ModelSource:
         return card
 
     async def settled(self) -> None:
-        """Wait while a worker is being asked for its model: a request that arrives meanwhile need not be refused."""
+        """Wait while a worker is sending its model, so that requests that arrive meanwhile are not rejected."""
         await self._is_settled.wait()
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
@@ -71,20 +74,20 @@ class ModelSource:
         self._changes.tell()
 
     def close(self) -> None:
-        """End what renders chats; nothing is asked for afterwards."""
+        """Release the card's resources. Call it when no request is left."""
         if self._card is not None:
             self._card.close()
 
-    async def learn(self, registry: Registry) -> None:
-        """Block until a worker has given its model's files; a worker that cannot is passed over."""
+    async def load_from_workers(self, registry: Registry) -> None:
+        """Block until a worker has sent its model's files; workers that cannot send them are skipped."""
         while not self.is_known:
             changed = self._changes.next
             for worker in registry.workers:
-                if await self._learn_from(worker):
+                if await self._load_from(worker):
                     return
             await changed.wait()
 
-    async def _learn_from(self, worker: AttachedWorker) -> bool:
+    async def _load_from(self, worker: AttachedWorker) -> bool:
         self._is_settled.clear()
         try:
             return await self._read_from(worker)
@@ -97,15 +100,15 @@ class ModelSource:
                 await _fetch(worker, Path(folder))
                 await self.read_folder(Path(folder), worker.registration.model_name or None)
             except KvbatonError as error:
-                logger.warning("the model cannot be learnt from worker %s: %s", worker.name, error.message)
+                logger.warning("the model cannot be loaded from worker %s: %s", worker.name, error.message)
                 return False
-        logger.info("the model %s was learnt from worker %s", self.card().name, worker.name)
+        logger.info("the model %s was loaded from worker %s", self.card().name, worker.name)
         return True
 
 
 def _log_template(card: ModelCard) -> None:
     if card.chat_template is None:
-        logger.info("the model %s has no chat template: chats are refused", card.name)
+        logger.info("the model %s has no chat template: chats are rejected", card.name)
         return
     report = card.chat_template.report
     logger.info("chat template of %s: %s", card.name, report.line())
@@ -114,13 +117,13 @@ def _log_template(card: ModelCard) -> None:
 
 
 async def _fetch(worker: AttachedWorker, folder: Path) -> None:
-    """Write the worker's small model files into ``folder``; names that we do not know are left out."""
+    """Write the worker's small model files into ``folder``; files with unknown names are skipped."""
     files: dict[str, bytearray] = {}
     async for name, data in worker.calls.model_files():
         if name in MODEL_FILES:
             files.setdefault(name, bytearray()).extend(data)
         if sum(map(len, files.values())) > _MAX_BYTES:
-            raise InternalError(f"worker {worker.name} sends model files of more than {_MAX_BYTES} bytes")
+            raise InternalError(f"worker {worker.name} sent model files of more than {_MAX_BYTES} bytes")
     for name, content in files.items():
         await asyncio.to_thread(_write, folder / name, bytes(content))
 

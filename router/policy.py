@@ -93,7 +93,7 @@ class Wish:
     @property
     def end_roles(self) -> tuple[Role, ...]:
         """Roles of the workers on which it can end."""
-        return (Role.PREFILL if self.is_embedding else Role.DECODE), Role.BOTH
+        return (Role.PREFILL if self.is_embedding else Role.DECODE), Role.AGGREGATED
 
     @property
     def least_length(self) -> int:
@@ -120,7 +120,7 @@ def place(
     able = [worker for worker in workers if fits(worker, wish)]
     is_local = _computes_locally(workers, able, wish)
     workers = _trusted(able, wish)
-    both = _first(_by_load(workers, Role.BOTH, wish, turn))
+    both = _first(_by_load(workers, Role.AGGREGATED, wish, turn))
     if wish.is_embedding:
         pooling = _first(_by_load(workers, Role.PREFILL, wish, turn)) or both
         return placed((EMBED, pooling.worker_id)) if pooling else None
@@ -174,7 +174,7 @@ def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
     prefills = [worker for worker in able if worker.role is Role.PREFILL]
     others = [worker for worker in able if worker.role is not Role.PREFILL]
     if wish.is_embedding:
-        others = [worker for worker in others if worker.role is Role.BOTH]
+        others = [worker for worker in others if worker.role is Role.AGGREGATED]
     elif any(_has_room(worker, wish) for worker in prefills):
         prefills = []
     return frozenset(worker.worker_id for worker in (*prefills, *others))
@@ -192,7 +192,7 @@ def longest(workers: Iterable[WorkerView]) -> int | None:
     for worker in workers:
         most[worker.role] = max(most.get(worker.role, 0), worker.max_length)
     pair = [most[role] for role in (Role.PREFILL, Role.DECODE) if role in most]
-    options = [*([min(pair)] if pair else []), *([most[Role.BOTH]] if Role.BOTH in most else [])]
+    options = [*([min(pair)] if pair else []), *([most[Role.AGGREGATED]] if Role.AGGREGATED in most else [])]
     return max(options, default=None)
 
 
@@ -205,7 +205,7 @@ def missing_role(workers: Sequence[WorkerView], need: Need = Need.ANSWER) -> str
     """None when a request can be placed sooner or later, else what is missing."""
     roles = {worker.role for worker in workers if worker.max_requests}
     needed = _NEEDED[need]
-    if Role.BOTH in roles or roles.issuperset(needed):
+    if Role.AGGREGATED in roles or roles.issuperset(needed):
         return None
     wanted = needed if need is Need.EMBEDDING else _NEEDED[Need.ANSWER]
     missing = [role.value for role in wanted if role not in roles]

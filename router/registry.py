@@ -307,7 +307,7 @@ class Registry:
 def _check_complete(new: Registration) -> KVLayout:
     """Return the layout of a registration that lacks nothing. Raises InvalidRequestError that names what is missing."""
     names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
-    roles = (Role.PREFILL, Role.DECODE, Role.BOTH)
+    roles = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
     if new.role not in roles:
         raise InvalidRequestError(f"role is {new.role!r}; choose one of {', '.join(roles)}", param="role")
     if new.role == Role.PREFILL:

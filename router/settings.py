@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
-from router.batches.quota import Bounds
+from router.batches.quota import FolderLimits
+from router.limits import MAX_PROMPTS
 from serving.http_connections import HttpLimits
 from serving.settings import Address, Settings, check_secret, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
@@ -26,7 +27,7 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,*]+")
 def _check_origins(value: str) -> str:
     for origin in _listed(value):
         if not _ORIGIN.fullmatch(origin):
-            raise ValueError(f"{origin!r} is no origin; write scheme://host[:port] without a path, or *")
+            raise ValueError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
     return value
 
 
@@ -35,119 +36,124 @@ def _listed(value: str) -> tuple[str, ...]:
 
 
 class RouterSettings(Settings):
-    """Where a router listens, what it serves, and its limits."""
+    """The addresses, the model and the limits of a router."""
 
     http: Address = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI HTTP API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""
     internal: Address = "127.0.0.1:0"
-    """HOST:PORT where workers register; they need the cluster secret."""
+    """HOST:PORT where workers register with the cluster secret."""
     admin: Address = "127.0.0.1:0"
     """HOST:PORT of /health, /ready, /metrics and /debug/state for operators; plain HTTP, without API keys."""
     model: Path | None = None
-    """Folder of the model (its small files are enough); unset: fetched from the first worker."""
+    """Folder of the model (its small files are enough); unset: loaded from the first worker."""
     served_model_name: str | None = None
-    """Name under which clients ask for the model; the folder's or the first worker's where unset."""
+    """Name of the model for clients; unset: the name of the folder, or of the first worker's model."""
     secret_file: Path | None = None
     """File with the cluster secret (mode 0600)."""
     secret: str | None = Field(default=None, repr=False)
     """The cluster secret itself, for tests; prefer the file."""
     api_keys: str | None = Field(default=None, repr=False)
-    """API keys of clients, separated by commas; prefer the file. Without any, everybody may ask."""
+    """API keys of clients, separated by commas; prefer the file. Without any key, every client is accepted."""
     api_keys_file: Path | None = None
-    """File with API keys, one a line, # begins a comment; read again when it changes."""
+    """File with API keys, one per line; # begins a comment. It is read again when it changes."""
     metrics_need_key: bool = False
-    """Whether /metrics needs an API key too, where there are keys."""
+    """Require an API key for /metrics too, if there are keys."""
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
-    """Origins of web pages that may call the HTTP API, separated by commas; * is every one."""
+    """Origins of web pages that may call the HTTP API, separated by commas; * allows every origin."""
     allowed_hosts: str | None = None
-    """Names, separated by commas, that HTTP clients may call this router by, beside localhost; * is any. On an address of
-    this machine alone others are refused where it is unset, since a web page can point its own name there."""
+    """Host names, separated by commas, that HTTP clients may use for this router besides localhost; * allows any. If unset,
+    a router on a loopback address rejects all others, since a web page can point its own name there."""
     tls_certificate_file: Path | None = None
-    """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then speak TLS only; read again when it changes."""
+    """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then accept only TLS; read again when changed."""
     tls_key_file: Path | None = None
-    """Its private key (PEM, without a passphrase)."""
+    """Private key of the certificate (PEM, without a passphrase)."""
     strict_api: bool = False
-    """Refuse fields of a request that are not known, instead of ignoring them."""
+    """Reject unknown fields of requests instead of ignoring them."""
     tool_parser: ToolParserName = "auto"
-    """How the model writes tool calls; auto: as its chat template says; none: it has no tools."""
+    """Format of the model's tool calls; auto: detected from its chat template; none: no tools."""
     reasoning_parser: ReasoningParserName = "auto"
-    """Whether reasoning is told from the answer: think (always), none, or auto, if the chat template has the tags."""
+    """Separate reasoning from the answer: think (always), none, or auto (if the chat template has the tags)."""
     special_tokens_in_messages: bool = False
-    """Special tokens that a client types in a message count as such; else they are plain text."""
+    """Interpret special tokens in the text of messages; otherwise they are plain text."""
     reasoning_tags: Annotated[str, AfterValidator(_check_tags)] = "<think> </think>"
-    """What opens and what closes the reasoning, separated by a space."""
+    """Opening and closing tag of the reasoning, separated by a space."""
     max_body_bytes: int = Field(default=8 * 2**20, ge=1024)
-    """Bytes of a request's body; larger ones are answered 413."""
+    """Bytes of a request's body; larger ones get status 413."""
     max_bodies_bytes: int = Field(default=64 * 2**20, ge=1024)
-    """Bytes of all bodies that are being received at once; one more is answered 429."""
+    """Bytes of all bodies that are being received; beyond that, new ones get status 429."""
     max_held_bytes: int = Field(default=512 * 2**20, ge=1024)
-    """Bytes of all requests that wait or are answered; more are answered 429, but for API keys that hold less than their
-    share."""
+    """Bytes of all requests that wait or are being answered; beyond that, new ones get status 429, except from API keys
+    below their share."""
     max_body_values: int = Field(default=2**18, ge=1024)
-    """Values (numbers, strings, lists, objects) in one body; with more it is answered 413."""
+    """Values (numbers, strings, lists, objects) in one body; a body with more gets status 413."""
     max_connections: int = Field(default=8192, ge=1)
-    """Connections of clients at once, of HTTP and of gRPC; fewer where the limit of open descriptors is too low."""
+    """Open connections of clients, for HTTP and for gRPC each; fewer if the limit of open descriptors is too low."""
     max_connections_per_address: int = Field(default=8192, ge=1)
-    """HTTP connections at once of one IPv4 address or one IPv6 /64 network; more are answered 503."""
+    """Open HTTP connections of one IPv4 address or one IPv6 /64 network; further ones get status 503."""
     header_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Time for the headers of an HTTP request and for a TLS or HTTP/2 handshake; then the connection is closed."""
+    """Time for the headers of an HTTP request, and for a TLS or HTTP/2 handshake; then the connection is closed."""
     body_timeout_seconds: float = Field(default=60.0, gt=0)
-    """Time for the whole body of an HTTP request; then it is answered with an error."""
+    """Time for the whole body of a request; then it ends with an error."""
     idle_timeout_seconds: float = Field(default=75.0, gt=0)
-    """How long a connection may stay open between two requests."""
+    """Time that a connection may stay open between two requests."""
     max_queue: int = Field(default=1024, ge=1)
-    """Requests that wait for workers at once; more are answered 429, but for API keys that hold less than their share."""
+    """Requests that wait for workers; further ones get status 429, except from API keys below their share."""
     max_key_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of what the workers decode at once that one API key may hold while other keys are used too; 1: all of it."""
+    """Share of the workers' decode capacity that one API key may use while other keys are active; 1: all of it."""
     max_priority: int = Field(default=100, ge=0, lt=2**31)
-    """The highest ``priority`` that a request gets; a higher one counts as this."""
+    """The highest ``priority`` of a request; higher ones are lowered to it."""
     shared_prefix_cache: bool = False
     """Let clients with different API keys reuse each other's cached prompts; ``cached_tokens`` then reveals them."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time from a request's arrival to its last token; then it ends with an error."""
     accept_timeout_seconds: float = Field(default=10.0, gt=0)
-    """How long a worker may take to accept a request, a cancel or a router's question."""
+    """Time for a worker to accept a request, a cancellation or another call of the router."""
     worker_wait_seconds: float = Field(default=30.0, ge=0)
-    """How long requests wait for a role that has no worker (one may be starting again); then they are answered 503."""
+    """Time that requests wait for a role without any worker (one may be restarting); then they get status 503."""
     max_replays: int = Field(default=5, ge=0)
-    """Failed attempts in a row, without a token between them, after which a request goes on with other workers."""
+    """Consecutive failed attempts without a new token that a request survives; after one more it ends with an error."""
     client_buffer_bytes: int = Field(default=2**20, ge=1024)
-    """Bytes of an answer that wait for a client that does not read (four times as many for all answers of one request);
-    with more its request is cancelled."""
+    """Bytes of one answer that its client has not read (four times as many for all answers of one request); beyond that, the
+    request is cancelled."""
     max_unread_bytes: int = Field(default=256 * 2**20, ge=2**20)
-    """Bytes of all answers that wait for clients that do not read; with more the largest request of the client that holds
-    most is cancelled."""
+    """Bytes of all answers that clients have not read; beyond that, the largest request of the client with the most bytes is
+    cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
-    """How long a client may read nothing of an answer before its connection and its request are ended."""
+    """Time for which a client may read nothing of an answer; then its connection is closed and its request cancelled."""
     drain_seconds: float = Field(default=30.0, ge=0)
-    """How long running answers may go on when the router is stopped; then they end with an error. A second signal: now."""
+    """Time for running answers to end when the router is stopped; then, or at a second signal, they end with an error."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
-    """Silence of a worker's connection after which it counts as dead."""
+    """Silence on a worker's connection after which it counts as dead."""
     files_dir: Path | None = None
-    """Folder of uploaded files and of batches (/v1/files, /v1/batches), of this router alone; unset: it has neither."""
+    """Folder of files and batches (/v1/files, /v1/batches), for this router only; unset: both are disabled."""
     files_max_bytes: int = Field(default=200 * 2**20, ge=1)
-    """Bytes of one uploaded file; larger ones are answered 413."""
+    """Bytes of one uploaded file; larger ones get status 413."""
     files_total_bytes: int = Field(default=10 * 2**30, ge=1)
-    """Bytes of all files together; uploads beyond are answered 413, and batches wait for room."""
+    """Bytes of all files; beyond that, uploads get status 413, and batches wait for room."""
     files_max_count: int = Field(default=10_000, ge=3)
-    """Files and batches that are kept at once."""
+    """Stored files and batches."""
     files_key_share: float = Field(default=0.5, gt=0, le=1)
     """Share of files_total_bytes, files_max_count and batches_max_open that one API key may use."""
     files_retention_seconds: int = Field(default=30 * 24 * 3600, ge=3600)
-    """How long files, and batches that are over, are kept at most."""
+    """Longest time that files, and batches that are over, are kept."""
     batches_max_open: int = Field(default=64, ge=1)
-    """Batches that are not over at once; more are answered 429."""
+    """Open batches; beyond that, new ones get status 429."""
     batches_max_lines: int = Field(default=50_000, ge=1)
     """Requests of one batch."""
     batches_max_concurrency: int = Field(default=8, ge=1)
-    """Requests of batches that run at once; they begin only while no other request waits for workers."""
+    """Running requests of batches; they begin only while no other request waits for workers."""
 
     @property
-    def files_bounds(self) -> Bounds:
+    def max_answers(self) -> int:
+        """Most answers of one request, which all wait in the queue at once."""
+        return min(MAX_PROMPTS, self.max_queue)
+
+    @property
+    def folder_limits(self) -> FolderLimits:
         """The limits of the folder of files."""
-        return Bounds(
+        return FolderLimits(
             file_bytes=self.files_max_bytes,
             total_bytes=self.files_total_bytes,
             count=self.files_max_count,
@@ -160,11 +166,11 @@ class RouterSettings(Settings):
 
     @property
     def origins(self) -> tuple[str, ...]:
-        """``cors_origins`` one by one."""
+        """``cors_origins`` as a tuple."""
         return _listed(self.cors_origins or "")
 
     def http_limits(self, max_connections: int) -> HttpLimits:
-        """Return what HTTP clients may hold. max_connections: what the limit of descriptors allows."""
+        """Return the limits on HTTP clients. max_connections: the limit that open descriptors allow."""
         return HttpLimits(
             max_connections=max_connections,
             max_per_address=min(max_connections, self.max_connections_per_address),
@@ -175,7 +181,7 @@ class RouterSettings(Settings):
 
     @property
     def parsers(self) -> ParserChoice:
-        """How answers are read."""
+        """The parsers of answers."""
         opening, closing = self.reasoning_tags.split()
         return ParserChoice(
             self.tool_parser,
@@ -185,14 +191,14 @@ class RouterSettings(Settings):
         )
 
     def read_secret(self) -> str:
-        """The cluster secret; raises SettingError where there is none, two are given, or it is weak."""
+        """Return the cluster secret. Raises SettingError if there is none, if two are given, or if it is weak."""
         if self.secret and self.secret_file:
             raise SettingError(
-                "secret (KVBATON_SECRET) and secret_file are both set; workers know the file's only: unset secret",
+                "secret (KVBATON_SECRET) and secret_file are both set, but workers read only the file: unset secret",
                 param="secret",
             )
         if not self.secret:
             return read_secret_file(self.secret_file)
-        secret = self.secret.strip()  # as a file's: workers read theirs there
+        secret = self.secret.strip()  # as workers do with the content of the file
         check_secret(secret, "secret (KVBATON_SECRET)", "secret")
         return secret

@@ -1,4 +1,4 @@
-"""Where texts become token ids: beside the event loop, a bounded number of bytes at a time."""
+"""Tokenizing on threads beside the event loop, with a limit on the texts that wait."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,22 +13,23 @@ from text.model_card import ModelCard
 from text.tokenizer import Tokenizer
 
 _SHORT = 4_000
-"""Characters that are tokenized on the event loop: a thread would take longer."""
+"""Shorter texts (characters) are tokenized on the event loop, since a thread would take longer."""
 _LONG = 2**16
+"""Longer texts (characters) are tokenized on their own thread, so that shorter ones do not wait for them."""
 MAX_WAITING_CHARACTERS = 64 * 2**20
 _T = TypeVar("_T")
 
 
 class TokenizerThreads:
-    """Owns two threads, one for long texts and one for those between; each does one text at a time.
+    """Owns two threads, for long texts and for others; each tokenizes one text at a time, which bounds the memory.
 
-    The memory that tokenizing takes is therefore that of one long text. Texts that wait are bounded together.
+    max_waiting_characters: of all texts that wait or are being tokenized.
     """
 
     def __init__(self, max_waiting_characters: int = MAX_WAITING_CHARACTERS) -> None:
         self._max_waiting = max_waiting_characters
         self.num_waiting = 0
-        """Characters that are being tokenized, or wait for it."""
+        """Characters that are being tokenized or wait for it."""
         self._long = ThreadPoolExecutor(1, thread_name_prefix="tokenize long texts")
         self._short = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -41,7 +42,7 @@ class TokenizerThreads:
         return await self.run(size_of(request.prompt), lambda: tokenize(request, card, max_model_len))
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
-        """Return what ``work`` makes of a text of ``size`` characters. Raises OverloadedError where too many wait."""
+        """Return the result of ``work`` on a text of ``size`` characters. Raises OverloadedError if too many wait."""
         if size < _SHORT:
             await asyncio.sleep(0)
             return work()
@@ -58,15 +59,15 @@ class TokenizerThreads:
             self.num_waiting -= size
 
     def close(self) -> None:
-        """Begin nothing more; what runs ends by itself."""
+        """Drop the texts that wait. Running work is not stopped."""
         self._short.shutdown(wait=False, cancel_futures=True)
         self._long.shutdown(wait=False, cancel_futures=True)
 
 
 def size_of(prompt: str | Chat) -> int:
-    """Return about how many characters a prompt has, without writing it out.
+    """Return the approximate number of characters of a prompt, without rendering it.
 
-    A chat counts as one that is too long for the event loop: another process renders it.
+    A chat always counts as too long for the event loop, since another process renders it.
     """
     if isinstance(prompt, str):
         return len(prompt)
@@ -86,6 +87,6 @@ def size_of(prompt: str | Chat) -> int:
 
 
 def encode_text(tokenizer: Tokenizer, text: str, max_tokens: int, has_special_tokens: bool) -> list[int]:
-    """Return the ids of a text that need not fit the model. Raises ContextLengthError for far too long a one."""
+    """Return the token ids of a text that may be longer than the model takes. Raises ContextLengthError far beyond that."""
     check_text_size(text, max_tokens, "prompt")
     return tokenizer.encode(text, add_special_tokens=has_special_tokens)

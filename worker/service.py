@@ -39,7 +39,7 @@ _STOP_GRACE_SECONDS = 0.5
 
 async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
     """Run an aggregated worker until SIGTERM or SIGINT."""
-    await serve_worker(Role.BOTH, settings, AggregatedServicer, on_ready)
+    await serve_worker(Role.AGGREGATED, settings, AggregatedServicer, on_ready)
 
 
 async def serve_worker(
@@ -124,7 +124,7 @@ async def exposed(
 
 async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:
     factory = None
-    if identity.role is not Role.BOTH:
+    if identity.role is not Role.AGGREGATED:
         factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
     level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
     prepare = partial(configure_logs, f"{identity.worker_id}/engine", level)

@@ -127,7 +127,8 @@ class FlashInferDecode:
         self._block_size = block_size
         self._workspace = workspace
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
-        self._slots, self._num_cleared = empty.clone().fill_(NO_SLOT), empty.clone()
+        self._slots = empty.clone().fill_(NO_SLOT)
+        self._num_cleared = empty.clone()
         self._max_blocks = max_blocks
         ones = torch.ones(num_reqs, dtype=torch.int32)
         self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)

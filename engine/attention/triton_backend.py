@@ -114,7 +114,8 @@ class TritonStep:
 
     def _attend_decodes(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
         tensors = self._tensors
-        (num_heads, num_kv_heads) = (query.shape[1], cache.shape[2])
+        num_heads = query.shape[1]
+        num_kv_heads = cache.shape[2]
         group = num_heads // num_kv_heads
         num_rows = len(tensors.decodes)
         logs, partial = self._workspace.take(num_rows * num_heads * NUM_SPLITS, cache.shape[-1], query.device)

@@ -33,7 +33,8 @@ def store_kernel(
 
     key_stride, value_stride: elements from one token's heads to the next token's.
     """
-    token, head = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(0)
+    head = tl.program_id(1)
     slot = tl.load(slots + token)
     if slot >= 0:
         block = (slot // block_size).to(tl.int64)
@@ -124,10 +125,12 @@ def prefill_kernel(
     precision: tl.constexpr,
 ):
     """Compute one head for ``tokens`` queries. tiles ``[num_tiles, 2]``: request, and first token of ``parts`` programs."""
-    head, index = tl.program_id(0), tl.program_id(1) // parts
+    head = tl.program_id(0)
+    index = tl.program_id(1) // parts
     row = tl.load(tiles + 2 * index)
     first = tl.load(tiles + 2 * index + 1) + (tl.program_id(1) % parts) * tokens
-    query_start, seq_len = tl.load(query_starts + row), tl.load(seq_lens + row)
+    query_start = tl.load(query_starts + row)
+    seq_len = tl.load(seq_lens + row)
     count = tl.load(query_starts + row + 1) - query_start
     own = first + tl.arange(0, tokens)
     positions = seq_len - count + own
@@ -197,19 +200,20 @@ def decode_kernel(
 
     partial ``[num_rows, num_heads, num_splits, head_dim]``; logs: base-2 logarithms of the splits' sums of weights.
     """
-    kv_head, split, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    index = tl.program_id(2)
     row = tl.load(rows + index)
     seq_len = tl.load(seq_lens + row)
     begin, length = _split_of(seq_len, window, tile, num_splits, shortest)
     first = begin + split * length
     if first < seq_len:
-        member, dim = tl.arange(0, heads), tl.arange(0, dims)
+        member = tl.arange(0, heads)
+        dim = tl.arange(0, dims)
         head = kv_head * group + member
         mask = (member < group)[:, None] & (dim < head_dim)[None, :]
-        token = tl.load(query_starts + row).to(tl.int64)
-        states = tl.load(
-            query + token * token_stride + head[:, None] * head_dim + dim[None, :], mask=mask, other=0.0
-        )
+        own = query + tl.load(query_starts + row).to(tl.int64) * token_stride
+        states = tl.load(own + head[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
         positions = tl.zeros([heads], dtype=tl.int32) + seq_len - 1
         highest = tl.full([heads], -1.0e30, dtype=tl.float32)
         total = tl.zeros([heads], dtype=tl.float32)
@@ -243,12 +247,15 @@ def combine_kernel(
     shortest: tl.constexpr,
 ):
     """Combine the splits of one head of one request: their mean, weighted by their sums."""
-    head, index = tl.program_id(0), tl.program_id(1)
+    head = tl.program_id(0)
+    index = tl.program_id(1)
     row = tl.load(rows + index)
     seq_len = tl.load(seq_lens + row)
     begin, length = _split_of(seq_len, window, tile, num_splits, shortest)
-    split, dim = tl.arange(0, num_splits), tl.arange(0, dims)
-    is_used, is_dim = begin + split * length < seq_len, dim < head_dim
+    split = tl.arange(0, num_splits)
+    dim = tl.arange(0, dims)
+    is_used = begin + split * length < seq_len
+    is_dim = dim < head_dim
     place = (index.to(tl.int64) * tl.num_programs(0) + head) * num_splits + split
     log = tl.load(logs + place, mask=is_used, other=-1.0e30)
     weights = tl.where(is_used, tl.exp2(log - tl.max(log, 0)), 0.0)

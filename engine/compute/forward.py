@@ -41,7 +41,7 @@ class ForwardPass(Protocol):
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor | None]:
         """Begin a forward pass. Call the returned function, which waits, before any other method of this object.
 
@@ -49,12 +49,12 @@ class ForwardPass(Protocol):
         or None if the pass was interrupted.
 
         caches: per layer ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; None keeps nothing. watch: called for
-        every layer whose KV is written. may_be_cut_short: whoever asks can do without the states, and with KV that is partly
-        written: the same tokens are computed again.
+        every layer whose KV is written. may_be_interrupted: the caller can do without the states, and with KV
+        that is partly written: the same tokens are computed again.
         """
 
-    def cut_short(self) -> None:
-        """From any thread: the pass that is under way had better end now, if it may. It need not."""
+    def interrupt(self) -> None:
+        """End the running pass now, if it may be interrupted; from any thread. A pass may ignore this."""
 
     def logits(self, states: Tensor) -> Tensor:
         """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 only."""

@@ -62,7 +62,8 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         cuda: Any = torch.cuda
-        self._stream, self._pool = cuda.Stream(device), cuda.graph_pool_handle()
+        self._stream = cuda.Stream(device)
+        self._pool = cuda.graph_pool_handle()
 
     def record(self, run: Callable[[], Tensor]) -> CudaRecording:
         """See Recorder. The run before compiles kernels and makes plans: a capture must not."""
@@ -78,9 +79,33 @@ class CudaRecorder:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
+    """Return 1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
     sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, _LARGEST_SIZE + 1, _SIZE_STEP)]
     return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_num_seqs]
+
+
+class _StaticTokens:
+    """The token ids and positions that all graphs read, one column a request. sizes: those of the graphs."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        self.sizes = sorted(sizes)
+        self.device = device
+        self._tokens = torch.zeros(2, self.sizes[-1], dtype=torch.int32, device=device)
+
+    def views(self, size: int) -> tuple[Tensor, Tensor]:
+        """Return (token ids, positions) of the graph of this size."""
+        input_ids, positions = self._tokens[:, :size]
+        return input_ids, positions
+
+    def fill(self, inputs: PreparedInputs) -> int:
+        """Write the tokens of a step, padded with zeros; return the size of the graph that holds them."""
+        size = next(size for size in self.sizes if size >= inputs.num_reqs)
+        unused = (0, size - inputs.num_reqs)
+        (tokens,) = on_device(
+            [np.stack([np.pad(inputs.input_ids, unused), np.pad(inputs.positions, unused)])], self.device
+        )
+        self._tokens[:, :size].copy_(tokens)
+        return size
 
 
 @dataclass(frozen=True)
@@ -108,11 +133,9 @@ class GraphedForward:
         self._model = model
         self._backend = backend
         self._recorder = recorder
-        self._sizes = sorted(sizes)
+        self._static = _StaticTokens(sizes, device)
         self._max_blocks = -(-max_model_len // block_size)
         self._block_size = block_size
-        self._device = device
-        self._tokens = torch.zeros(2, self._sizes[-1], dtype=torch.int32, device=device)
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
         self.draw: Draw = draw_by_torch
@@ -124,38 +147,32 @@ class GraphedForward:
     def capture(self, caches: Sequence[Tensor]) -> None:
         """See ForwardPass. The largest first: the others find room in its memory."""
         start = time.monotonic()
-        for size in reversed(self._sizes):
-            step = self._backend.plan_static(size, self._max_blocks, self._block_size, self._device)
+        sizes = self._static.sizes
+        for size in reversed(sizes):
+            step = self._backend.plan_static(size, self._max_blocks, self._block_size, self._static.device)
             if step is None:
                 logger.info("no CUDA graphs: the attention backend cannot be captured")
                 return
-            input_ids, positions = self._tokens[:, :size]
-            run = partial(self._model, input_ids, positions, step, caches)
+            run = partial(self._model, *self._static.views(size), step, caches)
             with torch.inference_mode():
                 self._graphs[size] = _Graph(step, self._recorder.record(run))
         self._caches = caches
         seconds = time.monotonic() - start
-        logger.info("%d CUDA graphs of 1..%d requests: %.1f s", len(self._sizes), self._sizes[-1], seconds)
+        logger.info("%d CUDA graphs of 1..%d requests: %.1f s", len(sizes), sizes[-1], seconds)
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
-        """Final hidden states, or on a GPU what will hold them."""
+        """Return the final hidden states; on a GPU, a tensor that will hold them."""
         is_captured = caches is not None and caches is self._caches
         if (
             not is_captured
             or watch is not None
             or inputs.max_query_len > 1
-            or inputs.num_reqs > self._sizes[-1]
+            or inputs.num_reqs > self._static.sizes[-1]
         ):
             return self._plain.forward(inputs, caches, watch)
-        size = next(size for size in self._sizes if size >= inputs.num_reqs)
-        unused = (0, size - inputs.num_reqs)
-        (tokens,) = on_device(
-            [np.stack([np.pad(inputs.input_ids, unused), np.pad(inputs.positions, unused)])], self._device
-        )
-        self._tokens[:, :size].copy_(tokens)
-        graph = self._graphs[size]
+        graph = self._graphs[self._static.fill(inputs)]
         graph.step.refill(inputs)
         graph.recording.replay()
         return graph.recording.output[: inputs.num_reqs]
@@ -166,13 +183,13 @@ class GraphedForward:
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass."""
         states = self.forward(inputs, caches, watch)
         return lambda: states
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See ForwardPass. It goes on to its end."""
 
     def logits(self, states: Tensor) -> Tensor:

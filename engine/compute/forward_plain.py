@@ -46,15 +46,15 @@ class PlainForward:
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
-        """See ForwardPass. On the host nothing can go on meanwhile: whoever has something else to do does it first."""
+        """See ForwardPass. On the host the pass runs when the result is called: the caller may do other work before."""
         if self._device.type == "cpu":
             return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)
         return lambda: states
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See ForwardPass. It goes on to its end."""
 
     def logits(self, states: Tensor) -> Tensor:

@@ -1,12 +1,17 @@
-"""The dummy batch by which a rank measures how much memory a full step takes."""
+"""Dummy batches: one that takes the memory of a full step, to measure it, and one for warm-up."""
 
 import numpy as np
 
+from contract.requests import PoolingParams, SamplingParams
 from engine.compute.inputs import PreparedInputs
+from engine.models.info import ModelInfo
+from engine.outputs import NewRequestData, SchedulerOutput
+
+_WARM_UP_ID = "warm-up"
 
 
 def profile_inputs(lengths: list[int]) -> PreparedInputs:
-    """Inputs of new requests with these numbers of tokens, all of them token 0; nothing has a place in the KV cache."""
+    """Return inputs of new requests with these numbers of tokens, all of id 0, without a place in the KV cache."""
     counts = np.array(lengths, dtype=np.int32)
     query_start_loc = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     num_tokens = int(query_start_loc[-1])
@@ -31,3 +36,22 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
         query_start_loc=query_start_loc,
         block_table=np.zeros((len(lengths), longest), dtype=np.int32),
     )
+
+
+def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int) -> list[SchedulerOutput]:
+    """Return the steps of a dummy request in the null block, up to its end."""
+    num_tokens = min(2, model.max_model_len, max_num_batched_tokens)
+    dummy = NewRequestData(
+        req_id=_WARM_UP_ID,
+        prompt_token_ids=[0] * num_tokens,
+        sampling_params=SamplingParams() if model.has_head else None,
+        pooling_params=None if model.has_head else PoolingParams(),
+        block_ids=([0],),
+        num_computed_tokens=0,
+        num_prompt_tokens=num_tokens,
+    )
+    counts = {_WARM_UP_ID: num_tokens}
+    return [
+        SchedulerOutput([dummy], num_scheduled_tokens=counts, total_num_scheduled_tokens=num_tokens),
+        SchedulerOutput(finished_req_ids={_WARM_UP_ID}),
+    ]

@@ -1,4 +1,4 @@
-"""What the ranks of one engine do together inside a forward pass, and which part of a tensor is whose."""
+"""The collectives of an engine's ranks inside a forward pass, and each rank's device."""
 
 from typing import Protocol
 
@@ -14,27 +14,27 @@ class RankGroup(Protocol):
 
     @property
     def rank(self) -> int:
-        """Which of the ranks this one is, from 0."""
+        """The index of this rank, from 0."""
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
 
     def add_up(self, part: Tensor) -> Tensor:
-        """The sum of all ranks' parts, on every rank; ``part`` is overwritten."""
+        """Return the sum of all ranks' parts, on every rank; ``part`` is overwritten."""
 
     def gather_columns(self, part: Tensor) -> Tensor:
-        """On rank 0 all ranks' ``[num_rows, num_columns / size]`` side by side; the other ranks get their own part."""
+        """Return all ranks' ``[num_rows, num_columns / size]`` side by side on rank 0, and the own part elsewhere."""
 
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
-        """What rank 0 gave, on every rank; all give lists of the same length."""
+        """Return rank 0's tokens on every rank; all ranks pass lists of the same length."""
 
     def close(self) -> None:
         """Leave the group."""
 
 
 class SingleRank:
-    """A group of one: nothing is sent anywhere."""
+    """A group of one rank, which sends nothing."""
 
     rank = 0
     size = 1
@@ -52,13 +52,13 @@ class SingleRank:
         return token_ids
 
     def close(self) -> None:
-        """Nothing to leave."""
+        """Do nothing: there is no group to leave."""
 
 
 def rank_device(setting: str, num_cuda_devices: int, rank: int, size: int) -> torch.device:
-    """The device of one of ``size`` ranks: rank i of a CUDA engine has the i-th device from the one in the setting on.
+    """Return the device of one of ``size`` ranks. Rank i of a CUDA engine has the i-th device, from the setting's device on.
 
-    Raises SettingError where the machine has fewer.
+    Raises SettingError if the machine has fewer.
     """
     first = resolve_device(setting, num_cuda_devices)
     if first.type != "cuda":

@@ -1,6 +1,6 @@
 """Ranks as threads of one process, without sockets: a public fake of ``engine.distributed.executor`` for tests and trials.
 
-The runners, the cut model and the order of collectives are the real ones; only the way between the ranks is a barrier.
+The runners, the cut model and the order of collectives are the real ones; a barrier takes the place of the collectives.
 """
 
 import socket
@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contract.errors import SettingError
 from contract.layout import KVLayout
 from engine.compute.runner import ModelRunner
-from engine.connector import RankConnector, RankConnectorPlan, RanksConnector
+from engine.connector import RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -25,38 +24,38 @@ from engine.settings import EngineSettings
 _TIMEOUT_SECONDS = 60.0
 
 
-class MeetingPlace:
-    """Where the threads of one group put down what they bring, and see what all have brought."""
+class Exchange:
+    """A place where the threads of one group exchange values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
-        self._brought: list[Any] = [None] * size
+        self._values: list[Any] = [None] * size
 
     def exchange(self, rank: int, own: Any) -> list[Any]:
-        """What every rank brought, in rank order. Raises BrokenBarrierError when one does not come."""
-        self._brought[rank] = own
+        """Return every rank's value, in rank order. Raises BrokenBarrierError when a rank does not come."""
+        self._values[rank] = own
         self._barrier.wait()
-        brought = list(self._brought)
+        values = list(self._values)
         self._barrier.wait()
-        return brought
+        return values
 
     def abort(self) -> None:
-        """Nobody shall wait here any more."""
+        """Fail every thread that waits here, or will."""
         self._barrier.abort()
 
 
 class LocalRankGroup:
-    """One thread's seat in a RankGroup."""
+    """A RankGroup as one thread sees it."""
 
-    def __init__(self, rank: int, place: MeetingPlace) -> None:
+    def __init__(self, rank: int, exchange: Exchange) -> None:
         self.rank = rank
-        self.size = place.size
-        self._place = place
+        self.size = exchange.size
+        self._exchange = exchange
 
     def add_up(self, part: Tensor) -> Tensor:
         """See RankGroup."""
-        first, *others = self._place.exchange(self.rank, part)
+        first, *others = self._exchange.exchange(self.rank, part)
         total: Tensor = first.clone()
         for other in others:
             total += other
@@ -64,17 +63,17 @@ class LocalRankGroup:
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """See RankGroup."""
-        parts = self._place.exchange(self.rank, part)
+        parts = self._exchange.exchange(self.rank, part)
         return torch.cat(parts, dim=-1) if self.rank == 0 else part
 
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
         """See RankGroup."""
-        tokens: list[int | None] = self._place.exchange(self.rank, token_ids)[0]
+        tokens: list[int | None] = self._exchange.exchange(self.rank, token_ids)[0]
         return list(tokens)
 
     def close(self) -> None:
         """See RankGroup."""
-        self._place.abort()
+        self._exchange.abort()
 
 
 class LocalRanksExecutor:
@@ -82,9 +81,9 @@ class LocalRanksExecutor:
 
     def __init__(self, settings: EngineSettings) -> None:
         size = settings.tensor_parallel_size
-        self._place = MeetingPlace(size)
+        self._exchange = Exchange(size)
         self.runners = [
-            ModelRunner(settings, group=LocalRankGroup(rank, self._place)) for rank in range(size)
+            ModelRunner(settings, group=LocalRankGroup(rank, self._exchange)) for rank in range(size)
         ]
         self._threads = ThreadPoolExecutor(size, "rank")
         self._connector: RanksConnector | None = None
@@ -104,23 +103,15 @@ class LocalRanksExecutor:
         return self.runners[0].memory.layout
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """See Executor. A rank's error is raised as it is; it breaks the group where others wait for that rank."""
+        """See Executor. A rank's error is raised as it is; it breaks the group if others wait for that rank."""
         futures = [self._threads.submit(getattr(runner, method), *args) for runner in self.runners]
         return [future.result() for future in futures]
 
-    def set_connector(self, rank: RankConnector) -> None:
-        """As with rank processes."""
-        raise SettingError(f"tensor_parallel_size is {len(self.runners)}", param="tensor_parallel_size")
-
-    def join_ranks(self, connector: RanksConnector) -> None:
-        """See ``engine.connector.JoinsRanks``."""
+    def set_connector(self, connector: RanksConnector) -> None:
+        """See Executor."""
         self._connector = connector
         ends = [socket.socketpair() for _ in self.runners]
-        connector.connect([ours for ours, _ in ends])
-        plans = [
-            RankConnectorPlan(connector.opener, connector.settings_of(rank), theirs.detach())
-            for rank, (_, theirs) in enumerate(ends)
-        ]
+        plans = connector.connect([ours for ours, _ in ends], [theirs.detach() for _, theirs in ends])
         self.collective_rpc("open_connector", plans)
         connector.begin()
 
@@ -134,10 +125,10 @@ class LocalRanksExecutor:
         return output
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See Executor. Nothing happens meanwhile."""
+        """See Executor. The step runs when its results are waited for."""
         return partial(self.execute_model, scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor. A step goes on to its end."""
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -145,7 +136,7 @@ class LocalRanksExecutor:
 
     def shutdown(self) -> None:
         """See Executor."""
-        self._place.abort()
+        self._exchange.abort()
         self._threads.shutdown()
         for runner in self.runners:
             runner.shutdown()

@@ -1,6 +1,6 @@
-"""What an executor and its ranks say to each other: msgspec, never pickle.
+"""The messages between an executor and its ranks: msgspec, never pickle.
 
-Which types a method takes and gives is what its annotations in ``ModelRunner`` say; nothing else can be called.
+The methods of ``ModelRunner`` can be called, and their annotations give the types of arguments and results.
 """
 
 from collections.abc import Callable
@@ -15,10 +15,11 @@ from engine.settings import EngineSettings
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process is started with. ``doorbell``, ``calls``, ``answers``, ``line``: inherited descriptors.
+    """The parameters of a rank process.
 
-    line: for the rank's half of a connector, if it gets one. large_address: where payloads go that fit into no slot.
-    store: rank 0's listening socket, None elsewhere. store_port: where the ranks find each other.
+    doorbell, calls, answers, connector_socket, store: inherited descriptors. connector_socket: for the rank's half of a
+    connector, if it gets one. large_address: of the socket for payloads that fit into no slot. store: rank 0's listening
+    socket, None elsewhere. store_port: where the ranks find each other.
     """
 
     rank: int
@@ -27,7 +28,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
     doorbell: int
     calls: int
     answers: int
-    line: int
+    connector_socket: int
     large_address: str
     store: int | None
     store_port: int
@@ -35,7 +36,7 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="call"):
-    """Call this method with these arguments. from_rank: who returns the result; None is every rank."""
+    """A call of a method with its arguments. from_rank: the rank that returns the result; None is every rank."""
 
     method: str
     args: list[msgspec.Raw]
@@ -43,7 +44,7 @@ class RankCall(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
-    """The method returned ``value`` (msgpack); None where nobody wants it from this rank."""
+    """The method returned ``value`` (msgpack); None if the result is returned by another rank."""
 
     value: bytes | None = None
 
@@ -62,17 +63,17 @@ _Decoder = msgspec.msgpack.Decoder[Any]
 
 
 def encode_plan(plan: RankPlan) -> str:
-    """As text for a command line."""
+    """Encode a plan as text for a command line."""
     return msgspec.json.encode(plan, enc_hook=lambda settings: settings.model_dump(mode="json")).decode()
 
 
 def decode_plan(text: str) -> RankPlan:
-    """The opposite of ``encode_plan``."""
+    """Decode what ``encode_plan`` returned."""
     return msgspec.json.decode(text, type=RankPlan, dec_hook=lambda _, values: EngineSettings(**values))
 
 
 def runner_method(method: str) -> Callable[..., Any]:
-    """The public method of ModelRunner with this name. Raises InternalError where there is none."""
+    """Return the public method of ModelRunner with this name. Raises InternalError if there is none."""
     function = None if method.startswith("_") else getattr(ModelRunner, method, None)
     if not callable(function):
         raise InternalError(f"a rank has no method {method!r}")
@@ -81,10 +82,10 @@ def runner_method(method: str) -> Callable[..., Any]:
 
 
 def _plain(value: Any) -> Any:
-    """An int32 array as its shape and bytes: the one kind of arrays that calls hold."""
+    """Return an int32 array as its shape and bytes; calls hold no other kind of array."""
     if isinstance(value, np.ndarray) and value.dtype == np.int32:
         return value.shape, value.tobytes()
-    raise TypeError(f"{type(value).__name__} is no plain data")
+    raise TypeError(f"{type(value).__name__} is not plain data")
 
 
 def _restored(_: type, value: Any) -> Any:
@@ -93,25 +94,25 @@ def _restored(_: type, value: Any) -> Any:
 
 
 class MethodTypes:
-    """Arguments and results of the runner's methods as bytes. Keeps a decoder for each method that was called."""
+    """Encodes and decodes arguments and results of the runner's methods. Keeps a decoder for each method that was called."""
 
     def __init__(self) -> None:
         self._arguments: dict[str, list[_Decoder]] = {}
         self._results: dict[str, _Decoder] = {}
 
     def encode_call(self, method: str, args: tuple[Any, ...], from_rank: int | None) -> bytes:
-        """A call as bytes. Raises InternalError for an unknown method and for arguments that are not plain data."""
+        """Encode a call. Raises InternalError for an unknown method and for arguments that are not plain data."""
         runner_method(method)
         try:
             raw = [msgspec.Raw(msgspec.msgpack.encode(arg, enc_hook=_plain)) for arg in args]
         except TypeError as error:
             raise InternalError(
-                f"arguments of {method!r} cannot travel to another process: {error}"
+                f"arguments of {method!r} cannot be sent to another process: {error}"
             ) from error
         return msgspec.msgpack.encode(RankCall(method, raw, from_rank))
 
     def decode_arguments(self, call: RankCall) -> list[Any]:
-        """The arguments as the method's annotations say. Raises InternalError where their number is another one."""
+        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong."""
         if call.method not in self._arguments:
             hints = get_type_hints(runner_method(call.method))
             self._arguments[call.method] = [
@@ -125,7 +126,7 @@ class MethodTypes:
         return [decoder.decode(raw) for decoder, raw in zip(decoders, call.args, strict=True)]
 
     def decode_value(self, method: str, value: bytes) -> Any:
-        """A result as the method's annotation says."""
+        """Decode a result by the method's annotation."""
         if method not in self._results:
             self._results[method] = msgspec.msgpack.Decoder(get_type_hints(runner_method(method))["return"])
         return self._results[method].decode(value)

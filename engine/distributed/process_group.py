@@ -18,16 +18,16 @@ from contract.errors import SettingError
 
 _HOST = "127.0.0.1"
 _NO_TOKEN = -1
-"""Stands on the wire for a row without a token."""
+"""Sent for a row without a token."""
 _JOIN_TIMEOUT = timedelta(seconds=120)
 """For ranks that start one after the other on a busy machine."""
 
 
 class TorchRankGroup:
-    """A RankGroup of several processes on one machine; made when all have come, which they must within two minutes.
+    """A RankGroup of several processes on one machine. The constructor returns when all have joined, within two minutes.
 
-    Collectives raise RuntimeError when a rank is gone, or silent for ``timeout`` (with NCCL the process waits on its
-    device, and whoever started the ranks ends it).
+    Collectives raise RuntimeError when a rank is gone, or silent for ``timeout``. With NCCL the process waits on its device
+    instead, and the executor that started the ranks ends it.
     """
 
     def __init__(self, device: torch.device, rank: int, size: int, store: Store, timeout: timedelta) -> None:
@@ -66,12 +66,12 @@ class TorchRankGroup:
         return [None if number == _NO_TOKEN else number for number in shared.tolist()]
 
     def close(self) -> None:
-        """See RankGroup. Waits for nobody."""
+        """See RankGroup. Waits for no other rank."""
         self._group.shutdown()
 
 
 def open_store(listening: socket.socket | None, port: int, size: int) -> Store:
-    """Rank 0's end of the store, around its ``listening`` socket, or another rank's (None)."""
+    """Open rank 0's end of the store, on its ``listening`` socket, or another rank's (None)."""
     if listening is None:
         return TCPStore(_HOST, port, size, False, timeout=_JOIN_TIMEOUT, wait_for_workers=False)
     return TCPStore(
@@ -86,7 +86,7 @@ def open_store(listening: socket.socket | None, port: int, size: int) -> Store:
 
 
 def listen_for_ranks() -> socket.socket:
-    """A listening socket on a free port of 127.0.0.1, for rank 0's end of the store."""
+    """Return a listening socket on a free port of 127.0.0.1, for rank 0's end of the store."""
     return socket.create_server((_HOST, 0))
 
 

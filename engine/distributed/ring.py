@@ -1,12 +1,12 @@
 """Messages from one process to others through shared memory: one writer, a fixed number of readers, bounded slots.
 
 Every reader gets every message, in order. The memory is an anonymous file, so nothing of it is left when the last
-process that has it is gone. The ring never waits and never wakes anybody: see ``engine.distributed.channel``.
+process that has it is gone. The ring neither waits nor wakes a reader: see ``engine.distributed.channel``.
 
-Order in memory: the writer puts down payload, length and, last, the message's number; a reader believes a slot that
-carries the number which it expects, copies the payload, and only then moves its own counter on. Each number is one
-aligned 8-byte word. Between the writer's last store and the reader's first load lies a system call on each side (the
-doorbell), which orders them on every processor; the numbers show whoever breaks this rule.
+Order in memory: the writer stores the payload, the length and, last, the message's number. A reader accepts a slot with
+the number that it expects, copies the payload, and only then advances its own counter. Each number is one aligned 8-byte
+word. There is a system call (the doorbell) on each side between the writer's last store and the reader's first load,
+which orders them on every processor; a wrong number shows that this rule was broken.
 """
 
 import mmap
@@ -42,11 +42,11 @@ class Ring:
 
     @property
     def num_written(self) -> int:
-        """How many messages the writer has completed, seen from any view."""
+        """The number of messages that the writer has completed, in any view."""
         return max(self._words[self._slot(number)[0]] for number in range(1, self._num_slots + 1))
 
     def write(self, payload: bytes) -> None:
-        """Put the next message down. Raises InternalError, and writes nothing, while the slowest reader is behind."""
+        """Write the next message. Raises InternalError, and writes nothing, if the slowest reader is a ring behind."""
         if len(payload) > self._slot_bytes:
             raise InternalError(f"{len(payload)} bytes do not fit into a slot of {self._slot_bytes}")
         behind = self._num_written - min(
@@ -64,7 +64,7 @@ class Ring:
         self._num_written = number
 
     def read(self, reader: int) -> bytes:
-        """The next message for this reader. Raises InternalError where it has not been written (or was written over)."""
+        """Return the next message for this reader. Raises InternalError if it is not written yet, or was written over."""
         counter = self._counter(reader)
         number = self._words[counter] + 1
         header, start = self._slot(number)
@@ -75,7 +75,7 @@ class Ring:
         return payload
 
     def close(self) -> None:
-        """Unmap. May be called twice."""
+        """Unmap the memory. May be called twice."""
         self._words.release()
         self._bytes.release()
         self._memory.close()
@@ -84,19 +84,19 @@ class Ring:
         return reader * _LINE // _WORD
 
     def _slot(self, number: int) -> tuple[int, int]:
-        """The slot's first word, and the byte at which its payload starts."""
+        """Return the slot's first word, and the byte at which its payload starts."""
         index = (number - 1) % self._num_slots
         start = self._num_readers * _LINE + index * (_HEADER_WORDS * _WORD + self._slot_bytes)
         return start // _WORD, start + _HEADER_WORDS * _WORD
 
 
 def ring_bytes(num_readers: int, num_slots: int, slot_bytes: int) -> int:
-    """Bytes of a ring: a counter per reader on a cache line of its own, then the slots."""
+    """Return the size of a ring: a counter per reader on a cache line of its own, then the slots."""
     return num_readers * _LINE + num_slots * (_HEADER_WORDS * _WORD + slot_bytes)
 
 
 def create_shared_file(num_bytes: int) -> int:
-    """The descriptor of an anonymous file of zeros; pages take memory when they are written."""
+    """Return the descriptor of an anonymous file of zeros; pages take memory when they are written."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)
     else:

@@ -1,1 +1,1 @@
-"""What a core orders its steps from: one runner in this process, or ranks (``engine.distributed``)."""
+"""Executors, which run a core's steps: one runner in this process, or ranks (``engine.distributed``)."""

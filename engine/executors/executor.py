@@ -1,4 +1,4 @@
-"""Calls methods on the ranks of one engine: a single one lives in the caller's process, several in their own."""
+"""Executors call methods on the ranks of one engine: a single one in the caller's process, several in their own."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from contract.errors import InternalError
 from contract.layout import KVLayout
 from engine.compute.runner import ModelRunner
-from engine.connector import RankConnector
+from engine.connector import RanksConnector
 from engine.distributed.executor import RanksExecutor
 from engine.kv_cache.sizing import MemoryProbe
 from engine.models.info import ModelInfo
@@ -19,35 +19,38 @@ class Executor(Protocol):
 
     @property
     def model_info(self) -> ModelInfo:
-        """What every rank has loaded."""
+        """The model that every rank has loaded."""
 
     @property
     def layout(self) -> KVLayout:
         """The shape of a block. Raises InternalError before the KV start-up."""
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call this method of ``ModelRunner`` on every rank; results in rank order."""
+        """Call a method of ``ModelRunner`` on every rank; return the results in rank order."""
 
-    def set_connector(self, rank: RankConnector) -> None:
-        """Put in the ranks' half of the connector; after the KV start-up. Raises SettingError where that cannot be."""
+    def set_connector(self, connector: RanksConnector) -> None:
+        """Give every rank its half of the connector; after the KV start-up.
 
-    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step on all ranks; the first rank's result."""
-
-    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Let a step begin on all ranks. What is returned waits for it and gives the first rank's result.
-
-        It is called before anything else is asked of the executor.
+        Raises SettingError if the connector is for another number of ranks.
         """
 
-    def cut_short(self) -> None:
-        """From any thread: the step that is under way had better end without results (``was_cut_short``). It need not."""
+    def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step on all ranks; return the first rank's result."""
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """Start a step on all ranks. The function that is returned waits for it and returns the first rank's result.
+
+        It must be called before any other method.
+        """
+
+    def interrupt(self) -> None:
+        """Ask the running step to end without results (``was_interrupted``), from any thread. It may go on all the same."""
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call ``wake``, from any thread, when a rank has ended unasked: the next step then raises. Called once."""
+        """Call ``wake``, from any thread, when a rank has ended by itself: the next step then raises. Called once."""
 
     def shutdown(self) -> None:
-        """End all ranks and give their memory back. May be called twice."""
+        """End all ranks and free their memory. May be called twice."""
 
 
 class InProcessExecutor:
@@ -75,9 +78,9 @@ class InProcessExecutor:
             raise InternalError(f"a rank has no method {method!r}")
         return [function(*args)]
 
-    def set_connector(self, rank: RankConnector) -> None:
+    def set_connector(self, connector: RanksConnector) -> None:
         """See Executor."""
-        self.runner.set_connector(rank)
+        self.runner.set_connector(connector.in_process())
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""
@@ -87,12 +90,12 @@ class InProcessExecutor:
         """See Executor."""
         return self.runner.begin(scheduled)
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See Executor."""
-        self.runner.cut_short()
+        self.runner.interrupt()
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """See Executor. The rank ends with its caller, so there is nothing to see."""
+        """See Executor. The rank cannot end before its caller."""
 
     def shutdown(self) -> None:
         """See Executor."""
@@ -102,10 +105,10 @@ class InProcessExecutor:
 
 
 def create_executor(settings: EngineSettings, probe: MemoryProbe | None = None) -> Executor:
-    """The executor for these settings, with its ranks' models loaded. ``probe`` is for a single rank.
+    """Return the executor for these settings, with its ranks' models loaded. ``probe`` is for a single rank.
 
-    Raises SettingError for an unknown device, for "cuda" where there is none or fewer than ranks, and for a model that
-    does not divide by their number.
+    Raises SettingError for an unknown device, for "cuda" with fewer devices than ranks, and for a model that cannot
+    be divided by their number.
     """
     if settings.tensor_parallel_size > 1:
         return RanksExecutor(settings)

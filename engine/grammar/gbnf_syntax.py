@@ -21,7 +21,7 @@ class Characters:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the rule of this name matches."""
+    """A reference to the rule of this name."""
 
     name: str
 
@@ -77,79 +77,116 @@ def parse_gbnf(text: str) -> dict[str, Group]:
         raise _wrong("its groups are nested too deep") from error
 
 
-class _Parser:
-    """Reads one grammar from its tokens, one token ahead."""
+class _Tokens:
+    """The tokens of a text, one at a time. kind: that of the pattern, or "end". value: what the pattern captures."""
 
     def __init__(self, text: str) -> None:
+        self.kind = ""
+        self.value = ""
         self._text = text
-        self._end = 0
-        self._kind = ""
-        self._value = ""
         self._start = 0
-        self._advance()
+        self._end = 0
+        self.advance()
+
+    def advance(self) -> None:
+        """Read the next token, without spaces and comments."""
+        while True:
+            self._start = self._end
+            if self._end == len(self._text):
+                self.kind = "end"
+                self.value = ""
+                return
+            match = _TOKENS.match(self._text, self._end)
+            if match is None:
+                self.kind = "other"
+                self.value = self._text[self._end]
+                raise self.unexpected("a rule, text in quotes, a class or an operator")
+            self._end = match.end()
+            self.kind = match.lastgroup or ""
+            if self.kind != "space":
+                self.value = match[self.kind]
+                return
+
+    def unexpected(self, expected: str) -> InvalidRequestError:
+        """Return the error of this token in the place of another one."""
+        found = repr(self.value[:20]) if self.kind != "end" else "the end"
+        return self.error(f"there is {found} where {expected} should be")
+
+    def error(self, message: str) -> InvalidRequestError:
+        """Return an error with the line of this token."""
+        line = self._text.count("\n", 0, self._start) + 1
+        return _wrong(f"line {line}: {message}")
+
+
+class _Parser:
+    """Reads one grammar by recursive descent, one token ahead."""
+
+    def __init__(self, text: str) -> None:
+        self._tokens = _Tokens(text)
 
     def rules(self) -> dict[str, Group]:
+        """Return the rules by name."""
         rules: dict[str, Group] = {}
-        while self._kind != "end":
-            if self._kind != "rule":
-                raise self._unexpected("a rule, as in name ::= ...")
-            name = re.split(r"[\s#:]", self._value, maxsplit=1)[0]
+        while self._tokens.kind != "end":
+            if self._tokens.kind != "rule":
+                raise self._tokens.unexpected("a rule, as in name ::= ...")
+            name = re.split(r"[\s#:]", self._tokens.value, maxsplit=1)[0]
             if name in rules:
-                raise self._error(f"the rule {name[:40]!r} is defined twice")
-            self._advance()
+                raise self._tokens.error(f"the rule {name[:40]!r} is defined twice")
+            self._tokens.advance()
             rules[name] = self._group()
         return rules
 
     def _group(self) -> Group:
         alternatives = [self._sequence()]
-        while (self._kind, self._value) == ("mark", "|"):
-            self._advance()
+        while (self._tokens.kind, self._tokens.value) == ("mark", "|"):
+            self._tokens.advance()
             alternatives.append(self._sequence())
         return Group(tuple(alternatives))
 
     def _sequence(self) -> tuple[Item, ...]:
         items: list[Item] = []
         while (found := self._item()) is not None:
-            while self._kind == "times":
+            while self._tokens.kind == "times":
                 found = self._repetition(found)
             items.append(found)
         return tuple(items)
 
     def _item(self) -> Item | None:
-        kind = self._kind
-        value = self._value
+        kind = self._tokens.kind
+        value = self._tokens.value
         if kind == "token":
-            raise self._error(
+            raise self._tokens.error(
                 f"the token {value[:40]} cannot be asked for; grammars are over characters here"
             )
         if kind == "mark" and value == "(":
             return self._bracketed()
-        readers: dict[str, Callable[[str], Item]] = {
-            "name": Reference,
-            "literal": self._literal,
-            "characters": self._characters,
+        readers: dict[str, Callable[[], Item]] = {
+            "name": lambda: Reference(value),
+            "literal": lambda: _literal(self._tokens, value),
+            "characters": lambda: _characters(self._tokens, value),
         }
         if kind == "mark" and value == ".":
-            self._advance()
+            self._tokens.advance()
             return ANY
         reader = readers.get(kind)
         if reader is None:
             return None
-        item = reader(value)
-        self._advance()
+        item = reader()
+        self._tokens.advance()
         return item
 
     def _bracketed(self) -> Group:
-        self._advance()
+        self._tokens.advance()
         group = self._group()
-        if (self._kind, self._value) != ("mark", ")"):
-            raise self._unexpected("a closing parenthesis")
-        self._advance()
+        if (self._tokens.kind, self._tokens.value) != ("mark", ")"):
+            raise self._tokens.unexpected("a closing parenthesis")
+        self._tokens.advance()
         return group
 
     def _repetition(self, item: Item) -> Repetition:
-        value = self._value
-        self._take_times_error(value)
+        value = self._tokens.value
+        self._check_counts(value)
         match value:
             case "*":
                 fewest = 0
@@ -162,7 +199,7 @@ class _Parser:
                 most = 1
             case _:
                 fewest, most = self._counts(value)
-        self._advance()
+        self._tokens.advance()
         return Repetition(item, fewest, most)
 
     def _counts(self, value: str) -> tuple[int, int | None]:
@@ -170,74 +207,51 @@ class _Parser:
         fewest = int(first or 0)
         most = fewest if not comma else int(second) if second else None
         if most is not None and most < fewest:
-            raise self._error(f"{value[:40]} asks for at most {most} and at least {fewest}")
+            raise self._tokens.error(f"{value[:40]} asks for at most {most} and at least {fewest}")
         return fewest, most
 
-    def _take_times_error(self, value: str) -> None:
+    def _check_counts(self, value: str) -> None:
         if value.startswith("{") and not re.search(r"\d", value):
-            raise self._error(f"{value[:40]} has no number")
+            raise self._tokens.error(f"{value[:40]} has no number")
         if any(int(number[:12]) > _MAX_REPETITIONS for number in re.findall(r"\d+", value)):
-            raise self._error(f"{value[:40]} asks for more than {_MAX_REPETITIONS} repetitions")
+            raise self._tokens.error(f"{value[:40]} asks for more than {_MAX_REPETITIONS} repetitions")
 
-    def _literal(self, value: str) -> Item:
-        characters = tuple(Characters(((code, code),)) for code, _ in self._codes(value))
-        return characters[0] if len(characters) == 1 else Group((characters,))
 
-    def _characters(self, value: str) -> Item:
-        is_negated = value.startswith("^")
-        codes = self._codes(value[is_negated:])
-        ranges = []
-        position = 0
-        while position < len(codes):
-            first = last = codes[position][0]
-            if position + 2 < len(codes) and codes[position + 1] == (ord("-"), False):
-                last = codes[position + 2][0]
-                position += 2
-            if last < first:
-                raise self._error(f"the range {chr(first)!r} to {chr(last)!r} is empty")
-            ranges.append((first, last))
-            position += 1
-        return Characters(tuple(ranges), is_negated)
+def _literal(tokens: _Tokens, value: str) -> Item:
+    characters = tuple(Characters(((code, code),)) for code, _ in _codes(tokens, value))
+    return characters[0] if len(characters) == 1 else Group((characters,))
 
-    def _codes(self, value: str) -> list[tuple[int, bool]]:
-        """Return the code points that are written, and whether each is written as an escape."""
-        codes = []
-        for match in _ESCAPE.finditer(value):
-            *hexadecimal, named, plain = match.groups()
-            digits = next(filter(None, hexadecimal), "")
-            if named and named not in _NAMED_ESCAPES:
-                raise self._error(f"\\{named} is no escape of GBNF")
-            code = int(digits, 16) if digits else ord(_NAMED_ESCAPES[named] if named else plain)
-            if code > 0x10FFFF or 0xD800 <= code < 0xE000:
-                raise self._error(f"{match[0]} is no character")
-            codes.append((code, plain is None))
-        return codes
 
-    def _advance(self) -> None:
-        while True:
-            self._start = self._end
-            if self._end == len(self._text):
-                self._kind = "end"
-                self._value = ""
-                return
-            match = _TOKENS.match(self._text, self._end)
-            if match is None:
-                self._kind = "other"
-                self._value = self._text[self._end]
-                raise self._unexpected("a rule, text in quotes, a class or an operator")
-            self._end = match.end()
-            self._kind = match.lastgroup or ""
-            if self._kind != "space":
-                self._value = match[self._kind]
-                return
+def _characters(tokens: _Tokens, value: str) -> Item:
+    is_negated = value.startswith("^")
+    codes = _codes(tokens, value[is_negated:])
+    ranges = []
+    position = 0
+    while position < len(codes):
+        first = last = codes[position][0]
+        if position + 2 < len(codes) and codes[position + 1] == (ord("-"), False):
+            last = codes[position + 2][0]
+            position += 2
+        if last < first:
+            raise tokens.error(f"the range {chr(first)!r} to {chr(last)!r} is empty")
+        ranges.append((first, last))
+        position += 1
+    return Characters(tuple(ranges), is_negated)
 
-    def _unexpected(self, wanted: str) -> InvalidRequestError:
-        found = repr(self._value[:20]) if self._kind != "end" else "the end"
-        return self._error(f"there is {found} where {wanted} should be")
 
-    def _error(self, message: str) -> InvalidRequestError:
-        line = self._text.count("\n", 0, self._start) + 1
-        return _wrong(f"line {line}: {message}")
+def _codes(tokens: _Tokens, value: str) -> list[tuple[int, bool]]:
+    """Return the code points that are written, and whether each is written as an escape."""
+    codes = []
+    for match in _ESCAPE.finditer(value):
+        *hexadecimal, named, plain = match.groups()
+        digits = next(filter(None, hexadecimal), "")
+        if named and named not in _NAMED_ESCAPES:
+            raise tokens.error(f"\\{named} is no escape of GBNF")
+        code = int(digits, 16) if digits else ord(_NAMED_ESCAPES[named] if named else plain)
+        if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+            raise tokens.error(f"{match[0]} is no character")
+        codes.append((code, plain is None))
+    return codes
 
 
 def _wrong(message: str) -> InvalidRequestError:

@@ -29,6 +29,29 @@ _SHORT_SECONDS = 0.01
 Job = Callable[[], None]
 
 
+class _RunningJobs:
+    """The jobs that run; see JobThreads for the limits. Not thread-safe."""
+
+    def __init__(self, num_running: int, max_threads: int, stuck_seconds: float) -> None:
+        self._num_running = num_running
+        self._max_threads = max_threads
+        self._stuck_seconds = stuck_seconds
+        self._started_at: dict[object, float] = {}
+
+    def has_room(self, now: float) -> bool:
+        """Return whether another job may start."""
+        num_counted = sum(started > now - self._stuck_seconds for started in self._started_at.values())
+        return num_counted < self._num_running and len(self._started_at) < self._max_threads
+
+    def add(self, ticket: object, now: float) -> None:
+        """Record that a job has started."""
+        self._started_at[ticket] = now
+
+    def discard(self, ticket: object) -> None:
+        """Record that a job has ended."""
+        self._started_at.pop(ticket, None)
+
+
 class JobThreads:
     """Owns the threads and the queue of jobs. Thread-safe.
 
@@ -51,13 +74,10 @@ class JobThreads:
         self._rest = rest
         self._after_job = after_job
         self._stack_bytes = stack_bytes
-        self._num_running = num_running
-        self._max_threads = max_threads
-        self._stuck_seconds = stuck_seconds
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for the three below
         self._waiting: deque[Job] = deque()
-        self._started_at: dict[object, float] = {}
+        self._running = _RunningJobs(num_running, max_threads, stuck_seconds)
         self._is_closed = False
 
     def submit(self, job: Job) -> None:
@@ -79,16 +99,11 @@ class JobThreads:
 
     def _start_next(self) -> None:
         """Start waiting jobs while there is room. Called with the lock held."""
-        while self._waiting and not self._is_closed and self._has_room():
+        while self._waiting and not self._is_closed and self._running.has_room(self._clock()):
             ticket = object()
             self._start_thread(self._waiting[0], ticket)
             self._waiting.popleft()
-            self._started_at[ticket] = self._clock()
-
-    def _has_room(self) -> bool:
-        oldest = self._clock() - self._stuck_seconds
-        num_counted = sum(started > oldest for started in self._started_at.values())
-        return num_counted < self._num_running and len(self._started_at) < self._max_threads
+            self._running.add(ticket, self._clock())
 
     def _start_thread(self, job: Job, ticket: object) -> None:
         thread = threading.Thread(target=self._run, args=([job], ticket), name="grammar", daemon=True)
@@ -118,7 +133,7 @@ class JobThreads:
             if (seconds := self._clock() - begun) > _SHORT_SECONDS:
                 self._rest(min(seconds, _MAX_REST_SECONDS))
             with self._lock:
-                self._started_at.pop(ticket, None)
+                self._running.discard(ticket)
                 self._start_next_if_possible()
 
     def _start_next_if_possible(self) -> None:

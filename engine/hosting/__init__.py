@@ -1,1 +1,1 @@
-"""Where an engine core runs: in a thread or in a process of its own, and what crosses the line to its client."""
+"""The thread or process in which an engine runs, and its messages."""

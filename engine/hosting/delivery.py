@@ -1,4 +1,4 @@
-"""Who waits for what of an engine: streams of requests, steps, results of calls. Used in the event loop only."""
+"""The receivers of an engine's messages: streams of requests, steps, results of calls. Used in the event loop only."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -7,24 +7,24 @@ from typing import Any
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, UnavailableError, error_from_kind
 from contract.requests import EngineOutput, EngineRequest
-from engine.core import EngineInfo
 from engine.hosting.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
+from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
 
 
 @dataclass(frozen=True)
 class _Live:
-    """A choice of a request that has not ended; ``stream`` is None when its outputs go out with ``steps``."""
+    """A choice of a request that has not finished. stream: None if its outputs are delivered by ``steps``."""
 
     request: EngineRequest
     stream: asyncio.Queue[EngineOutput] | None
 
 
 class Delivery:
-    """Routes what an engine says, and makes sure that every request and call ends, even if the engine does not say so.
+    """Routes the messages of an engine, and ends every request and call if the engine ends without doing so.
 
-    started: what the engine is, once it says so, or the error that kept it from starting. stats: how it stood when it said
-    something last. idled: set when it says so while it has nothing to do.
+    started: facts about the engine once it is up, or the error that kept it from starting. stats: from its last message.
+    idled: set when it reports its health, which it does while it has nothing to do.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class Delivery:
             raise UnavailableError(self._end)
 
     def expect(self, request: EngineRequest, stream: asyncio.Queue[EngineOutput] | None) -> None:
-        """Outputs of this request will come. Raises InvalidRequestError for one that is live already."""
+        """Add the receiver of a request's outputs. Raises InvalidRequestError for a request that is live already."""
         self.check_open()
         if any(key in self._live for key in request.keys):
             raise InvalidRequestError(
@@ -54,22 +54,22 @@ class Delivery:
             self._live[one.key] = _Live(one, stream)
 
     def is_live(self, key: str) -> bool:
-        """True until this choice's last output."""
+        """Return whether this choice's last output has not come yet."""
         return key in self._live
 
     def expect_result(self, call_id: int) -> asyncio.Future[Any]:
-        """The result of a call. Raises UnavailableError after ``close``."""
+        """Return the future result of a call. Raises UnavailableError after ``close``."""
         self.check_open()
         future = self._calls[call_id] = asyncio.get_running_loop().create_future()
         return future
 
     async def steps(self) -> AsyncIterator[list[EngineOutput]]:
-        """Outputs of the requests without a stream, one list per step, until the engine ends. For one consumer."""
+        """Yield the outputs of requests without a stream, one list per step, until the engine ends. For one consumer."""
         while (outputs := await self._steps.get()) is not None:
             yield outputs
 
     def deliver(self, message: FromEngine) -> None:
-        """Hand on what the engine said. Outputs of unknown requests are dropped."""
+        """Route a message. Outputs of unknown requests are dropped."""
         match message:
             case Ready(info) if not self.started.done():
                 self.started.set_result(info)
@@ -89,10 +89,11 @@ class Delivery:
                 self.idled.set()
 
     def close(self, reason: str, kind: ErrorKind) -> None:
-        """The engine is gone: end every request and call that it left, with this error."""
+        """End every request and call that is left with this error: the engine has ended."""
         if self._end is not None:
             return
-        self._end = reason = f"{reason}: {self._cause}" if self._cause else reason
+        reason = f"{reason}: {self._cause}" if self._cause else reason
+        self._end = reason
         if not self.started.done():
             self.started.set_exception(InternalError(f"{reason} before it was ready"))
         self._deliver_step(

@@ -1,28 +1,28 @@
-"""What the client of an engine and its core say to each other, over a queue or a socket (msgspec, never pickle)."""
+"""The messages between an engine's client and its core, over a queue or a socket (msgspec, never pickle)."""
 
 from typing import Any
 
 import msgspec
 
 from contract.requests import EngineOutput, EngineRequest
-from engine.core import EngineInfo
+from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """Answer this request."""
+    """Add this request."""
 
     request: EngineRequest
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """End these requests; unknown keys are ignored."""
+    """Abort these requests; unknown keys are ignored."""
 
     keys: list[str]
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort_request"):
-    """End a choice of a request (None: all), of all attempts up to ``attempt`` (None: of all), and what they still lend."""
+    """Abort a choice of a request (None: all) in all attempts up to ``attempt`` (None: in all), and what they lend."""
 
     request_id: str
     attempt: int | None = None
@@ -38,11 +38,11 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """End everything; nothing after this is read."""
+    """End the engine; no later message is read."""
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Answer with Progress, and have every thread that works count once more."""
+    """Answer with Progress, and make every working thread increment its count."""
 
 
 ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Shutdown
@@ -63,14 +63,14 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start_failed"):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="step"):
-    """Everything that one client hears of one step, and how the engine stands after it."""
+    """The outputs of one step for one client, and the state of the engine after it."""
 
     outputs: list[EngineOutput]
     stats: SchedulerStats
 
 
 class CallResult(msgspec.Struct, frozen=True, tag="result"):
-    """What a utility returned, or its error."""
+    """The result of a utility, or its error."""
 
     call_id: int
     result: Any = None
@@ -79,13 +79,13 @@ class CallResult(msgspec.Struct, frozen=True, tag="result"):
 
 
 class Health(msgspec.Struct, frozen=True, tag="health"):
-    """An idle engine says that it lives, and how it stands."""
+    """The state of an idle engine, as a sign of life."""
 
     stats: SchedulerStats
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
-    """How far each thread's count stands that moves with what the thread gets done."""
+    """The counts of the working threads, each of which grows with what its thread finishes."""
 
     counts: dict[str, int]
 

@@ -1,4 +1,4 @@
-"""Whether a process runs at all: the time that its threads, and those of its children, have had on a processor."""
+"""The processor time of a process and its children, which shows whether it runs at all."""
 
 from contextlib import suppress
 from pathlib import Path

@@ -6,33 +6,31 @@ from dataclasses import dataclass
 
 from contract.errors import ErrorKind, KvbatonError
 from engine.connector import ConnectorFactory
-from engine.core import EngineCore, ExecutorStart, start_executor
+from engine.core import EngineCore
 from engine.hosting.messages import Ready, StartFailed, Stopped
 from engine.settings import EngineSettings
+from engine.startup import ExecutorStart, start_executor
+from engine.stepping.dispatch import WAKE, Emit, Inbox
 from engine.stepping.gate import StepGate
-from engine.stepping.loop import WAKE, Emit, Inbox, StepLoop, send_outputs
+from engine.stepping.loop import StepLoop, send_outputs
 
 logger = logging.getLogger(__name__)
 
 ProgressOf = Callable[[], dict[str, int]]
-"""The counts of the threads that work, from any thread, without waiting for any of them."""
+"""Returns the counts of the working threads; from any thread, without waiting for one of them."""
 
 
-def _unwatched(progress: ProgressOf) -> None:
-    """Do nothing: the progress is not watched."""
-
-
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """How to build an engine in another thread or process; everything in it is picklable where a process needs it.
+    """The parts of an engine that is to be built in another thread, or process (then all of them are picklable).
 
-    start: brings up the executor. idle_seconds: how long an idle engine waits for input before it reports its health.
-    prepare: called first in an engine's own process, to set up its log for example. gate: makes the gate of the engine's
-    steps; None: the one that the settings ask for.
+    start: starts the executor. idle_seconds: how long an idle engine waits for input before it reports its health.
+    prepare: called first in an engine's own process, for example to set up its log. gate: makes the gate of the engine's
+    steps; None: the one of the settings.
     """
 
     settings: EngineSettings
@@ -44,14 +42,14 @@ class EnginePlan:
 
 
 def run_engine(
-    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _unwatched
+    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _nothing
 ) -> bool:
-    """Build a core, say so, run it until Shutdown. True when it ended as asked.
+    """Build a core and run it until Shutdown; return whether it ended as asked.
 
-    The first message is Ready or StartFailed, the last one Stopped. Any exception ends here: one in a step ends
-    every request with an error: of its own kind where it has one, else "internal".
+    The first message is Ready or StartFailed, the last one Stopped. All exceptions are caught here; one in a step ends
+    every request with an error, of the exception's own kind if it has one, else "internal".
 
-    watched_by: gets what shows the progress, before the first message.
+    watched_by: receives the function that returns the progress, before the first message.
     """
     core: EngineCore | None = None
     try:

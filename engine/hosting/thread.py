@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from engine.hosting.messages import FromEngine, Shutdown, ToEngine
 from engine.hosting.running import EnginePlan, run_engine
-from engine.stepping.loop import Inbox
+from engine.stepping.dispatch import Inbox
 
 _T = TypeVar("_T")
 
@@ -21,16 +21,16 @@ class EngineThread:
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[bool] = self._loop.create_future()
 
-    def start(self, hear: Callable[[FromEngine], None]) -> None:
-        """See EngineLink."""
-        threading.Thread(target=self._run, args=(hear,), name="engine-core", daemon=True).start()
+    def start(self, receive: Callable[[FromEngine], None]) -> None:
+        """Start the thread; see EngineLink."""
+        threading.Thread(target=self._run, args=(receive,), name="engine-core", daemon=True).start()
 
     def send(self, message: ToEngine) -> None:
-        """See EngineLink."""
+        """Send a message; see EngineLink."""
         self._inbox.put(message)
 
     def abandon(self) -> None:
-        """See EngineLink. The thread ends as soon as it has started."""
+        """End the thread as soon as it has started; see EngineLink."""
         self._inbox.put(Shutdown())
 
     @property
@@ -39,17 +39,17 @@ class EngineThread:
         return None
 
     async def wait_ended(self) -> bool:
-        """See EngineLink."""
+        """Wait until the thread has ended; see EngineLink."""
         return await self._ended
 
-    def _run(self, hear: Callable[[FromEngine], None]) -> None:
+    def _run(self, receive: Callable[[FromEngine], None]) -> None:
         has_ended_well = False
         try:
-            has_ended_well = run_engine(self._plan, self._inbox, lambda message: self._post(hear, message))
+            has_ended_well = run_engine(self._plan, self._inbox, lambda message: self._post(receive, message))
         finally:
             self._post(self._ended.set_result, has_ended_well)
 
     def _post(self, function: Callable[[_T], None], value: _T) -> None:
-        """Call it in the event loop; an event loop that is closed has nobody who listens."""
+        """Call ``function`` in the event loop, unless that is closed."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function, value)

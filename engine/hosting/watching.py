@@ -1,27 +1,27 @@
-"""Judges by what has moved whether an engine's process still works. Pure: times and counts are given to it.
+"""Decides from the progress of its threads whether an engine's process still works. Pure: times and counts are inputs.
 
-The engine's threads count what they get done, and each count is asked for through the queue that also carries the
-thread's work, so that an idle thread moves its count as well. A thread that answers questions proves nothing about the
-others: only a count that has changed is a sign of life, and time on a processor is a sign that the process runs.
+The engine's threads count what they finish, and each count is requested through the queue that also carries the
+thread's work, so that an idle thread increments its count as well. An answer of one thread proves nothing about the
+others: only a count that has changed is a sign of life, and processor time is a sign that the process runs.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 STEP_LOOP = "step loop"
-"""The name of the count of the loop that computes; its steps may take long."""
+"""The name of the step loop's count; its steps may take long."""
 RANK_CALLS = "loop of calls"
-"""The same for a rank of several, whose calls are those steps."""
+"""The name of the count of a rank of several, whose calls are those steps."""
 COMPUTING_FACTOR = 20
 _COMPUTING_SHARE = 0.02
-"""Of one core: a process that uses less than this computes nothing."""
+"""The share of one core below which a process counts as not computing."""
 
 
 @dataclass(frozen=True)
-class Patience:
-    """How long an engine may do nothing.
+class LivenessTimeouts:
+    """The time limits of an engine that shows no sign of life.
 
-    stopped_seconds: without any time on a processor. hung_seconds: a thread without progress; a step of a process that
+    stopped_seconds: without processor time. hung_seconds: without progress of a thread; a step of a process that
     computes may take ``COMPUTING_FACTOR`` times as long.
     """
 
@@ -31,7 +31,7 @@ class Patience:
 
 @dataclass
 class _Count:
-    """A thread's count, since when it stands there, and what the process had computed by then."""
+    """A thread's count, the time of its last change, and the processor time of the process by then."""
 
     value: int
     since: float
@@ -39,17 +39,18 @@ class _Count:
 
 
 class EngineWatch:
-    """Owns the last signs of life of one engine. ``now`` is monotonic in seconds."""
+    """Owns the last signs of life of one engine. now: seconds, monotonic."""
 
-    def __init__(self, patience: Patience, now: float) -> None:
-        self._patience = patience
+    def __init__(self, timeouts: LivenessTimeouts, now: float) -> None:
+        self._timeouts = timeouts
         self._counts: dict[str, _Count] = {}
-        self._ran_at = self._answered_at = now
+        self._ran_at = now
+        self._answered_at = now
         self._nanoseconds: int | None = None
         self._computed = 0
 
     def answered(self, counts: Mapping[str, int], now: float) -> None:
-        """Take the counts that the engine has sent."""
+        """Record the counts that the engine has sent."""
         self._answered_at = now
         for name, value in counts.items():
             known = self._counts.get(name)
@@ -57,7 +58,7 @@ class EngineWatch:
                 self._counts[name] = _Count(value, now, self._computed)
 
     def ran(self, nanoseconds: int | None, now: float) -> None:
-        """Take the process's time on a processor; None where that is not counted."""
+        """Record the process's time on a processor; None on systems that do not count it."""
         before = self._nanoseconds
         self._nanoseconds = nanoseconds
         if nanoseconds is None or before is None or nanoseconds != before:
@@ -66,16 +67,16 @@ class EngineWatch:
             self._computed += max(0, nanoseconds - before)
 
     def was_away(self, now: float) -> None:
-        """The watching process itself did not run until now: what it did not see proves nothing."""
+        """Start all time limits again: the watching process itself did not run, so missing signs prove nothing."""
         self._ran_at = self._answered_at = now
         for count in self._counts.values():
             count.since = now
             count.computed = self._computed
 
     def complaint(self, now: float, share: float = 1.0) -> str | None:
-        """Say what is wrong, None if nothing. share: of the patience that has to be used up."""
-        stopped = self._patience.stopped_seconds * share
-        hung = self._patience.hung_seconds * share
+        """Return what is wrong, None if nothing. share: the part of a time limit that must have passed."""
+        stopped = self._timeouts.stopped_seconds * share
+        hung = self._timeouts.hung_seconds * share
         if (seconds := now - self._ran_at) >= stopped:
             return f"its process has not run for {seconds:.1f} s; it may be stopped or frozen"
         if self._nanoseconds is None and (seconds := now - self._answered_at) >= hung:

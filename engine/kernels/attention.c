@@ -1,8 +1,9 @@
 // Attention over the paged cache: each block is read once for all query heads and all tokens of a tile.
 //
-// A tile is some tokens of one request at all query heads of one KV head: its rows. It goes over the request's keys 64 at
-// a time (from position 0, so that a row's sums do not depend on its tile), packs them and their values as panels, and
-// lets the linear layers' kernel multiply; the softmax is the online one of FlashAttention (arXiv:2205.14135).
+// The rows of a tile are some tokens of one request, at all query heads of one KV head. A tile iterates over the request's
+// keys, 64 at a time (from position 0, so that a row's sums do not depend on its tile). It packs the keys and their values
+// into panels and multiplies them with the kernel of the linear layers. The softmax is computed online as in
+// FlashAttention (arXiv:2205.14135).
 #include <math.h>
 #include <string.h>
 #include "kernels.h"
@@ -14,14 +15,14 @@ typedef struct {
     const Layer *layer;
     const Step *step;
     const bf16 *cache;
-    size_t group, tile_tokens;  // query heads of a KV head; tokens of a full tile
-    size_t to_values;           // from a key to its value, in elements
-    const size_t *first_tiles;  // of each request; behind them the number of all tiles
+    size_t group, tile_tokens;  // query heads per KV head; tokens of a full tile
+    size_t to_values;           // distance from a key to its value, in elements
+    const size_t *first_tiles;  // first tile of each request, then the total number of tiles
     char *scratch;
     size_t scratch_bytes;
 } Job;
 
-typedef struct {  // one thread's place to work
+typedef struct {  // buffers of one thread
     bf16 *queries, *keys, *values, *weights;
     float *scores, *mixed, *top, *total;
 } Desk;
@@ -52,7 +53,7 @@ size_t attention_scratch(const Model *model) {
     return lay_out(model, NULL, &desk);
 }
 
-// 16 rows of 16 words each become 16 columns.
+// Transposes 16 rows of 16 words in place.
 static void transpose(__m512i *row) {
     __m512i a[16], b[16];
     for (int i = 0; i < 8; i++) {
@@ -79,7 +80,7 @@ static void transpose(__m512i *row) {
 
 static const bf16 NOTHING[1024];
 
-// 16 keys into their places of a panel.
+// Packs 16 keys into a panel; prefetches the keys in `next`.
 static void pack_keys(const bf16 *const *keys, const bf16 *const *next, bf16 *packed, size_t size) {
     for (size_t dim = 0; dim < size; dim += 32) {
         __m512i words[16];
@@ -110,7 +111,7 @@ static void pack_values(const bf16 *const *keys, const bf16 *const *next, size_t
     }
 }
 
-// Where the keys at positions from..from + 63 of the tile's request lie, nothing behind its end.
+// Finds the keys at positions from..from + 63 of the tile's request; NOTHING after its end.
 static void find_keys(const Job *job, const Tile *tile, size_t from, const bf16 **keys) {
     const Step *step = job->step;
     size_t size = job->model->head_dim, length = (size_t)step->seq_lens[tile->request], slots = step->block_size;
@@ -124,7 +125,7 @@ static void find_keys(const Job *job, const Tile *tile, size_t from, const bf16 
     for (size_t i = num_keys; i < KEYS; i++) keys[i] = NOTHING;
 }
 
-// Puts keys and their values into panels; for each line that it reads it asks memory for the same one of the next keys.
+// Packs keys and their values into panels; prefetches the corresponding line of the next keys with each line read.
 static void pack(const Job *job, const bf16 *const *keys, const bf16 *const *next, const Desk *desk) {
     size_t size = job->model->head_dim;
     for (size_t from = 0; from < KEYS; from += 16)
@@ -132,7 +133,7 @@ static void pack(const Job *job, const bf16 *const *keys, const bf16 *const *nex
     pack_values(keys, next, job->to_values, desk->values, size);
 }
 
-// Some rows with some panels of num_pairs pairs each.
+// Multiplies rows with panels of num_pairs pairs each.
 static void multiply_panels(const bf16 *rows, size_t num_rows, const bf16 *panels, size_t num_panels, size_t num_pairs, float *sums,
                             size_t stride, int adds) {
     const uint32_t *pairs = (const uint32_t *)rows;
@@ -144,7 +145,7 @@ static void multiply_panels(const bf16 *rows, size_t num_rows, const bf16 *panel
         multiply(pairs, num_pairs, num_rows, panels + i * num_pairs * NUMBERS, num_pairs, sums + i * PANEL, stride, adds, NULL);
 }
 
-// Which of 64 keys from `from` on a token at `position` sees.
+// Returns a mask of the 64 keys beginning at `from` that a token at `position` attends to.
 static uint64_t visible(size_t position, size_t from, size_t window) {
     if (position < from) return 0;
     uint64_t seen = position - from >= KEYS - 1 ? ~0ull : (1ull << (position - from + 1)) - 1;
@@ -155,8 +156,8 @@ static uint64_t visible(size_t position, size_t from, size_t window) {
     return seen;
 }
 
-// Some rows' part of the online softmax: their scores become weights, and what they have mixed is scaled to the new tops.
-// Each loop goes over all rows, so that none waits for what is long in coming of one.
+// Updates the online softmax of some rows: turns scores into weights, and rescales the mixed values to the new maxima.
+// Each loop iterates over all rows, so that the latencies of different rows overlap.
 static void weigh_rows(const Job *job, const Desk *desk, const Tile *tile, size_t first, size_t end, size_t from) {
     size_t size = job->model->head_dim;
     __m512 scale = _mm512_set1_ps(job->model->scale * LOG2_E), sum[MAX_ROWS];
@@ -164,7 +165,7 @@ static void weigh_rows(const Job *job, const Desk *desk, const Tile *tile, size_
     for (size_t row = first; row < end; row++) {
         uint64_t seen = visible(tile->first_position + row / job->group, from, job->layer->window);
         float *scores = desk->scores + (row - first) * KEYS, old_top = desk->top[row];
-        __m512 top = _mm512_set1_ps(seen ? old_top : 0);  // who sees none of these keys weighs them by 0
+        __m512 top = _mm512_set1_ps(seen ? old_top : 0);  // rows that attend to none of these keys get weights of 0
         for (int v = 0; v < 4; v++) {
             __mmask16 mask = (__mmask16)(seen >> (16 * v));
             __m512 score = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, _mm512_loadu_ps(scores + v * 16), scale);
@@ -226,7 +227,7 @@ static size_t first_key(const Job *job, const Tile *tile) {
     return lowest / KEYS * KEYS;
 }
 
-// Rows first..end - 1 of the tile and 64 packed keys, of which the tile's tokens see the first num_panels * 32 at most.
+// Computes rows first..end - 1 with 64 packed keys; the tile's tokens attend to at most the first num_panels * 32 of them.
 static void attend_rows(const Job *job, const Tile *tile, const Desk *desk, size_t first, size_t end, size_t from, size_t num_panels) {
     size_t size = job->model->head_dim;
     multiply_panels(desk->queries + first * size, end - first, desk->keys, num_panels, size / 2, desk->scores, KEYS, 0);
@@ -234,7 +235,7 @@ static void attend_rows(const Job *job, const Tile *tile, const Desk *desk, size
     multiply_panels(desk->weights, end - first, desk->values, size / PANEL, KEYS / 2, desk->mixed + first * size, size, 1);
 }
 
-// follower: what this thread computes next, as far as anybody knows; its first keys are asked for with the last ones' work.
+// follower: the tile that this thread probably computes next; its first keys are prefetched during the last iteration.
 static void attend_tile(const Job *job, const Tile *tile, const Desk *desk, const Tile *follower) {
     size_t last = tile->first_position + tile->num_tokens - 1, num_parts = (tile->num_rows + MAX_ROWS - 1) / MAX_ROWS;
     const bf16 *keys[KEYS], *next[KEYS];

@@ -104,7 +104,7 @@ class CStep(ctypes.Structure):
         *((name, _pointer) for name in ("states", "normed", "qkv", "mixed", "gated", "scratch")),
         ("model", ctypes.POINTER(CModel)),
         ("stored", Stored),
-        ("may_be_cut_short", ctypes.c_int),
+        ("may_be_interrupted", ctypes.c_int),
     ]
 
 
@@ -133,7 +133,7 @@ class Kernels:
         library.kvbaton_draw_scratch.restype = _size
         library.kvbaton_launch.argtypes = (_pointer, ctypes.POINTER(CStep))
         library.kvbaton_wait.argtypes = (_pointer,)
-        library.kvbaton_cut_short.argtypes = (_pointer,)
+        library.kvbaton_interrupt.argtypes = (_pointer,)
 
     def start_threads(self, num_threads: int, cores: Sequence[int] = ()) -> int:
         """Start a pool of threads, the caller among them. cores: pins each of the others. Raises MemoryError."""
@@ -220,12 +220,12 @@ class Kernels:
         self._library.kvbaton_launch(pool, step)
 
     def wait(self, pool: int) -> bool:
-        """Help with what was launched, until it is computed; False where it was cut short."""
+        """Help with what was launched, until it is computed; False where it was interrupted."""
         return bool(self._library.kvbaton_wait(pool))
 
-    def cut_short(self, pool: int) -> None:
+    def interrupt(self, pool: int) -> None:
         """End what was launched behind the layer that is computed, if that step may be; from any thread."""
-        self._library.kvbaton_cut_short(pool)
+        self._library.kvbaton_interrupt(pool)
 
 
 @cache

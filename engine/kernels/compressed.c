@@ -1,19 +1,20 @@
-// Weights in 12 bits each instead of 16, without loss: a step has three quarters of the memory to read.
+// Lossless compression of weights from 16 to 12 bits each: a step reads three quarters of the memory.
 //
-// The upper byte of a bfloat16 number is its sign and all but the last bit of its exponent. Of a layer's weights nearly
-// all have one of 16: of normally distributed ones, all but one in ten thousand. So a code of 4 bits says which, the
-// lower byte is kept as it is, and the rest stand in a list. Two pairs of inputs of a panel (128 numbers) become 192 bytes:
-// the lower bytes of the first, those of the second, and the codes, the first pair's in the lower half of each byte.
+// The upper byte of a bfloat16 number contains its sign and all but the last bit of its exponent. Nearly all weights of a
+// layer have one of 16 upper bytes: if they are normally distributed, all but one in ten thousand. Such a weight is stored
+// as a code of 4 bits for the upper byte, and the unchanged lower byte. The other weights ("others") are stored in a list.
+// Two pairs of inputs of a panel (128 numbers) become 192 bytes: the lower bytes of the first pair, those of the second,
+// and the codes, with those of the first pair in the lower half of each byte.
 #include <stdatomic.h>
 #include <string.h>
 #include "kernels.h"
 
-enum { SAMPLED = 7 };  // of so many pairs one is counted
+enum { SAMPLED = 7 };  // one of this many pairs is counted
 
 typedef struct {
     const bf16 *panels;
     const Linear *layer;
-    atomic_size_t *counts;  // of each upper byte
+    atomic_size_t *counts;  // by upper byte
 } Compression;
 
 static size_t num_pairs_of(const Linear *layer) { return layer->inputs / 2; }
@@ -45,7 +46,7 @@ static void choose_uppers(const atomic_size_t *counts, uint8_t *uppers) {
     }
 }
 
-// A pair's bytes, in the order from which two instructions interleave them again.
+// The bytes of a pair, in an order that two instructions can interleave again.
 typedef struct {
     __m512i lower, codes;
     __mmask64 has_none;  // numbers without a code
@@ -80,8 +81,8 @@ static void code_panel(const void *context, size_t panel, size_t thread) {
     job->layer->starts[panel + 1] = num_others;
 }
 
-// Fills all of `layer` but the others and the bias from packed panels, [panels][inputs / 2][PANEL][2]. Returns how many
-// others there are, which kvbaton_list_others fills in.
+// Fills `layer`, except for the others and the bias, from packed panels, [panels][inputs / 2][PANEL][2]. Returns the number
+// of others, which kvbaton_list_others fills in.
 size_t kvbaton_compress(Pool *pool, const bf16 *panels, const Linear *layer) {
     atomic_size_t counts[256] = {0};
     Compression job = {panels, layer, counts};

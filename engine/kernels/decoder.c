@@ -1,4 +1,4 @@
-// The layers of a decoder, one after the other.
+// The layers of a decoder, in order.
 #include <string.h>
 #include "kernels.h"
 
@@ -23,7 +23,8 @@ static void copy_rows(bf16 *rows, size_t size, size_t to, size_t from, size_t nu
     if (to != from) memmove(rows + to * size, rows + from * size, num_rows * size * sizeof *rows);
 }
 
-// The step with the wanted tokens alone, whose rows move up. starts: [num_requests + 1], where each request's begin then.
+// Returns the step reduced to the requested tokens, whose rows are moved to the front. starts: [num_requests + 1], the new
+// first row of each request.
 static Step gather(const Model *model, const Step *step, int32_t *starts) {
     size_t qkv_size = (model->num_heads + 2 * model->num_kv_heads) * model->head_dim;
     Step few = *step;
@@ -40,7 +41,7 @@ static Step gather(const Model *model, const Step *step, int32_t *starts) {
     return few;
 }
 
-// The results of `few` to where their tokens stand in the whole step.
+// Moves the results of `few` to the rows of their tokens in the complete step.
 static void scatter(const Model *model, const Step *step, const Step *few) {
     for (size_t request = step->num_requests; request-- > 0;) {
         size_t count = (size_t)step->num_wanted[request];
@@ -55,18 +56,18 @@ static void decode(Pool *pool, const void *context) {
     int32_t starts[step->num_requests + 1];
     embed(pool, model, step);
     for (size_t layer = 0; layer < last; layer++) {
-        if (step->may_be_cut_short && pool_ends_early(pool)) return;
+        if (step->may_be_interrupted && pool_ends_early(pool)) return;
         store_layer(pool, model, layer, step);
         mix_layer(pool, model, layer, step);
     }
     store_layer(pool, model, last, step);
-    Step few = gather(model, step, starts);  // behind the last keys and values other tokens' rows would serve nobody
+    Step few = gather(model, step, starts);  // after the last keys and values, only the requested tokens are needed
     mix_layer(pool, model, last, &few);
     norm_rows(pool, few.states, model->final_norm, few.normed, few.num_tokens, model->hidden, model->eps);
     scatter(model, step, &few);
 }
 
-// Begin: tokens become the layers' result, normed, in step->normed when kvbaton_wait returns 1: the wanted ones' rows.
+// Starts a step. When kvbaton_wait returns 1, step->normed has the normed result of the layers, for the requested tokens.
 void kvbaton_launch(Pool *pool, const Step *step) { pool_launch(pool, decode, step); }
 
 size_t kvbaton_scratch_bytes(const Model *model) { return attention_scratch(model); }

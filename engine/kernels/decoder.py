@@ -58,25 +58,13 @@ class KernelDecoder:
         self._kernels = kernels
         self._config = config
         self._block_size = block_size
-        self._model = model
         self._threads = kernels.start_threads(num_threads, cores[1:num_threads])
         self.draw: Draw = KernelDraw(kernels, self._threads, num_threads)
         self._weights = PackedWeights(model, config, max_length, kernels, self._threads)
-        scratch_bytes = kernels.scratch_bytes(self._weights.model) * num_threads
-        self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)
-        heads = config.num_heads + 2 * config.num_kv_heads
-        self._widths = (
-            config.hidden_size,
-            config.hidden_size,
-            heads * config.head_dim,
-            config.num_heads * config.head_dim,
-            config.intermediate_size,
-        )
-        self._model_pointer = ctypes.pointer(self._weights.model)
-        self._make_buffers(1)
+        self._head = _Head(model, config.vocab_size, kernels, self._threads, self._weights)
+        self._buffers = _Buffers(config, kernels.scratch_bytes(self._weights.model) * num_threads)
         self._pool: _Pool | None = None
-        self._best: tuple[Tensor | None, NDArray[np.int64]] = None, np.empty(0, dtype=np.int64)
-        self._under_way: Any = None
+        self._in_flight: Any = None
         """What the kernels read of a step, for as long as they do."""
 
     def forward(
@@ -84,11 +72,11 @@ class KernelDecoder:
     ) -> Tensor:
         """Return final hidden states ``[num_tokens, hidden_size]``, valid until the next call; without caches no KV is kept.
 
-        Raises InternalError where it was cut short.
+        Raises InternalError where it was interrupted.
         """
         states = self.begin(inputs, caches, watch)()
         if states is None:
-            raise InternalError("a forward pass was cut short that is needed")
+            raise InternalError("a forward pass was interrupted that is needed")
         return states
 
     def begin(
@@ -97,12 +85,11 @@ class KernelDecoder:
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
         *,
-        may_be_cut_short: bool = False,
+        may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor | None]:
         """See ForwardPass. Meanwhile Python's lock is free, but for what the watch does with it."""
         num_tokens = inputs.num_tokens
-        if num_tokens > self._num_rows:
-            self._make_buffers(num_tokens)
+        self._buffers.reserve(num_tokens)
         pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
         heard = _Heard(watch)
         step = CStep(
@@ -119,43 +106,33 @@ class KernelDecoder:
             _address(inputs.slot_mapping),
             pool.addresses,
             pool.block_stride,
-            *self._addresses,
-            self._model_pointer,
+            *self._buffers.addresses,
+            self._weights.pointer,
             heard.callback,
-            may_be_cut_short,
+            may_be_interrupted,
         )
         self._kernels.launch(self._threads, step)
 
         def finish() -> Tensor | None:
             is_whole = self._kernels.wait(self._threads)
-            self._under_way = None
+            self._in_flight = None
             heard.check()
-            return self._buffers[1][:num_tokens] if is_whole else None
+            return self._buffers.normed[:num_tokens] if is_whole else None
 
-        self._under_way = inputs, caches, step, heard
+        self._in_flight = inputs, caches, step, heard
         return finish
 
-    def cut_short(self) -> None:
+    def interrupt(self) -> None:
         """See ForwardPass."""
-        self._kernels.cut_short(self._threads)
+        self._kernels.interrupt(self._threads)
 
     def logits(self, states: Tensor) -> Tensor:
-        """Map states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``: float32, rounded to bfloat16."""
-        if self._weights.head is None:
-            return self._model.logits(states)
-        output = torch.empty(len(states), self._config.vocab_size)
-        best = np.empty(len(states), dtype=np.int64)
-        self._kernels.linear(self._threads, self._weights.head, states.contiguous(), output, best)
-        self._best = output, best
-        return output
+        """Return the logits ``[num_rows, vocab_size]`` of hidden states: float32, rounded to bfloat16."""
+        return self._head.logits(states)
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
-        """See ForwardPass."""
-        of, best = self._best
-        if logits is not of:
-            return None
-        tokens: list[int] = best.tolist()
-        return None if -1 in tokens else tokens
+        """Return the best token of each row; see ForwardPass."""
+        return self._head.best_tokens(logits)
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Do nothing: the kernels have no graphs."""
@@ -163,7 +140,7 @@ class KernelDecoder:
     def close(self) -> None:
         """End the threads and release the pool. A running forward pass ends first."""
         self._kernels.end_threads(self._threads)
-        self._pool = self._under_way = None
+        self._pool = self._in_flight = None
 
     def _find(self, caches: Sequence[Tensor]) -> "_Pool":
         """Return the addresses of the layers' caches, derived once for each pool."""
@@ -171,11 +148,68 @@ class KernelDecoder:
             self._pool = _Pool(caches, addresses(caches), caches[0].stride(0))
         return self._pool
 
-    def _make_buffers(self, num_rows: int) -> None:
+
+class _Buffers:
+    """The memory in which the kernels compute: a row a token, which grows as needed, and scratch memory.
+
+    addresses: as ``CStep`` has them. normed: the final hidden states.
+    """
+
+    def __init__(self, config: DecoderConfig, scratch_bytes: int) -> None:
+        heads = config.num_heads + 2 * config.num_kv_heads
+        self._widths = (
+            config.hidden_size,
+            config.hidden_size,
+            heads * config.head_dim,
+            config.num_heads * config.head_dim,
+            config.intermediate_size,
+        )
+        self._scratch = torch.empty(scratch_bytes + _LINE, dtype=torch.uint8)
+        self._num_rows = 0
+        self.reserve(1)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make sure that there are ``num_rows`` rows. What more rows replace is lost."""
+        if num_rows <= self._num_rows:
+            return
         self._num_rows = num_rows
-        self._buffers = [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+        self._rows = [torch.empty(num_rows, width, dtype=torch.bfloat16) for width in self._widths]
+        self.normed = self._rows[1]
         scratch = -(-self._scratch.data_ptr() // _LINE) * _LINE
-        self._addresses = [*(buffer.data_ptr() for buffer in self._buffers), scratch]
+        self.addresses = [*(rows.data_ptr() for rows in self._rows), scratch]
+
+
+class _Head:
+    """The output head, which also finds the best token of each row."""
+
+    def __init__(
+        self, model: CausalLM, vocab_size: int, kernels: Kernels, threads: int, weights: PackedWeights
+    ) -> None:
+        self._model = model
+        self._vocab_size = vocab_size
+        self._kernels = kernels
+        self._threads = threads
+        self._weights = weights
+        self._logits: Tensor | None = None
+        self._best: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of hidden states."""
+        if self._weights.head is None:
+            return self._model.logits(states)
+        logits = torch.empty(len(states), self._vocab_size)
+        best = np.empty(len(states), dtype=np.int64)
+        self._kernels.linear(self._threads, self._weights.head, states.contiguous(), logits, best)
+        self._logits = logits
+        self._best = best
+        return logits
+
+    def best_tokens(self, logits: Tensor) -> list[int] | None:
+        """Return the best tokens of the newest logits; None for other logits, or if a row has none."""
+        if logits is not self._logits:
+            return None
+        tokens: list[int] = self._best.tolist()
+        return None if -1 in tokens else tokens
 
 
 def _address(vector: Any) -> int:

@@ -1,7 +1,7 @@
-// Tokens drawn at random: what engine/sampling.py says, one row an item, without a copy of the scores.
+// Random sampling of tokens as in engine/sampling/sampler.py, one row per item, without a copy of the scores.
 //
-// Probabilities are whole numbers (of 2^40 for the best token), so that their sums are exact in every order. Cuts are found by
-// selection, not by sorting: the k-th best score, and the lightest weight of the smallest set that holds its share.
+// Probabilities are integers (2^40 for the best token), so that their sums are exact in every order. Thresholds are found by
+// selection, not by sorting: the k-th best score for top-k, and the smallest kept weight for top-p.
 #include <math.h>
 #include "kernels.h"
 
@@ -10,7 +10,7 @@ enum { WEIGHT_BITS = 40, UNIFORM_BITS = 53, LANES = 8, FEWEST = 1024 };
 
 typedef struct {
     const float *scores;
-    uint64_t seed[2], position;  // see engine/randomness.py
+    uint64_t seed[2], position;  // see engine/sampling/randomness.py
     double temperature, min_p, top_p;
     size_t top_k;  // 0: all
 } Draw;
@@ -18,11 +18,11 @@ typedef struct {
 typedef struct {
     const Draw *draws;
     size_t size;
-    int64_t *scratch;  // draw_scratch() numbers for each thread
+    int64_t *scratch;  // draw_scratch() numbers per thread
     int64_t *tokens;
 } Drawing;
 
-// What is above `least` is kept, and the first `num_equal` of what equals it.
+// Values above `least` are kept, and the first `num_equal` values that equal it.
 typedef struct {
     float least;
     size_t num_equal;
@@ -33,13 +33,13 @@ typedef struct {
     size_t num_equal;
 } WeightCut;
 
-static size_t draw_scratch(size_t size) { return 2 * size + 4 * LANES; }  // weights, and candidates with room behind them
+static size_t draw_scratch(size_t size) { return 2 * size + 4 * LANES; }  // weights, and candidates with padding after each
 
 static inline size_t at_most(size_t one, size_t other) { return one < other ? one : other; }
 
 static inline __mmask8 known_of(size_t left) { return left >= LANES ? 0xff : (__mmask8)((1u << left) - 1); }
 
-// Philox 4x64 with 10 rounds, its first word, as NumPy counts.
+// Returns bits of the first word of Philox 4x64 with 10 rounds; the counter begins as in NumPy.
 static uint64_t uniform_bits(const Draw *draw) {
     uint64_t c[4] = {draw->position + 1, draw->position == UINT64_MAX, 0, 0}, key[2] = {draw->seed[0], draw->seed[1]};
     for (int round = 0; round < 10; round++) {
@@ -65,7 +65,7 @@ static float highest(const float *scores, size_t size) {
     return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])));
 }
 
-// Puts the k highest of n to the front, the lowest of them at k - 1 (Hoare 1961).
+// Moves the k highest of n values to the front, the lowest of them to k - 1 (Hoare 1961).
 static float select_highest(float *values, size_t n, size_t k) {
     size_t low = 0, high = n - 1;
     while (low < high) {
@@ -85,7 +85,7 @@ static float select_highest(float *values, size_t n, size_t k) {
     return values[k - 1];
 }
 
-// Candidates are what is above the k-th best so far; when there are many, all but k are let go.
+// Candidates are the scores above the k-th best so far; when there are many, all but k are dropped.
 static ScoreCut cut_scores(const float *scores, size_t size, size_t k, float *candidates) {
     size_t n = 0, most = at_most(2 * size, 2 * k > FEWEST ? 2 * k : FEWEST);
     float least = -INFINITY;
@@ -106,14 +106,14 @@ static ScoreCut cut_scores(const float *scores, size_t size, size_t k, float *ca
     return cut;
 }
 
-// The lowest so many bits that are set.
+// Returns the lowest `*left` set bits of the mask, and reduces `*left` by their number.
 static inline __mmask8 first_of(__mmask8 mask, size_t *left) {
     __mmask8 taken = 0;
     for (; mask && *left; mask &= (__mmask8)(mask - 1), (*left)--) taken |= mask & (__mmask8)-mask;
     return taken;
 }
 
-// e to the power of x, of -29 to 0, times 2^WEIGHT_BITS, as a whole number.
+// Returns e^x * 2^WEIGHT_BITS as integers, for x from -29 to 0.
 static inline __m512i weight_of(__m512d x) {
     __m512d whole = _mm512_roundscale_pd(_mm512_mul_pd(x, _mm512_set1_pd(1.4426950408889634)), _MM_FROUND_TO_NEAREST_INT);
     __m512d r = _mm512_fnmadd_pd(whole, _mm512_set1_pd(6.93147180369123816490e-01), x), p = _mm512_set1_pd(1.0 / 6227020800);
@@ -146,8 +146,8 @@ static int64_t weigh(const Draw *draw, size_t size, float top, ScoreCut cut, int
     return _mm512_reduce_add_epi64(total);
 }
 
-// Those that are heavier than the pivot, or those that are lighter, to the front; how many. (Whole vectors are stored, of which
-// the next one overwrites the rest: some processors compress into memory at a fraction of the speed.)
+// Moves the weights above (or below) the pivot to the front and returns their number. Complete vectors are stored, and the
+// next store overwrites the unused rest, because some processors are much slower at compressing stores.
 static size_t keep_side(int64_t *weights, size_t n, __m512i pivot, const int is_heavier) {
     size_t kept = 0;
     for (size_t at = 0; at < n; at += LANES) {
@@ -165,10 +165,10 @@ static int64_t middle_of(int64_t a, int64_t b, int64_t c) {
     return a < b ? (b < c ? b : a < c ? c : a) : (a < c ? a : b < c ? c : b);
 }
 
-// The lightest weight that is kept, with what is heavier, while less than `limit` is heavier still, or equal and before it.
+// Returns the cut of top-p: a weight is kept if the sum of all larger weights, and of equal ones before it, is below `limit`.
 // `candidates`: all n weights that may be kept.
 static WeightCut cut_weights(int64_t *candidates, size_t n, double limit) {
-    for (int64_t above = 0;;) {  // the sum of all that is heavier than the candidates
+    for (int64_t above = 0;;) {  // the sum of all weights larger than the candidates
         int64_t middle = middle_of(candidates[0], candidates[n / 2], candidates[n - 1]);
         __m512i pivot = _mm512_set1_epi64(middle), sum = _mm512_setzero_si512();
         size_t num_equal = 0, num_heavier = 0;
@@ -194,7 +194,7 @@ static WeightCut cut_weights(int64_t *candidates, size_t n, double limit) {
     }
 }
 
-// Who is lighter than the average of what may be lost has more behind them than that.
+// Weights below the average of the weight that may be dropped cannot be kept, so they are not candidates.
 static int64_t keep_top_p(double top_p, size_t size, int64_t total, int64_t *weights, int64_t *candidates) {
     double lost = (1.0 - top_p) * (double)total / (double)size;
     __m512i least = _mm512_set1_epi64(lost < 1.0 ? 1 : (int64_t)lost);
@@ -220,7 +220,7 @@ static int64_t keep_top_p(double top_p, size_t size, int64_t total, int64_t *wei
     return _mm512_reduce_add_epi64(kept);
 }
 
-// The first place up to which the weights sum to more than `target`.
+// Returns the first index at which the cumulative sum of the weights exceeds `target`.
 static size_t find_place(const int64_t *weights, size_t size, int64_t target) {
     size_t at = 0;
     for (; at + LANES <= size; at += LANES) {
@@ -248,7 +248,8 @@ static void draw_row(const void *context, size_t row, size_t thread) {
     job->tokens[row] = (int64_t)find_place(weights, job->size, (int64_t)target);
 }
 
-// A token of each row of `size` scores; any where the best score is no number. Without a pool the caller draws alone.
+// Samples a token from each row of `size` scores; token 0 if the best score is not finite. Without a pool, the caller's
+// thread samples all rows.
 void kvbaton_draw(Pool *pool, const Draw *draws, size_t num_draws, size_t size, int64_t *scratch, int64_t *tokens) {
     Drawing job = {draws, size, scratch, tokens};
     if (pool) pool_run(pool, num_draws, draw_row, &job);
@@ -256,5 +257,5 @@ void kvbaton_draw(Pool *pool, const Draw *draws, size_t num_draws, size_t size, 
         for (size_t row = 0; row < num_draws; row++) draw_row(&job, row, 0);
 }
 
-// Numbers for each thread.
+// Returns the size of the scratch memory per thread, in int64 numbers.
 size_t kvbaton_draw_scratch(size_t size) { return draw_scratch(size); }

@@ -1,4 +1,4 @@
-// Linear layers over packed and compressed bf16 weights: at the speed of memory for a few rows, of arithmetic for many.
+// Linear layers with packed and compressed bf16 weights. The limit is memory bandwidth for few rows, arithmetic for many.
 #include <math.h>
 #include <string.h>
 #include "kernels.h"
@@ -10,7 +10,7 @@ static __m512 silu(__m512 x) {
     __m512 one = _mm512_set1_ps(1.0f);
     __m512 top = _mm512_mask_mov_ps(grown, _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_GE_OQ), one);
     __m512 under = _mm512_add_ps(one, grown), part = _mm512_rcp14_ps(under);
-    part = _mm512_mul_ps(part, _mm512_fnmadd_ps(under, part, _mm512_set1_ps(2.0f)));  // Newton's step: exact to 2 ulp
+    part = _mm512_mul_ps(part, _mm512_fnmadd_ps(under, part, _mm512_set1_ps(2.0f)));  // one Newton iteration: accurate to 2 ulp
     return _mm512_mul_ps(_mm512_mul_ps(x, top), part);
 }
 
@@ -22,7 +22,7 @@ typedef struct {
     Ending ending;
 } Job;
 
-// Rounds as the reference does: the product, and each thing that is done with it.
+// Rounds at the same points as the reference: the product, and the result of each later operation.
 static void finish_row(const Job *job, size_t panel, size_t row, const float *sums) {
     const Linear *layer = job->layer;
     __m512 value[2];
@@ -49,7 +49,8 @@ static void finish_row(const Job *job, size_t panel, size_t row, const float *su
     }
 }
 
-// Of several tiles of rows the first leaves what it has expanded to the others, and the second asks for what comes next.
+// If there are several tiles of rows, the first one stores its expanded weights for the others, and the second one
+// prefetches the next weights.
 static void compute_panel(const Job *job, size_t panel, size_t first_row, size_t num_rows) {
     const Linear *layer = job->layer;
     size_t num_pairs = layer->inputs / 2, num_tiles = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -120,8 +121,8 @@ static void find_best(const void *context, size_t row, size_t thread) {
     job->best[row] = nans || isinf(highest) ? -1 : first;
 }
 
-// Rounded to bfloat16, and stored as float32. best: NULL, or gets the number of each row's highest output, the lowest among
-// equals; -1 where one is NaN or the highest infinite.
+// Computes a layer; outputs are rounded to bfloat16 and stored as float32. best: NULL, or receives the index of each row's
+// highest output, the lowest index of equal ones; -1 if any output is NaN or the highest is infinite.
 void kvbaton_linear(Pool *pool, const Linear *layer, const bf16 *input, size_t num_rows, float *output, int64_t *best) {
     linear(pool, layer, input, num_rows, output, WIDE);
     Bests job = {output, layer->outputs, best};
@@ -147,8 +148,8 @@ static void pack_part(const void *context, size_t item, size_t thread) {
     }
 }
 
-// Puts [num_outputs][inputs] into packed panels, as outputs first, first + 1, ... Of each panel it fills panel_outputs
-// outputs from panel_offset on: 32 and 0 for a layer alone, 16 and 0 or 16 for the two halves of a GATED one.
+// Packs weights [num_outputs][inputs] into panels as outputs first, first + 1, ... In each panel it fills panel_outputs
+// outputs beginning at panel_offset: 32 and 0 for a single layer, 16 and 0 or 16 for the two halves of a GATED one.
 void kvbaton_pack(Pool *pool, const bf16 *weight, bf16 *packed, size_t first, size_t num_outputs, size_t inputs,
                   size_t panel_outputs, size_t panel_offset) {
     Packing job = {weight, packed, first, num_outputs, inputs, panel_outputs, panel_offset};

@@ -1,10 +1,10 @@
-// What happens to each token by itself: norms, rotary positions, and storing its keys and values.
+// Operations on single tokens: norms, rotary positions, and storing keys and values.
 #include <string.h>
 #include "kernels.h"
 
 enum { TOKENS_PER_ITEM = 4 };
 
-// As the reference rounds: the normed row to bf16, then its product with the weight.
+// Rounds at the same points as the reference: the normed row to bf16, then its product with the weight.
 void norm_row(const bf16 *input, const bf16 *weight, bf16 *output, size_t size, float eps) {
     __m512 squares = _mm512_setzero_ps();
     for (size_t i = 0; i < size; i += 16) {
@@ -100,8 +100,8 @@ static void store_some(const void *context, size_t item, size_t thread) {
         store_token(job, token);
 }
 
-// A block that begins in this step is cleared behind the request's last token: nothing of an earlier owner (NaN, perhaps)
-// is ever read beside the new tokens, or leaves the process with them.
+// Clears each block that is first used in this step after the request's last token, so that data of an earlier owner
+// (possibly NaN) is neither read together with the new tokens nor sent to another process.
 static void clear_begun(const Stores *job) {
     const Step *step = job->step;
     for (size_t request = 0; request < step->num_requests; request++) {

@@ -1,14 +1,15 @@
-// A few threads that take items of one piece of work after the other.
+// A pool of threads that processes one piece of work at a time, divided into items.
 //
-// Each has a share of neighbouring items, since memory is read fastest in order, and takes from the others' shares when
-// its own is gone. Nobody waits for a thread that has not begun: work is over when its items are done, whoever did them.
-// So a thread that the system has put aside delays a step by the one item that it holds, not by its share.
+// Each thread has a share of consecutive items, because memory is read fastest in order, and takes items from the other
+// shares when its own is empty. Work is complete when all items are done, so no thread waits for one that has not started.
+// A thread that the system has preempted delays a step by its current item only, not by its share.
 //
-// Between items a thread gives way now and then: what waits for its core is short (a token on its way to a client) and
-// would get it at the system's next tick only, after up to 4 ms. Where nobody waits, nothing is given away.
+// A thread sometimes yields its core between items: a thread that waits for the core has little work (such as sending a
+// token to a client), but would otherwise wait for the system's next tick, up to 4 ms. If no thread waits, yielding is
+// cheap.
 //
-// A whole task, which is many pieces of work, can be launched: thread 1 leads it from piece to piece, and thread 0 (who
-// launched it) does something else and comes to help when it waits.
+// A task, which consists of many pieces of work, can be launched: thread 1 leads it from piece to piece. Thread 0, which
+// launched it, can do other work meanwhile, and joins in when it waits for the task.
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <pthread.h>
@@ -20,22 +21,22 @@
 #include <unistd.h>
 #include "kernels.h"
 
-enum { LINE = 64, SPINS = 4000 };  // bytes of a cache line; pauses before an idle thread sleeps (some 50 microseconds)
-enum { STRETCH = 1 << 20 };  // of a processor's time stamps, for which a thread keeps its core: 0.2 to 0.5 ms
+enum { LINE = 64, SPINS = 4000 };  // bytes of a cache line; pauses before an idle thread sleeps (about 50 microseconds)
+enum { STRETCH = 1 << 20 };  // time stamps (0.2 to 0.5 ms) for which a thread keeps its core
 
 typedef struct {
-    _Alignas(LINE) atomic_long left;  // items that nobody has taken; 0 or less: none
+    _Alignas(LINE) atomic_long left;  // items that no thread has taken; 0 or less: none
     size_t end;
-    _Alignas(LINE) atomic_long done;  // items that the share's thread has done, of whichever share
-    uint64_t gave_way;                // when it last did, in time stamps
+    _Alignas(LINE) atomic_long done;  // items of all shares that this share's thread has done
+    uint64_t gave_way;                // time stamp of the last yield
 } Share;
 
 struct Pool {
-    _Alignas(LINE) _Atomic uint32_t turn;  // counts pieces of work: what a sleeper waits for
+    _Alignas(LINE) _Atomic uint32_t turn;  // number of the piece of work; idle threads wait for a change
     atomic_int sleepers, is_ending;
-    _Alignas(LINE) Work work;  // this and the shares' ends hold still while an item is not done
+    _Alignas(LINE) Work work;  // this and the shares' ends are constant until all items are done
     const void *context;
-    size_t leader;  // the thread whose pieces of work these are
+    size_t leader;  // the thread that starts the pieces of work
     Task task;
     const void *task_context;
     atomic_int is_launched, is_under_way;
@@ -121,7 +122,8 @@ static void *live(void *argument) {
     return NULL;
 }
 
-// cores: where thread 1, 2, ... is pinned, -1: nowhere; thread 0 is the caller. NULL where the system has no room.
+// Creates a pool. cores: cores of threads 1, 2, ...; -1: not pinned; thread 0 is the caller. Returns NULL if memory or
+// threads are exhausted.
 Pool *kvbaton_pool(size_t num_threads, const int *cores) {
     Pool *pool = aligned_alloc(LINE, sizeof *pool);
     if (!pool) return NULL;
@@ -142,7 +144,7 @@ Pool *kvbaton_pool(size_t num_threads, const int *cores) {
     return NULL;
 }
 
-// A task that is under way ends first.
+// Ends a pool, after its running task has ended.
 void kvbaton_end_pool(Pool *pool) {
     if (pool->num_threads > 1) kvbaton_wait(pool);
     atomic_store(&pool->is_ending, 1);
@@ -162,7 +164,7 @@ static long num_done(const Pool *pool) {
     return sum;
 }
 
-// Returns when all items are done.
+// Runs a piece of work; returns when all items are done.
 void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     if (pool->num_threads == 1 || num_items < 2) {
         for (size_t item = 0; item < num_items; item++) {
@@ -183,11 +185,11 @@ void pool_run(Pool *pool, size_t num_items, Work work, const void *context) {
     take_items(pool, pool->leader);
     for (int spin = 0; num_done(pool) < (long)num_items; spin++) {
         if (spin < SPINS) _mm_pause();
-        else sched_yield();  // who holds the last item may be waiting for this core
+        else sched_yield();  // the thread with the last item may be waiting for this core
     }
 }
 
-// The task begins; it is over when kvbaton_wait returns, and until then nothing else may use the pool.
+// Starts a task. It has ended when kvbaton_wait returns; until then the pool must not be used for anything else.
 void pool_launch(Pool *pool, Task task, const void *context) {
     pool->task = task;
     pool->task_context = context;
@@ -200,17 +202,17 @@ void pool_launch(Pool *pool, Task task, const void *context) {
     wake(pool);
 }
 
-// From any thread: nobody needs any more what was launched. One that comes too late, or in the wrong moment, does no harm.
-void kvbaton_cut_short(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
+// Interrupts the launched task, from any thread, because its result is no longer needed. Has no effect if no task is running.
+void kvbaton_interrupt(Pool *pool) { atomic_store(&pool->shall_end_early, 1); }
 
-// The task asks, and returns at once where the answer is 1.
+// Called by the task, which returns at once if the result is 1.
 int pool_ends_early(Pool *pool) {
     if (atomic_load_explicit(&pool->shall_end_early, memory_order_relaxed)) pool->has_ended_early = 1;
     return pool->has_ended_early;
 }
 
-// Helps with the task that was launched, if one was, until it is over; a pool of one thread does all of it here. 0: it was
-// cut short.
+// Helps with the launched task, if there is one, until it ends; a pool of one thread runs all of it here. Returns 0 if the
+// task was interrupted.
 int kvbaton_wait(Pool *pool) {
     if (pool->num_threads == 1 && atomic_load(&pool->is_under_way)) lead(pool);
     for (;;) {

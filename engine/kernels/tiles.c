@@ -1,18 +1,18 @@
-// Register tiles: a few rows times a packed panel. Everything that is multiplied here is multiplied by these.
+// Register tiles: products of a few rows with a packed panel. All matrix products of this folder use them.
 //
-// A panel of 32 outputs lies in memory as it is read: for each pair of inputs 2 vectors of 16 outputs. A tile of up to 12
-// rows x 32 outputs takes a pair with 24 dot-product instructions for 2 vector loads and 12 broadcasts. Compressed pairs
-// are expanded in registers, in the shadow of the memory that they come from.
+// A panel of 32 outputs is stored in the order in which it is read: 2 vectors of 16 outputs for each pair of inputs. A tile
+// of up to 12 rows x 32 outputs needs 24 dot-product instructions, 2 vector loads and 12 broadcasts per pair. Compressed
+// pairs are expanded in registers while the next ones are loaded from memory.
 #include "kernels.h"
 
-enum { AHEAD = 8192 };  // bytes that are asked for ahead of their use
+enum { AHEAD = 8192 };  // prefetch distance in bytes
 
 #define INLINE static inline __attribute__((always_inline))
 #define EACH_OF_6(TILE) TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6)
 #define EACH_OF_12(TILE) EACH_OF_6(TILE) TILE(7) TILE(8) TILE(9) TILE(10) TILE(11) TILE(12)
 #define UNROLLED _Pragma("GCC unroll 12")
 
-// In what follows num_rows and num_vectors are known when this is compiled, so that the sums are registers.
+// num_rows and num_vectors are compile-time constants below, so that the sums are kept in registers.
 typedef __m512 Sums[MAX_ROWS][4];
 
 INLINE void load_sums(const int num_rows, const int num_vectors, Sums sum, const float *from, size_t stride, int adds) {
@@ -41,7 +41,7 @@ INLINE void add_products(const int num_rows, const int num_vectors, Sums sum, Ro
 
 typedef void (*Plain)(const uint32_t *, size_t, const bf16 *, size_t, float *, size_t, int, const char *);
 
-// ahead: what is asked for meanwhile, if asks: as many compressed pairs.
+// ahead: if `asks`, the same number of compressed pairs to prefetch.
 INLINE void multiply_plain(const int num_rows, const int num_panels, const int asks, const uint32_t *pairs, size_t stride,
                            const bf16 *panel, size_t num_pairs, float *sums, size_t sums_stride, int adds, const char *ahead) {
     Sums sum;
@@ -97,7 +97,7 @@ INLINE Codes codes_of(const Reader *reader) {
     return (Codes){_mm512_broadcast_i32x4(uppers), _mm512_set1_epi8(NUM_CODES - 1)};
 }
 
-// The first (0) or second (1) of two compressed pairs: see compressed.c.
+// Expands the first (0) or second (1) of two compressed pairs; see compressed.c.
 INLINE void expand(const Codes *codes, const char *from, const int which, __m512i *weight) {
     __m512i lower = _mm512_loadu_si512(from + which * NUMBERS), code = _mm512_loadu_si512(from + 2 * NUMBERS);
     if (which) code = _mm512_srli_epi16(code, 4);
@@ -110,7 +110,7 @@ INLINE void store_pair(bf16 *to, const __m512i *weight) {
     UNROLLED for (int v = 0; v < 2; v++) _mm512_storeu_si512(to + v * PANEL, weight[v]);
 }
 
-// expanded: where the pairs are kept, if they are.
+// expanded: if `keeps`, the buffer for the expanded pairs.
 INLINE void multiply_coded(const int num_rows, const int keeps, const uint32_t *pairs, size_t stride, const Reader *reader,
                            size_t num_pairs, float *sums, int adds, bf16 *expanded) {
     Sums sum;
@@ -122,7 +122,7 @@ INLINE void multiply_coded(const int num_rows, const int keeps, const uint32_t *
     for (size_t pair = 0; pair < num_pairs; pair += 2, from += TWO_PAIRS) {
         UNROLLED for (int line = 0; line < TWO_PAIRS; line += 64)
             if (keeps) _mm_prefetch(from + AHEAD + line, _MM_HINT_T0);
-            else _mm_prefetch(from + AHEAD + line, _MM_HINT_NTA);  // leaves the caches to Python's code and data
+            else _mm_prefetch(from + AHEAD + line, _MM_HINT_NTA);  // does not evict Python's code and data from the caches
         UNROLLED for (int which = 0; which < 2; which++) {
             __m512i weight[2];
             expand(&codes, from, which, weight);
@@ -148,7 +148,7 @@ EACH_OF_12(KEEP)
 #define NAME_KEEP(R) keep_##R,
 static const Coded ONCE_OF[] = {EACH_OF_12(NAME_ONCE)}, KEEP_OF[] = {EACH_OF_12(NAME_KEEP)};
 
-// The next two pairs, with the numbers among them that have no code.
+// Expands the next two pairs, including numbers without a code.
 static void expand_two(Reader *reader, bf16 *to) {
     Codes codes = codes_of(reader);
     for (int which = 0; which < 2; which++) {

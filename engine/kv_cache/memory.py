@@ -1,4 +1,4 @@
-"""The pool of KV blocks: one tensor, handed out as bytes to whoever moves blocks between processes.
+"""The pool of KV blocks: one tensor, whose blocks are read and written as bytes by transfers between processes.
 
 ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, zeroed: one block is one contiguous piece, and a
 layer's tensor is a view. Block 0 is the null block; it stays zero.
@@ -19,7 +19,7 @@ _POOL_NAME = "kvbaton-kv"
 
 
 class PagedKVMemory(ABC):
-    """A pool on one device. Implements ``engine.connector.KVMemory``; the views die with ``close``."""
+    """A pool on one device. Implements ``engine.connector.KVMemory``; the views are invalid after ``close``."""
 
     memfd: int | None = None
 
@@ -31,11 +31,11 @@ class PagedKVMemory(ABC):
 
     @abstractmethod
     def read_view(self, block_id: int) -> memoryview:
-        """The bytes of one block, read-only."""
+        """Return the bytes of one block, read-only."""
 
     @abstractmethod
     def write_view(self, block_id: int) -> memoryview:
-        """Where to put the bytes of one block."""
+        """Return the memory for the bytes of one block."""
 
     @abstractmethod
     def commit(self, block_ids: list[int]) -> None:
@@ -43,17 +43,17 @@ class PagedKVMemory(ABC):
 
     @abstractmethod
     def mark_computed(self) -> None:
-        """Everything that was launched before this call is what ``read_view`` shall wait for."""
+        """Make ``read_view`` wait for everything that was launched before this call."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), behind what was launched before. No block is read here that another pair writes."""
+        """Copy whole blocks, (from, to), after what was launched before. No pair reads a block that another one writes."""
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             self.pool[list(targets)] = self.pool[list(sources)]
 
     @abstractmethod
     def close(self) -> None:
-        """Give the memory back; the pool and its views must not be used any more."""
+        """Free the memory; the pool and its views must not be used any more."""
 
     def _check(self, block_id: int) -> int:
         if not 0 <= block_id < self.num_blocks:
@@ -64,9 +64,9 @@ class PagedKVMemory(ABC):
 class MappedKVMemory(PagedKVMemory):
     """The pool in host memory: an anonymous file (memfd) that another process may map, else private pages.
 
-    memfd: the file's descriptor, None where the system has none. The views are the pool itself; pool_view is all of it.
-    Every page is had at once where the system can (a second per GiB): a first touch costs five times a copy, and would fall
-    into the time that a request waits for its KV.
+    memfd: the file's descriptor, None if the system has none. The views are the pool itself; pool_view is all of it.
+    Where the system can, all pages are faulted in at start (a second per GiB): the first write to a page costs five times a
+    copy, and would add to the time that a request waits for its KV.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
@@ -88,10 +88,10 @@ class MappedKVMemory(PagedKVMemory):
         return self.pool_view[start : start + self.layout.block_bytes]
 
     def commit(self, block_ids: list[int]) -> None:
-        """Nothing: a write is visible at once."""
+        """Do nothing: a write is visible at once."""
 
     def mark_computed(self) -> None:
-        """Nothing: a step on the host is computed when it returns."""
+        """Do nothing: a step on the host is computed when it returns."""
 
     def close(self) -> None:
         """See PagedKVMemory; the pages go when the last view does."""
@@ -153,7 +153,7 @@ class StagedKVMemory(PagedKVMemory):
 
 
 def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> PagedKVMemory:
-    """A zeroed pool on this device."""
+    """Return a zeroed pool on this device."""
     if device.type == "cpu":
         return MappedKVMemory(layout, num_blocks)
     return StagedKVMemory(layout, num_blocks, device)

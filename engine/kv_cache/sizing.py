@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take. The measuring is a seam, so that every formula runs on every machine."""
+"""The memory that the KV cache may take. Measuring is a protocol, so that every formula runs on every machine."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class MemoryReading:
-    """Memory in bytes. peak: most that this process held on the device since ``start``, weights included.
+    """Memory in bytes. peak: the most that this process held on the device since ``start``, weights included.
 
     is_host: the KV cache lives in host memory that other programs use too.
     """
@@ -32,20 +32,20 @@ class MemoryProbe(Protocol):
     """Measures the memory that the KV cache will live in."""
 
     def start(self) -> None:
-        """Forget the peak so far."""
+        """Reset the peak."""
 
     def read(self) -> MemoryReading:
-        """Measure now."""
+        """Measure the memory now."""
 
 
 class HostProbe:
-    """The host's memory, within the limit of the control group (containers) where there is one."""
+    """The host's memory, within the limit of the control group (containers) if there is one."""
 
     def __init__(self, cgroup: Path = _CGROUP) -> None:
         self._cgroup = cgroup
 
     def start(self) -> None:
-        """Nothing: the rule for the host has no peak in it."""
+        """Do nothing: the rule for the host has no peak in it."""
 
     def read(self) -> MemoryReading:
         """See MemoryProbe; ``peak_bytes`` is 0."""
@@ -85,16 +85,16 @@ class CudaProbe:
 
 
 def create_probe(device: torch.device) -> MemoryProbe:
-    """The probe for this device."""
+    """Return the probe for this device."""
     return CudaProbe(device) if device.type == "cuda" else HostProbe()
 
 
 def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
-    """Bytes for the KV cache of one rank.
+    """Return the bytes for the KV cache of one rank.
 
     ``kv_cache_bytes`` wins. Host: min(1 GiB, a quarter of the free memory / workers on the host). Both are the whole
     worker's: its ranks share them evenly. Device (each rank has its own): total × utilisation / workers on that
-    device − peak. Raises SettingError where nothing is left on the device.
+    device − peak. Raises SettingError if nothing is left on the device.
     """
     if settings.kv_cache_bytes is not None:
         return settings.kv_cache_bytes // settings.tensor_parallel_size
@@ -113,7 +113,7 @@ def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
 
 
 def profile_lengths(max_num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:
-    """Tokens of each request of the profile run: ``max_num_tokens`` spread evenly, the remainder over the first ones.
+    """Return the tokens of each request of the profile run: ``max_num_tokens`` spread evenly, the rest over the first ones.
 
     No request is longer than ``max_model_len``, and none is empty.
     """

@@ -1,4 +1,4 @@
-"""What the KV cache of one layer looks like, and what a rank is told to allocate: metadata only."""
+"""The shape of the KV cache of one layer, and the order to a rank to allocate it: metadata only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,19 +29,19 @@ class KVCacheSpec:
 
 @dataclass(frozen=True)
 class KVCacheConfig:
-    """What one rank shall allocate: ``num_blocks`` blocks of ``layout`` (all layers of a block lie together)."""
+    """The allocation of one rank: ``num_blocks`` blocks of ``layout`` (all layers of a block lie together)."""
 
     num_blocks: int
     layout: KVLayout
 
 
 def block_bytes(specs: Mapping[str, KVCacheSpec]) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return sum(spec.block_bytes for spec in specs.values())
 
 
 def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCacheConfig:
-    """As many blocks as fit. Raises SettingError where fewer than two do, saying how much there is and is needed."""
+    """Return a config of as many blocks as fit. Raises SettingError if fewer than two do, with both numbers of bytes."""
     per_block = block_bytes(specs)
     num_blocks = available_bytes // per_block
     if num_blocks < MIN_BLOCKS:
@@ -54,7 +54,7 @@ def make_config(specs: Mapping[str, KVCacheSpec], available_bytes: int) -> KVCac
 
 
 def unify(configs: Sequence[KVCacheConfig]) -> list[KVCacheConfig]:
-    """The same number of blocks for every rank: the smallest. Raises InternalError where they differ otherwise."""
+    """Return the configs with the smallest number of blocks of all ranks. Raises InternalError if they differ otherwise."""
     num_blocks = min(config.num_blocks for config in configs)
     unified = [replace(config, num_blocks=num_blocks) for config in configs]
     if any(config != unified[0] for config in unified):

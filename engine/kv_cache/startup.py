@@ -1,8 +1,8 @@
 """The start-up of the KV cache in five steps, each logged with its time.
 
-1. ask every rank what each of its layers needs;
-2. have every rank measure what is free (a profiled forward pass without KV);
-3. work out each rank's number of blocks;
+1. ask every rank for the specs of its layers;
+2. make every rank measure its free memory (a profiled forward pass without KV);
+3. compute each rank's number of blocks;
 4. unify to the smallest, so that a block id means the same on all ranks;
 5. allocate, then warm up.
 """
@@ -26,9 +26,9 @@ class RankGroup(Protocol):
 
 
 def initialize_kv_cache(ranks: RankGroup) -> tuple[int, int]:
-    """Bring up the KV cache of all ranks; returns (device blocks, host blocks), the latter always 0.
+    """Start the KV cache of all ranks; return (device blocks, host blocks), the latter always 0.
 
-    Raises SettingError where fewer than two blocks fit.
+    Raises SettingError if fewer than two blocks fit.
     """
     specs = _timed("1/5 specs", lambda: ranks.collective_rpc("get_kv_cache_specs"))
     available = _timed("2/5 available memory", lambda: ranks.collective_rpc("determine_available_memory"))

@@ -1,1 +1,1 @@
-"""What the scheduler decides with: requests, blocks, budgets, deadlines. Plain integers, no tensors."""
+"""The deciding half of the engine: which requests compute what in each step. Plain integers, no tensors."""

@@ -1,4 +1,4 @@
-"""The one owner of KV blocks (law 1): who holds which, which are free, and what free ones still contain."""
+"""The one owner of KV blocks (law 1): their holders, which of them are free, and what free ones still contain."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
@@ -12,17 +12,17 @@ _NOTHING: tuple[int, ...] = ()
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """ceil(num_tokens / block_size)."""
+    """Return ceil(num_tokens / block_size)."""
     return -(-num_tokens // block_size)
 
 
 class BlockPool:
-    """Each block is in one state: null (block 0), free, held (one reference or more) or quarantined.
+    """All blocks; each is in one state: null (block 0), free, held (one reference or more) or quarantined.
 
     References belong to *holders*, named by a string: a request's key, or ``lease:<key>`` for blocks that another
     worker may still read. A holder's blocks are ordered: they are its block table. A free block's old content can be
-    found by hash until the block is taken. A quarantined block may still be written by a read that nobody can cancel;
-    it has no reference, and nobody gets it before ``release_quarantine``.
+    found by hash until the block is taken. A quarantined block may still be written by a read that cannot be cancelled;
+    it has no reference, and is not allocated before ``release_quarantine``.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
@@ -41,12 +41,12 @@ class BlockPool:
 
     @property
     def num_usable_blocks(self) -> int:
-        """All but the null block."""
+        """All blocks but the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that somebody may take now."""
+        """Blocks that may be taken now."""
         return len(self._free)
 
     @property
@@ -55,17 +55,17 @@ class BlockPool:
         return 1.0 - self.num_free_blocks / self.num_usable_blocks
 
     def find_cached(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Blocks that hold the longest cached prefix of ``hashes``. Changes nothing; valid until the next change."""
+        """Return the blocks of the longest cached prefix of ``hashes``. They are valid until the pool changes."""
         return self._index.find(hashes) if self._caches_prefixes else []
 
     def can_allocate(self, num_new: int, cached: Sequence[int] = _NOTHING) -> bool:
-        """Ask before ``allocate``: cached blocks that are free leave the free list as well."""
+        """Return whether ``allocate`` with the same arguments may be called; free cached blocks leave the free list too."""
         return num_new + sum(block in self._free for block in cached) <= self.num_free_blocks
 
     def allocate(self, holder: str, num_new: int, cached: Sequence[int] = _NOTHING) -> list[int]:
         """Append the ``cached`` blocks (by one more reference) and ``num_new`` taken ones to the holder's table.
 
-        Returns the appended block ids. Only after ``can_allocate`` of the same arguments said yes.
+        Returns the appended block ids. Requires ``can_allocate`` of the same arguments.
         """
         table = self._tables.setdefault(holder, [])
         for block in cached:
@@ -76,32 +76,32 @@ class BlockPool:
         return [*cached, *taken]
 
     def table_of(self, holder: str) -> list[int]:
-        """The holder's blocks in order (a copy); empty for one that holds nothing."""
+        """Return the holder's blocks in order (a copy); empty for one that holds nothing."""
         return list(self._tables.get(holder, ()))
 
     def num_blocks_of(self, holder: str) -> int:
-        """How many blocks the holder holds."""
+        """Return how many blocks the holder holds."""
         return len(self._tables.get(holder, ()))
 
     def num_common_blocks(self, holders: Iterable[str]) -> int:
-        """How many first blocks all these tables share."""
+        """Return how many first blocks all these tables share."""
         same = takewhile(
             lambda column: len(set(column)) == 1, zip(*map(self._tables.__getitem__, holders), strict=False)
         )
         return sum(1 for _ in same)
 
     def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
-        """The holder's blocks from its ``start``-th on are full, and computed or verified: they may be found by content."""
+        """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content."""
         if self._caches_prefixes:
             self._index.enter(self._tables[holder][start : start + len(hashes)], hashes)
 
     def forget_content(self, holder: str) -> None:
-        """Nobody shall find the content of the holder's blocks any more (it is corrupt)."""
+        """Let the content of the holder's blocks, which is corrupt, not be found any more."""
         for block in self._tables.get(holder, ()):
             self._index.evict(block)
 
     def hand_over(self, holder: str, new_holder: str) -> None:
-        """All references of ``holder`` belong to ``new_holder`` from now on, which held nothing before."""
+        """Give all references of ``holder`` to ``new_holder``, which must hold nothing."""
         if new_holder in self._tables:
             raise ValueError(f"{new_holder} holds blocks already")
         self._tables[new_holder] = self._tables.pop(holder, [])
@@ -112,14 +112,14 @@ class BlockPool:
             self._drop_reference(block)
 
     def quarantine(self, holder: str, num_shared: int = 0) -> None:
-        """The holder ends while reads may still write into its blocks: all but the first ``num_shared`` cached ones.
+        """Keep a holder's blocks, into which reads may still write, in quarantine until ``release_quarantine(holder)``.
 
-        They are nobody's until ``release_quarantine(holder)``.
+        num_shared: the first blocks, which came from the cache and are only released.
         """
         table = self._tables.pop(holder)
         for block in table[num_shared:]:
             if self._references[block] != 1:
-                raise ValueError(f"block {block} of {holder} is shared; nobody may read into it")
+                raise ValueError(f"block {block} of {holder} is shared; no read may write into it")
             self._references[block] = 0
             self._index.evict(block)
         self._quarantined[holder] = table[num_shared:]
@@ -127,33 +127,33 @@ class BlockPool:
             self._drop_reference(block)
 
     def release_quarantine(self, holder: str) -> None:
-        """The last read into the holder's blocks is terminal: they are free."""
+        """Free the quarantined blocks of a holder: the last read into them is terminal."""
         for block in reversed(self._quarantined.pop(holder)):
             self._free[block] = None
 
     def is_quarantined(self, holder: str) -> bool:
-        """True between ``quarantine`` and ``release_quarantine``."""
+        """Return whether blocks of the holder are quarantined."""
         return holder in self._quarantined
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all content (the weights changed). False, and nothing happens, while any block is not free."""
+        """Drop all content (the weights changed). Returns False, and does nothing, while a block is not free."""
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self._index.clear()
         return True
 
     def holders(self) -> dict[str, int]:
-        """Every holder and how many blocks it holds."""
+        """Return how many blocks each holder holds."""
         return {holder: len(table) for holder, table in self._tables.items()}
 
     def count_by_state(self) -> dict[str, int]:
-        """Blocks by state; the four counts sum to ``num_blocks``."""
+        """Return the number of blocks in each state; the four sum to ``num_blocks``."""
         num_quarantined = sum(len(blocks) for blocks in self._quarantined.values())
         num_held = sum(count > 0 for count in self._references)
         return {"null": 1, "free": self.num_free_blocks, "held": num_held, "quarantined": num_quarantined}
 
     def check_integrity(self) -> None:
-        """Recompute every count from the holders; raises AssertionError where the books are wrong."""
+        """Recompute every count from the holders. Raises AssertionError for a wrong one."""
         counted = Counter(block for table in self._tables.values() for block in table)
         assert all(self._references[block] == counted[block] for block in range(self.num_blocks))
         quarantined = [block for blocks in self._quarantined.values() for block in blocks]

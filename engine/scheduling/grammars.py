@@ -1,7 +1,7 @@
-"""Requests and their grammars: the wait for the compilation, and which tokens an answer may draw next.
+"""The wait stage of grammars.
 
-A request with a grammar waits in WAITING_FOR_FSM, without blocks, until it is compiled. A decode leg fetches its KV
-meanwhile; where that has arrived first, it waits with its blocks in the same state.
+A request with a grammar waits in WAITING_FOR_FSM, without blocks, until the grammar is compiled. A decode leg fetches its KV
+meanwhile; if that arrives first, the request waits with its blocks in the same state.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,17 +9,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from contract.errors import InvalidRequestError, KvbatonError, OverloadedError, UnsupportedFieldError
 from contract.grammars import reduced
 from contract.requests import EngineRequest
 from engine.grammar.compiler import GrammarCompiler, Outcome
-from engine.outputs import SchedulerOutput
-from engine.scheduling.ending import Ending, RequestStatus, ended_by
+from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
-from engine.scheduling.step_plan import StepPlan
+from engine.scheduling.status import RequestStatus
 from engine.scheduling.waits import Ready
 
 
@@ -30,9 +26,9 @@ class _Wait:
 
 
 class Grammars:
-    """The wait stage of compilations. Owns what requests wait for. Used from the step thread.
+    """The wait stage of compilations. Owns the requests that wait for one. Used from the step thread.
 
-    compiler: None refuses grammars. timeout_seconds: how long a request may have this stage's status. wake: called in
+    compiler: None rejects grammars. timeout_seconds: how long a request may have this stage's status. wake: called in
     another thread when a request is ready.
     """
 
@@ -55,11 +51,11 @@ class Grammars:
 
     @property
     def has_pending(self) -> bool:
-        """Return whether a compilation has ended."""
+        """True while ``take_ready`` would return something."""
         return bool(self._outcomes)
 
     def check(self, asked: EngineRequest) -> None:
-        """Raise InvalidRequestError about ``grammar`` for one that is too long, and where none are served."""
+        """Raise InvalidRequestError for a grammar that is too long, and for any if none are served."""
         grammar = asked.sampling.grammar
         if grammar is None:
             return
@@ -80,9 +76,9 @@ class Grammars:
         return request.asked.sampling.grammar is not None and self._compiler is not None
 
     def start(self, request: Request) -> None:
-        """Have the request's grammar compiled."""
+        """Start the compilation of the request's grammar."""
         grammar = request.asked.sampling.grammar
-        assert grammar is not None and self._compiler is not None, "it needs no wait"
+        assert grammar is not None and self._compiler is not None, "the request needs no wait"
         wait = self._waits[request.key] = _Wait(request)
         try:
             wait.compiled = self._compiler.start(
@@ -101,22 +97,25 @@ class Grammars:
                 continue
             del self._waits[request.key]
             if isinstance(outcome, KvbatonError):
-                ready.append(Ready(request, ended_by(outcome)))
+                ready.append(Ready(request, Finish.by(outcome)))
             else:
                 request.structured_output_request = outcome
                 ready.append(Ready(request))
         return ready
 
     def give_up(self, request: Request) -> bool:
-        """Stop waiting for a request that ends: its compilation goes on for others, or is dropped where it has not begun."""
+        """Stop waiting: the compilation continues for others, or is dropped if it has not begun."""
         wait = self._waits.pop(request.key, None)
         grammar = request.asked.sampling.grammar
         if wait and wait.compiled and grammar and self._compiler:
             self._compiler.give_up(grammar, wait.compiled)
         return False
 
-    def overdue(self, request: Request, seconds: float) -> Ending:
-        """Return how a request ends whose grammar is not ready after ``seconds``: by its own fault if its turn had come."""
+    def overdue(self, request: Request, seconds: float) -> Finish:
+        """Return how a request finishes whose grammar is not ready after ``seconds``.
+
+        It is the request's own fault only if its compilation had begun.
+        """
         compiled = self._waits[request.key].compiled
         error: KvbatonError = OverloadedError(
             f"other grammars took {seconds:g} s to compile, and this one's turn has not come: try again"
@@ -125,36 +124,10 @@ class Grammars:
             error = InvalidRequestError(
                 f"the grammar was not compiled within {seconds:g} s: make it simpler", param="grammar"
             )
-        return ended_by(error)
-
-    @staticmethod
-    def follow(request: Request) -> Ending | None:
-        """Advance the matcher over the newest tokens; return how the answer ends where its grammar allows nothing more."""
-        matcher = request.structured_output_request
-        if matcher is None:
-            return None
-        start = request.num_prompt_tokens - request.asked.num_delivered_tokens
-        try:
-            matcher.advance(request.token_ids[start + matcher.num_tokens :])
-        except KvbatonError as error:
-            return ended_by(error)
-        return Ending(RequestStatus.FINISHED_STOPPED) if matcher.is_complete else None
-
-    @staticmethod
-    def mask(plan: StepPlan, output: SchedulerOutput) -> None:
-        """Put into ``output`` the tokens that requests with a grammar may draw in this step."""
-        rows: list[NDArray[np.int32]] = []
-        for entry in plan:
-            request = entry.request
-            matcher = entry.request.structured_output_request
-            if matcher is not None and entry.num_tokens == request.num_missing_tokens:
-                output.structured_output_request_ids[request.key] = len(rows)
-                rows.append(matcher.bitmask)
-        if rows:
-            output.grammar_bitmask = np.stack(rows)
+        return Finish.by(error)
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
-        """Assert that each request that waits here is alive, and that all in WAITING_FOR_FSM wait here."""
+        """Assert that each request that waits here is live, and that all in WAITING_FOR_FSM wait here."""
         assert all(requests.get(key) is wait.request for key, wait in self._waits.items())
         assert {key for key, one in requests.items() if one.status is self.status} <= self._waits.keys()
 

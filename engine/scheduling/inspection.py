@@ -1,33 +1,33 @@
-"""What can be seen of a scheduler from outside: state for people, counters for metrics, and whether the books are right."""
+"""Views of a scheduler for people and metrics, and the check of its integrity."""
 
 from collections import Counter
 from typing import Any
 
-from engine.scheduling.ending import RequestStatus
-from engine.scheduling.remote_kv import lease_holder
+from engine.scheduling.kv_sender import lease_holder
 from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.status import RequestStatus
 
 
 def debug_state(scheduler: Scheduler) -> dict[str, Any]:
-    """Blocks by state, leases, requests by state, and the connector's own view."""
+    """Return blocks by state, leases, requests by status, and the connector's own view."""
     connector = scheduler.get_kv_connector()
     by_status = Counter(request.status.name for request in scheduler.requests.values())
     return {
         "blocks": scheduler.pool.count_by_state(),
         "holders": scheduler.pool.holders(),
-        "leases": sorted(scheduler.sender.leases) if scheduler.sender else [],
+        "leases": sorted(scheduler.remote_kv.leases),
         "requests": dict(by_status),
         "connector": connector.debug_state() if connector is not None else {},
     }
 
 
 def counters(scheduler: Scheduler) -> dict[str, float]:
-    """Everything that is counted since the start, name → value; the connector's counters among them."""
+    """Return all counters since the start, name → value, including the connector's."""
     connector = scheduler.get_kv_connector()
-    prefix = scheduler.prefix_stats
-    num_running, num_waiting = scheduler.get_request_counts()
+    prefix = scheduler.totals.prefix_cache
+    num_running, num_waiting = scheduler.load.get_request_counts()
     states = scheduler.pool.count_by_state().items()
-    receiver = scheduler.receiver
+    receiver = scheduler.remote_kv.receiver
     return {
         **scheduler.totals.as_counters(),
         "num_requests_running": num_running,
@@ -42,23 +42,22 @@ def counters(scheduler: Scheduler) -> dict[str, float]:
 
 
 def check_integrity(scheduler: Scheduler) -> None:
-    """Raise AssertionError unless blocks belong to live requests and leases only, and each request is in one place."""
+    """Raise AssertionError unless only live requests and leases hold blocks, and each request is in one place."""
     pool = scheduler.pool
-    batcher = scheduler.batcher
+    queues = scheduler.queues
+    live = scheduler.live
     pool.check_integrity()
-    scheduler.live.index.check_integrity()
-    assert sorted(scheduler.live.index.keys) == sorted(scheduler.requests)
-    leases = scheduler.sender.leases if scheduler.sender else ()
-    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, leases)}
-    places = [
-        request.key for queue in (batcher.running, batcher.waiting, batcher.arrived) for request in queue
-    ]
-    assert sorted([*places, *scheduler.waits.keys]) == sorted(scheduler.requests)
+    live.index.check_integrity()
+    assert sorted(live.index.keys) == sorted(scheduler.requests)
+    assert set(pool.holders()) <= {*scheduler.requests, *map(lease_holder, scheduler.remote_kv.leases)}
+    all_queues = (queues.running, queues.waiting, queues.arrived)
+    queued = [request.key for queue in all_queues for request in queue]
+    assert sorted([*queued, *scheduler.waits.keys]) == sorted(scheduler.requests)
     scheduler.waits.check_integrity(scheduler.requests)
-    assert all(request.status is RequestStatus.RUNNING for request in batcher.running)
-    for line in (batcher.running, batcher.waiting, batcher.arrived):
-        assert list(line) == sorted(line, key=lambda request: request.precedence)
-    for request in batcher.waiting:
+    assert all(request.status is RequestStatus.RUNNING for request in queues.running)
+    for queue in all_queues:
+        assert list(queue) == sorted(queue, key=lambda request: request.precedence)
+    for request in queues.waiting:
         assert pool.num_blocks_of(request.key) == request.num_computed_tokens == 0
-    for request in [*batcher.running, *batcher.arrived]:
+    for request in [*queues.running, *queues.arrived]:
         assert pool.num_blocks_of(request.key) * pool.block_size >= request.num_computed_tokens

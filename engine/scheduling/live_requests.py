@@ -1,80 +1,89 @@
-"""The requests that have not ended: how they come to be known, and the one way in which all of them end."""
+"""The requests that have not finished, and the one way in which all of them finish."""
 
 from contract.requests import TokenLogprobs
-from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
-from engine.scheduling.ending import Ending
+from engine.scheduling.finish import Finish
 from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import KVSender
+from engine.scheduling.queues import BatchQueues
+from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.request import Request
 from engine.scheduling.request_index import RequestIndex
 from engine.scheduling.waits import Waits
 
 
 class LiveRequests:
-    """Owns every unfinished request.
+    """Owns every unfinished request, with its deadlines and the outputs that are to be sent.
 
-    finished_req_ids: ended requests of which the runner was not told yet. has_news: something has changed since the last
-    step was decided.
+    finished_req_ids: finished requests that the runner still keeps. has_changes: something has changed since the last step
+    was decided.
     """
 
     def __init__(
         self,
         pool: BlockPool,
-        batcher: Batcher,
+        queues: BatchQueues,
         waits: Waits,
-        sender: KVSender | None,
+        remote_kv: RemoteKV,
         deadlines: Deadlines,
         outbox: Outbox,
     ) -> None:
         self.by_key: dict[str, Request] = {}
         self.index = RequestIndex()
         self.finished_req_ids: set[str] = set()
-        self.has_news = False
+        self.has_changes = False
+        self.outbox = outbox
+        self.deadlines = deadlines
         self._pool = pool
-        self._batcher = batcher
+        self._queues = queues
         self._waits = waits
-        self._sender = sender
-        self._deadlines = deadlines
-        self._outbox = outbox
+        self._remote_kv = remote_kv
 
     def register(self, request: Request) -> None:
-        """Make a new request known, with the deadline of its whole life."""
+        """Add a new request, with the deadline of its whole life."""
         self.by_key[request.key] = request
         self.index.add(request.asked, request.dismissed)
-        self._deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
+        self.deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))
 
     def finish(
         self,
         request: Request,
-        ending: Ending,
+        finish: Finish,
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
         pooled: list[float] | None = None,
     ) -> None:
-        """End a request in whatever state it is: give back what it holds, and report it to its client and the runner."""
-        if not self._waits.give_up(request):
-            if self._sender and self._sender.has_opened(request):
-                self._sender.abandon(request, ending)
-            else:
-                self._pool.free(request.key)
-        self._batcher.remove(request)
+        """Finish a request, whatever its status: release what it holds, and report it to its client and the runner."""
+        is_released = self._waits.give_up(request) or self._remote_kv.abandon(request, finish)
+        if not is_released:
+            self._pool.free(request.key)
+        self._queues.remove(request)
         del self.by_key[request.key]
         self.index.discard(request.key)
-        self._deadlines.forget(request.key)
+        self.deadlines.forget(request.key)
         if request.is_known_to_runner:
             self.finished_req_ids.add(request.key)
-        self._outbox.tokens(request, token_ids or [], ending, logprobs, pooled)
-        self.has_news = True
+        self.outbox.add(request, token_ids or [], finish, logprobs, pooled)
+        self.has_changes = True
+
+    def finish_overdue(self) -> None:
+        """Finish the requests whose deadline, or whose current wait's deadline, has passed."""
+        for deadline in self.deadlines.take_expired():
+            request = self.by_key.get(deadline.key)
+            if request is None:
+                continue
+            if deadline.stage is None:
+                self.finish(request, Finish.late(request.status, deadline.seconds))
+            elif finish := self._waits.overdue(request, deadline):
+                self.finish(request, finish)
 
     def take_finished(self) -> set[str]:
-        """Return the ended requests of which the runner was not told, once."""
+        """Return the finished requests that the runner still keeps, once each."""
         finished = self.finished_req_ids
         self.finished_req_ids = set()
         return finished
 
     def clear(self) -> None:
-        """Forget all requests, without a word to anybody: the engine is broken."""
+        """Remove all requests without releasing or reporting anything: the engine is broken."""
         self.by_key.clear()
         self.index.clear()

@@ -1,17 +1,17 @@
-"""What the clients must hear after this step, and what the runner must be told."""
+"""The outputs that a step has for the clients."""
 
 from collections import defaultdict
 
 from contract.errors import KvbatonError
 from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
 from engine.connector import FirstToken
-from engine.scheduling.ending import Ending
+from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
 from engine.scheduling.stats import Totals
 
 
 class Outbox:
-    """Collects outputs by client index, each request's last one exactly once, and counts them."""
+    """Collects outputs by client index, the last one of each request exactly once, and counts them."""
 
     def __init__(self, totals: Totals) -> None:
         self._totals = totals
@@ -20,29 +20,30 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._outputs)
 
-    def tokens(
+    def add(
         self,
         request: Request,
         token_ids: list[int],
-        ending: Ending | None,
+        finish: Finish | None,
         logprobs: list[TokenLogprobs] | None = None,
         pooled: list[float] | None = None,
     ) -> None:
-        """The request has new tokens and perhaps ends with them: every choice that it still stands for."""
-        self._outputs[request.client_index].append(request.emit(token_ids, ending, logprobs, pooled))
+        """Add new tokens (appended to the request before) and perhaps the finish, of every choice that it stands for."""
+        output = _output(request, token_ids, finish, logprobs, pooled)
+        self._outputs[request.client_index].append(output)
         self._totals.num_generated_tokens += len(token_ids)
-        if ending is not None:
-            self._totals.num_finished += ending.error_kind is None
-            self._totals.num_failed += ending.error_kind is not None
+        if finish is not None:
+            self._totals.num_finished += finish.error_kind is None
+            self._totals.num_failed += finish.error_kind is not None
             for choice in request.asked.choices[1:]:
-                self.tokens(request.fork(choice), [], ending)
+                self.add(request.fork(choice), [], finish)
 
-    def first_token(self, request: Request, token: FirstToken, ending: Ending | None) -> None:
-        """The request has its first token."""
-        self.tokens(request, [token.token_id], ending, [token.logprobs] if token.logprobs else None)
+    def add_first_token(self, request: Request, token: FirstToken, finish: Finish | None) -> None:
+        """Add the first token of a request."""
+        self.add(request, [token.token_id], finish, [token.logprobs] if token.logprobs else None)
 
-    def refusal(self, asked: EngineRequest, error: KvbatonError) -> None:
-        """The request was not accepted."""
+    def add_rejection(self, asked: EngineRequest, error: KvbatonError) -> None:
+        """Add the error of a request that was not accepted."""
         for choice in asked.choices:
             self._totals.num_failed += 1
             output = EngineOutput.of_error(
@@ -51,7 +52,41 @@ class Outbox:
             self._outputs[asked.client_index].append(output)
 
     def take(self) -> dict[int, list[EngineOutput]]:
-        """Everything since the last call, in order."""
+        """Return the outputs since the last call, in order, by client index."""
         outputs = dict(self._outputs)
         self._outputs = defaultdict(list)
         return outputs
+
+
+def _output(
+    request: Request,
+    token_ids: list[int],
+    finish: Finish | None,
+    logprobs: list[TokenLogprobs] | None,
+    pooled: list[float] | None,
+) -> EngineOutput:
+    """Return the next output of a request, and count its tokens as emitted."""
+    is_first = request.num_emitted_tokens == 0 and bool(token_ids or pooled)
+    output = EngineOutput(
+        request_id=request.asked.request_id,
+        attempt=request.asked.attempt,
+        choice=request.asked.choice,
+        first_index=request.answer_length,
+        token_ids=token_ids,
+        logprobs=logprobs,
+        pooled=pooled,
+    )
+    request.num_emitted_tokens += len(token_ids)
+    if is_first:
+        output.num_cached_tokens = request.num_cached_tokens
+        output.timings = request.milestones.split()
+        output.prompt_logprobs = request.prompt_logprobs.entries or None
+    if finish is not None:
+        request.status = finish.status
+        output.is_leg_finished = True
+        output.finish_reason = finish.reason
+        output.stop_reason = finish.stop_reason
+        output.error_kind = finish.error_kind
+        output.error_message = finish.error_message
+        output.error_param = finish.error_param
+    return output

@@ -1,4 +1,4 @@
-"""The one order in which requests get places and blocks, and in which they lose them: priority, then arrival."""
+"""The order in which requests get places and blocks, and lose them last to first: priority, then arrival."""
 
 from bisect import bisect_left, insort
 from collections.abc import Collection, Iterator, Reversible
@@ -10,7 +10,7 @@ _PRECEDENCE = attrgetter("precedence")
 
 
 class PriorityQueue(Reversible[Request]):
-    """Requests in the order of ``Request.precedence``, whenever they were added: one that returns gets its old place."""
+    """Requests sorted by ``Request.precedence``; one that is added again gets its old place."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []

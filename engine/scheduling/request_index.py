@@ -8,9 +8,9 @@ _Use = tuple[SendTransfer | ReceiveTransfer, int]
 
 
 class RequestIndex:
-    """A set of requests by key; no query looks at more of them than it is about.
+    """A set of requests by key; the cost of a query does not grow with the number of requests.
 
-    A (transfer, attempt) belongs to the choices of at most one request: ask ``uses_transfer`` before ``add``.
+    A (transfer, attempt) belongs to the choices of at most one request: check ``uses_transfer`` before ``add``.
     """
 
     def __init__(self) -> None:
@@ -63,15 +63,15 @@ class RequestIndex:
 
         Returns the keys of the requests of which every choice is cancelled now, in a fixed order.
         """
-        unwanted = []
+        cancelled = []
         for key in sorted(self._keys_by_request.get(request_id, ())):
             asked = self._asked[key]
             dismissed = self._dismissed[key]
             if up_to_attempt is None or asked.attempt <= up_to_attempt:
                 dismissed.update(asked.choices if choice is None else {choice})
                 if dismissed.issuperset(asked.choices):
-                    unwanted.append(key)
-        return unwanted
+                    cancelled.append(key)
+        return cancelled
 
     def check_integrity(self) -> None:
         """Assert that all indexes hold the same requests."""

@@ -1,31 +1,25 @@
-"""What a step, or KV that has arrived, means for a request: its tokens go out, its choices part, its answer ends."""
+"""The effect of a step, or of KV that has arrived, on a request: its tokens are sent, its choices separate, it finishes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from contract.errors import TransferError
+from contract.errors import ErrorKind, TransferError
 from contract.requests import TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import ModelRunnerOutput
-from engine.scheduling.batching import Batcher
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.ending import HANDED_OVER, Ending, RequestStatus, ended_by_error
+from engine.scheduling.finish import HANDED_OVER, Finish
 from engine.scheduling.forking import Forking, choices_of
-from engine.scheduling.grammars import Grammars
+from engine.scheduling.grammar_matching import advance_matcher
+from engine.scheduling.kv_receiver import check_first_tokens
+from engine.scheduling.limits import Limits
 from engine.scheduling.live_requests import LiveRequests
-from engine.scheduling.outbox import Outbox
-from engine.scheduling.remote_kv import KVSender, first_tokens_of
-from engine.scheduling.request import Request, ended_corrupted, ending_after
+from engine.scheduling.queues import BatchQueues
+from engine.scheduling.remote_kv import RemoteKV
+from engine.scheduling.request import Request
 from engine.scheduling.stats import Totals
+from engine.scheduling.status import RequestStatus
+from engine.scheduling.stopping import finish_after
 from engine.scheduling.token_logprobs import first_tokens, logprobs_in_row
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Bounds of an engine. max_length: tokens that prompt and answer may have. vocab_size: of its model."""
-
-    max_length: int
-    vocab_size: int
 
 
 class Results:
@@ -35,45 +29,41 @@ class Results:
         self,
         live: LiveRequests,
         pool: BlockPool,
-        batcher: Batcher,
-        sender: KVSender | None,
-        grammars: Grammars,
-        outbox: Outbox,
+        queues: BatchQueues,
+        remote_kv: RemoteKV,
         totals: Totals,
         limits: Limits,
         clock: Callable[[], float],
     ) -> None:
-        self.forking = Forking(pool, batcher, live.index, outbox)
+        self.forking = Forking(pool, queues, live.index, live.outbox)
         self._live = live
         self._pool = pool
-        self._batcher = batcher
-        self._sender = sender
-        self._grammars = grammars
-        self._outbox = outbox
+        self._queues = queues
+        self._remote_kv = remote_kv
         self._totals = totals
         self._limits = limits
         self._clock = clock
 
     def apply_received(self, request: Request) -> None:
-        """Let a request go on whose KV has arrived, and was verified: its full blocks may be found from now on."""
+        """Let a request continue whose KV has arrived, and was verified: its full blocks may be found from now on."""
         received = request.received
         assert received is not None, "nothing has arrived"
         try:
-            tokens = first_tokens_of(received, request.asked.num_choices, self._limits.vocab_size)
+            tokens = check_first_tokens(received, request.asked.num_choices, self._limits.vocab_size)
         except TransferError as error:
-            self._live.finish(request, ended_by_error(error.kind, error.message))
+            self._live.finish(request, Finish.by(error))
             return
         choices = choices_of(request)
         for choice, token in zip(choices, tokens, strict=True):
             choice.receive(received, token, self._clock())
         self._totals.num_received_tokens += request.num_prompt_tokens - request.num_cached_tokens
-        self._batcher.index_computed(request)
-        self._live.has_news = True
-        endings = [self._ending_after(one, one.answer_length - 1) for one in choices]
-        if ending := self._part(choices, endings):
-            self._live.finish(request, ending)
+        self._index_computed(request)
+        self._live.has_changes = True
+        finishes = [self._finish_after(one, one.answer_length - 1) for one in choices]
+        if finish := self._separate(choices, finishes):
+            self._live.finish(request, finish)
         else:
-            self._batcher.arrived.add(request)
+            self._queues.arrived.add(request)
 
     def apply_step(self, request: Request, num_tokens: int, output: ModelRunnerOutput) -> None:
         """Advance a request by the tokens that a step has computed of it."""
@@ -82,14 +72,14 @@ class Results:
         pooled = output.pooler_output[row] if output.pooler_output else None
         is_corrupt = (output.num_nans_in_logits or {}).get(request.key, 0) > 0
         if is_corrupt or (not sampled and not pooled and num_tokens == request.num_missing_tokens):
-            self._end_corrupted(request, is_corrupt)
+            self._finish_corrupted(request, is_corrupt)
             return
         self._count(request, num_tokens)
         request.num_computed_tokens += num_tokens
-        self._batcher.index_computed(request)
-        request.take_prompt_logprobs(output.prompt_logprobs_dict.get(request.key))
+        self._index_computed(request)
+        request.prompt_logprobs.extend(output.prompt_logprobs_dict.get(request.key))
         if pooled:
-            self._live.finish(request, Ending(RequestStatus.FINISHED_STOPPED), pooled=pooled)
+            self._live.finish(request, Finish(RequestStatus.FINISHED_STOPPED), pooled=pooled)
         if not sampled:
             return
         alternatives = request.asked.sampling.logprobs
@@ -97,8 +87,8 @@ class Results:
             self._apply_first_tokens(request, first_tokens(output, request.key, sampled[0], alternatives))
         else:
             request.append_token(sampled[0])
-            ending = self._ending_after(request, request.answer_length)
-            self._emit(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), ending)
+            finish = self._finish_after(request, request.answer_length)
+            self._emit(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), finish)
 
     def _count(self, request: Request, num_tokens: int) -> None:
         num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
@@ -107,41 +97,57 @@ class Results:
         if 0 < num_prompt_left <= num_tokens:
             request.milestones.prefilled = self._clock()
 
-    def _apply_first_tokens(self, request: Request, drawn: list[FirstToken]) -> None:
-        """Give each choice of a prompt its first token: they go on at another worker, or part here."""
-        choices = choices_of(request)
-        for choice, token in zip(choices, drawn, strict=True):
-            choice.append_token(token.token_id)
-        endings = [self._ending_after(one, one.answer_length) for one in choices]
-        if self._sender and request.is_sending and None in endings:
-            self._sender.finish(request, drawn)
-            endings = [ending or HANDED_OVER for ending in endings]
-        ending = self._part(choices, endings, drawn)
-        logprobs = drawn[0].logprobs
-        self._emit(request, drawn[0].token_id, [logprobs] if logprobs else None, ending)
+    def _index_computed(self, request: Request) -> None:
+        """Let other requests find the full blocks that are computed by now (law 1)."""
+        num_full = request.num_computed_tokens // self._pool.block_size
+        if num_full > request.num_indexed_blocks:
+            start = request.num_indexed_blocks
+            self._pool.enter(request.key, start, request.block_hashes[start:num_full])
+            request.num_indexed_blocks = num_full
 
-    def _part(
-        self, choices: list[Request], endings: list[Ending | None], drawn: Sequence[FirstToken] = ()
-    ) -> Ending | None:
-        ending, forks = self.forking.part(choices, endings, drawn)
+    def _apply_first_tokens(self, request: Request, sampled: list[FirstToken]) -> None:
+        """Give each choice of a prompt its first token: they continue at another worker, or separate here."""
+        choices = choices_of(request)
+        for choice, token in zip(choices, sampled, strict=True):
+            choice.append_token(token.token_id)
+        finishes = [self._finish_after(one, one.answer_length) for one in choices]
+        if request.is_sending and None in finishes:
+            self._remote_kv.finish(request, sampled)
+            finishes = [finish or HANDED_OVER for finish in finishes]
+        finish = self._separate(choices, finishes, sampled)
+        logprobs = sampled[0].logprobs
+        self._emit(request, sampled[0].token_id, [logprobs] if logprobs else None, finish)
+
+    def _separate(
+        self, choices: list[Request], finishes: list[Finish | None], sampled: Sequence[FirstToken] = ()
+    ) -> Finish | None:
+        """Separate the choices of a prompt; return how the first one finishes."""
+        finish, forks = self.forking.separate(choices, finishes, sampled)
         for fork in forks:
             self._live.register(fork)
-        return ending
+        return finish
 
     def _emit(
-        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, ending: Ending | None
+        self, request: Request, token: int, logprobs: list[TokenLogprobs] | None, finish: Finish | None
     ) -> None:
-        if ending is None:
-            self._outbox.tokens(request, [token], None, logprobs)
+        if finish is None:
+            self._live.outbox.add(request, [token], None, logprobs)
         else:
-            self._live.finish(request, ending, [token], logprobs)
+            self._live.finish(request, finish, [token], logprobs)
 
-    def _ending_after(self, request: Request, index: int) -> Ending | None:
-        """Return how the newest token, number ``index`` of the answer, ends it; if it does not, its grammar follows."""
-        return ending_after(request, index, self._limits.max_length) or self._grammars.follow(request)
+    def _finish_after(self, request: Request, index: int) -> Finish | None:
+        """Return how the newest token, number ``index`` of the answer, ends it. If it does not, advance its matcher."""
+        return finish_after(request, index, self._limits.max_length) or advance_matcher(request)
 
-    def _end_corrupted(self, request: Request, has_nans: bool) -> None:
-        """End a request of which NaN was computed, or nothing where there should be something: its KV is not reused."""
+    def _finish_corrupted(self, request: Request, has_nans: bool) -> None:
+        """Finish a request whose results are NaN, or missing: its KV is not reused."""
+        if has_nans:
+            what = "the hidden states hold NaN or infinity" if request.is_pooling else "the logits hold NaN"
+        else:
+            what = (
+                f"nothing was {'pooled' if request.is_pooling else 'sampled'} at the end of the known tokens"
+            )
+        message = f"{what} after {request.num_tokens} tokens"
         self._pool.forget_content(request.key)
         self._totals.num_corrupted += 1
-        self._live.finish(request, ended_corrupted(request, has_nans))
+        self._live.finish(request, Finish.with_error(ErrorKind.INTERNAL, message))

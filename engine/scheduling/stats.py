@@ -1,12 +1,13 @@
-"""What the scheduler counts: snapshots for logs, totals for metrics. Plain numbers, cheap to send."""
+"""The scheduler's counters: snapshots for logs, totals for metrics. Plain numbers, cheap to send."""
 
 import msgspec
 
 
 class PrefixCacheStats(msgspec.Struct, kw_only=True):
-    """How the prefix cache served, since the engine started.
+    """Use of the prefix cache since the engine started.
 
-    reset: ``reset_prefix_cache`` was called. requests: requests that asked. queries, hits: prompt tokens asked for, found.
+    reset: ``reset_prefix_cache`` was called. requests: requests that were looked up. queries, hits: prompt tokens that were
+    looked up, and found.
     """
 
     reset: bool = False
@@ -15,14 +16,14 @@ class PrefixCacheStats(msgspec.Struct, kw_only=True):
     hits: int = 0
 
     def record(self, num_tokens: int, num_hits: int) -> None:
-        """One request asked for ``num_tokens`` and found the first ``num_hits``."""
+        """Record that of a prompt of ``num_tokens`` the first ``num_hits`` were found."""
         self.requests += 1
         self.queries += num_tokens
         self.hits += num_hits
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """One look at the scheduler. kv_cache_usage: 0..1. num_corrupted_reqs: ended because of NaN logits."""
+    """A snapshot of the scheduler. kv_cache_usage: 0..1. num_corrupted_reqs: requests that ended because of NaN logits."""
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
@@ -36,7 +37,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
-    held_seconds: that steps were held, or computed in vain, for requests that join them.
+    held_seconds: by which steps were delayed, or restarted, for requests that join them.
     """
 
     num_requests: int = 0
@@ -50,9 +51,10 @@ class Totals(msgspec.Struct, kw_only=True):
     num_received_tokens: int = 0
     num_generated_tokens: int = 0
     held_seconds: float = 0.0
+    prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
 
     def as_counters(self) -> dict[str, float]:
-        """Name → value, named as ``serving.metrics.ENGINE_METRICS`` explains them."""
+        """Return name → value, with the names of ``serving.metrics.ENGINE_METRICS``."""
         return {
             "requests_total": self.num_requests,
             "requests_finished_total": self.num_finished,

@@ -1,4 +1,4 @@
-"""One step in the making: how many tokens of which requests it computes, until it becomes a SchedulerOutput."""
+"""The plan of one step: how many tokens of which requests it computes. It becomes a SchedulerOutput."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from engine.scheduling.request import Request
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's part of a step. ``new_block_ids`` replace the runner's when the request comes back."""
+    """One request's part of a step. new_block_ids: replace the runner's if the request was preempted (``is_resumed``)."""
 
     request: Request
     num_tokens: int
@@ -18,7 +18,7 @@ class ScheduledRequest(NamedTuple):
 
 
 class StepPlan:
-    """Owns the token budget of one step and the requests that take from it, in the order of the batch."""
+    """Owns the token budget of one step, and the requests that share it in the order of the batch."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -28,14 +28,14 @@ class StepPlan:
 
     @classmethod
     def drafted(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
-        """Return a plan of one token of each of these requests, for the time when one token more of each is known than now.
+        """Return a plan of one token of each request, for when the step that runs now has sampled that token.
 
-        The runner knows the requests, and all that is known now is computed by then. They get no blocks yet.
+        The runner keeps the requests already. No blocks are allocated yet.
         """
         draft = cls(budget)
         for request in requests:
             draft.add(ScheduledRequest(request, 1, []))
-        draft._drafted = _orders(draft._entries.values())
+        draft._drafted = _output_of(draft._entries.values())
         draft._drafted.scheduled_cached_reqs.num_computed_tokens = [
             request.num_tokens for request in requests
         ]
@@ -50,20 +50,20 @@ class StepPlan:
         self.budget -= entry.num_tokens
 
     def drop(self, request: Request) -> None:
-        """Take out a request that was preempted; its tokens, if it had any here, go back into the budget."""
+        """Remove a request that was preempted; its tokens, if it was scheduled already, return to the budget."""
         self.num_preempted += 1
         entry = self._entries.pop(request.key, None)
         if entry is not None:
             self.budget += entry.num_tokens
 
     def to_output(self, pool: BlockPool) -> SchedulerOutput:
-        """Return the orders to the runner, which from now on knows every request in them."""
-        output = self._drafted or self._ordered()
+        """Return the order to the runner, which from now on keeps every request in it."""
+        output = self._drafted or self._build_output()
         output.num_common_prefix_blocks = [pool.num_common_blocks(self._entries)]
         return output
 
-    def _ordered(self) -> SchedulerOutput:
-        output = _orders(self._entries.values())
+    def _build_output(self) -> SchedulerOutput:
+        output = _output_of(self._entries.values())
         for entry in self:
             if not entry.request.is_known_to_runner:
                 output.scheduled_new_reqs.append(_new_request_data(entry))
@@ -71,10 +71,10 @@ class StepPlan:
         return output
 
 
-def _orders(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
-    """Return what the requests are to compute, and all that the runner must be told about those that it knows.
+def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
+    """Return what the requests compute, and the changes of those that the runner keeps.
 
-    Blocks that an entry gets later are among its orders too.
+    Blocks that are added to an entry later are included: the output refers to its list.
     """
     known = [entry for entry in entries if entry.request.is_known_to_runner]
     return SchedulerOutput(

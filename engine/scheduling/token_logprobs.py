@@ -1,40 +1,71 @@
-"""From what the runner drew in a step to the tokens of one request."""
+"""The tokens and log probabilities of one request, taken from the results of a step."""
 
-from contract.requests import TokenLogprobs
+from contract.requests import EngineRequest, ReceiveTransfer, TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import LogprobsLists, ModelRunnerOutput
+
+
+class PromptLogprobEntries:
+    """The log probabilities of a prompt's tokens, as far as steps have computed them.
+
+    num_alternatives: alternatives of each token; None for a request that needs no log probabilities of its prompt.
+    num_entries: one for each token of the prompt but the first.
+    """
+
+    def __init__(self, num_alternatives: int | None, num_entries: int) -> None:
+        self.entries: list[TokenLogprobs] = []
+        self._num_alternatives = num_alternatives
+        self._num_entries = num_entries
+
+    @classmethod
+    def of(cls, asked: EngineRequest) -> "PromptLogprobEntries":
+        """Return an empty list for this request. The prefill leg reports them, a decode leg does not."""
+        is_receiving = isinstance(asked.transfer, ReceiveTransfer)
+        num_alternatives = None if is_receiving else asked.sampling.prompt_logprobs
+        return cls(num_alternatives, len(asked.prompt_token_ids) - 1)
+
+    @property
+    def are_missing(self) -> bool:
+        """True while some are needed and not computed, so that no token of the prompt may be skipped."""
+        return self._num_alternatives is not None and len(self.entries) < self._num_entries
+
+    def extend(self, lists: LogprobsLists | None) -> None:
+        """Append those that a step has computed."""
+        if lists is not None and self._num_alternatives is not None and self.are_missing:
+            num_rows = len(lists.logprobs)
+            self.entries += [_entry(lists, row, self._num_alternatives) for row in range(num_rows)]
+
+    def restart(self) -> None:
+        """Drop an incomplete list: the prompt is computed again from its start."""
+        if self.are_missing:
+            self.entries = []
 
 
 def first_tokens(
     output: ModelRunnerOutput, key: str, token_id: int, num_alternatives: int | None
 ) -> list[FirstToken]:
-    """Token 0 of every choice of a request whose prompt is computed; ``token_id`` is choice 0's."""
+    """Return the first token of every choice of a request whose prompt is computed; ``token_id`` is choice 0's."""
     own = logprobs_in_row(output.logprobs, output.req_id_to_index[key], num_alternatives)
-    drawn = [FirstToken(token_id, own[0] if own else None)]
+    tokens = [FirstToken(token_id, own[0] if own else None)]
     if others := output.other_choices.get(key):
         for row, other_id in enumerate(others.token_ids):
             logprobs = logprobs_in_row(others.logprobs, row, num_alternatives)
-            drawn.append(FirstToken(other_id, logprobs[0] if logprobs else None))
-    return drawn
+            tokens.append(FirstToken(other_id, logprobs[0] if logprobs else None))
+    return tokens
 
 
 def logprobs_in_row(
     lists: LogprobsLists | None, row: int, num_alternatives: int | None
 ) -> list[TokenLogprobs] | None:
-    """What a request that asked for ``num_alternatives`` gets of its row; None when it did not ask.
+    """Return the log probabilities of one sampled token; None for a request that asked for none.
 
-    Raises ValueError where it asked and the runner gave none.
+    Raises ValueError if it asked and the runner returned none.
     """
     if num_alternatives is None:
         return None
     if lists is None:
         raise ValueError(f"{num_alternatives} log probabilities were asked for, the runner gave none")
     return [_entry(lists, row, num_alternatives)]
-
-
-def logprobs_in_rows(lists: LogprobsLists, num_alternatives: int) -> list[TokenLogprobs]:
-    """All rows."""
-    return [_entry(lists, row, num_alternatives) for row in range(len(lists.logprobs))]
 
 
 def _entry(lists: LogprobsLists, row: int, num_alternatives: int) -> TokenLogprobs:

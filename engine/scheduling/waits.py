@@ -1,26 +1,27 @@
-"""What requests wait for before they run, as stages: a compiled grammar, KV that another worker computes.
+"""Wait stages: what requests wait for before they run, like a compiled grammar or KV that another worker computes.
 
 A request enters every stage that it needs when it is added, and leaves each one when what it waited for is there. Its
-status, and the deadline that runs, are those of the first stage in order that it has not left. A request that has left all
+status and its deadline are those of the first stage, in order, that it has not left. A request that has left all
 of them is ready for the batch.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
 from engine.scheduling.deadlines import Deadline, Deadlines
-from engine.scheduling.ending import Ending, RequestStatus
+from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
+from engine.scheduling.status import RequestStatus
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A request that a stage is done with. ending: how it ends, where it cannot go on; the stage still holds it then."""
+    """A request whose wait in a stage is over. finish: how it finishes, if it failed; then it is still in the stage."""
 
     request: Request
-    ending: Ending | None = None
+    finish: Finish | None = None
 
 
 class WaitStage(Protocol):
@@ -36,38 +37,37 @@ class WaitStage(Protocol):
 
     @property
     def timeout_seconds(self) -> float:
-        """How long a request may have that status."""
+        """The time for which a request may have that status."""
 
     @property
     def has_pending(self) -> bool:
-        """Return whether ``take_ready`` has something."""
+        """True while ``take_ready`` would return something."""
 
     def needs_wait(self, request: Request) -> bool:
         """Return whether this new request has to wait here."""
 
     def start(self, request: Request) -> None:
-        """Let a request wait. Raises a KvbatonError to refuse it; then nothing has changed."""
+        """Start the wait of a request. Raises a KvbatonError to reject it; then nothing has changed."""
 
     def take_ready(self) -> Sequence[Ready]:
-        """Return the requests whose wait is over, once each; those without an ending have left the stage."""
+        """Return the requests whose wait is over, once each; those that did not fail have left the stage."""
 
     def give_up(self, request: Request) -> bool:
-        """Stop waiting for a request that ends; return whether its blocks were given back, or quarantined, by this."""
+        """End the wait of a request that finishes; return whether this freed its blocks, or quarantined them."""
 
-    def overdue(self, request: Request, seconds: float) -> Ending:
-        """Return how a request ends that has had this stage's status for ``seconds``."""
+    def overdue(self, request: Request, seconds: float) -> Finish:
+        """Return how a request finishes that has had this stage's status for ``seconds``."""
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
-        """Assert that the stage's own records fit the live requests, by key."""
+        """Assert that the stage's own records match the live requests, by key."""
 
 
 class Waits:
     """Owns which stages each request has not left, and their deadlines."""
 
-    def __init__(self, stages: Sequence[WaitStage], deadlines: Deadlines, clock: Callable[[], float]) -> None:
+    def __init__(self, stages: Sequence[WaitStage], deadlines: Deadlines) -> None:
         self._stages = list(stages)
         self._deadlines = deadlines
-        self._clock = clock
         self._pending: dict[str, list[WaitStage]] = {}
 
     @property
@@ -77,7 +77,7 @@ class Waits:
 
     @property
     def has_pending(self) -> bool:
-        """Return whether ``take_ready`` has something."""
+        """True while ``take_ready`` would return something."""
         return any(stage.has_pending for stage in self._stages)
 
     def start(self, request: Request) -> bool:
@@ -94,31 +94,34 @@ class Waits:
         return bool(needed)
 
     def take_ready(self) -> Iterator[Ready]:
-        """Yield the requests that have left their last stage, and those that end; the caller ends each before the next."""
+        """Yield the requests that have left their last stage, and those that failed.
+
+        The caller finishes each failed one before it takes the next.
+        """
         for stage in self._stages:
             for ready in stage.take_ready():
-                if ready.ending is not None or self._leave(ready.request, stage):
+                if ready.finish is not None or self._leave(ready.request, stage):
                     yield ready
 
     def give_up(self, request: Request) -> bool:
-        """Stop waiting for a request that ends; return whether a stage has given its blocks back, or quarantined them."""
+        """End the waits of a request that finishes; return whether a stage has freed its blocks, or quarantined them."""
         returned = [stage.give_up(request) for stage in self._pending.pop(request.key, ())]
         return any(returned)
 
-    def overdue(self, request: Request, deadline: Deadline) -> Ending | None:
-        """Return how a request ends at the deadline of a stage; None if it has left the stage."""
+    def overdue(self, request: Request, deadline: Deadline) -> Finish | None:
+        """Return how a request finishes at the deadline of a stage; None if it has left the stage."""
         first = next(iter(self._pending.get(request.key, ())), None)
         return first.overdue(request, deadline.seconds) if first and first.name == deadline.stage else None
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
-        """Assert that each request that waits is alive, and has the status of its first stage."""
+        """Assert that each request that waits is live, and has the status of its first stage."""
         for key, stages in self._pending.items():
             assert stages and requests[key].status is stages[0].status
         for stage in self._stages:
             stage.check_integrity(requests)
 
     def _leave(self, request: Request, stage: WaitStage) -> bool:
-        """Return whether that was the last one."""
+        """Remove a request from a stage; return whether that was its last one."""
         stages = self._pending[request.key]
         is_first = stages[0] is stage
         stages.remove(stage)
@@ -132,5 +135,4 @@ class Waits:
     def _enter_first(self, request: Request) -> None:
         stage = self._pending[request.key][0]
         request.status = stage.status
-        when = self._clock() + stage.timeout_seconds
-        self._deadlines.add(Deadline(when, request.key, stage.timeout_seconds, stage.name))
+        self._deadlines.start(request.key, stage.timeout_seconds, stage.name)

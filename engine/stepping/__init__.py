@@ -1,1 +1,1 @@
-"""When the steps of an engine begin: the loop that runs them, and the gate that each of them passes."""
+"""The step loop, and the gate that decides when a step starts."""

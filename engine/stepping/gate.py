@@ -1,4 +1,4 @@
-"""The gate that every step passes: the one place that decides when a step begins."""
+"""The gate that every step passes: the one place that decides when a step starts."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,16 +7,16 @@ from engine.stepping.pacing import StepPacing
 
 
 class Work(Protocol):
-    """What a gate may ask about the work of its engine."""
+    """An engine's answers to the questions of its gate."""
 
     def needs_step(self) -> bool:
         """Return whether a step could change anything."""
 
-    def take_news(self) -> None:
+    def process_events(self) -> None:
         """Process what the connector has reported until now, so that the other answers are current."""
 
     def next_arrival(self) -> float | None:
-        """Return when, on the clock, a request is expected to join the batch; None where none is."""
+        """Return when, on the clock, a request is expected to join the batch; None if unknown."""
 
     def has_answers_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
@@ -26,16 +26,16 @@ class Work(Protocol):
 
 
 class StepGate(Protocol):
-    """Decides when a step begins. Used from the engine's thread; ``may_interrupt`` from any thread.
+    """Decides when a step starts. Used from the engine's thread; ``may_interrupt`` from any thread.
 
-    The engine asks ``seconds_to_start`` until it may start a step, records ``started``, then ``ended`` or ``interrupted``.
+    The engine calls ``seconds_to_start`` until it may start a step, then ``started``, then ``ended`` or ``interrupted``.
     """
 
     def seconds_to_start(self, work: Work) -> float | None:
         """Return how long to delay the next step: 0 to start it now, inf to wait for a message; None while there is no work.
 
-        The engine asks again after every message; after a finite delay without any message it starts the step. At None it
-        also watches its requests' deadlines.
+        The engine calls this again after every message; after a finite delay without a message it starts the step. At None
+        it also watches its requests' deadlines.
         """
 
     def may_continue(self, work: Work) -> bool:
@@ -55,7 +55,7 @@ class StepGate(Protocol):
 
 
 class PacedGate:
-    """Starts a step as soon as there is work, but for two delays: a request is about to join, or it is others' turn.
+    """Starts a step as soon as there is work, after two delays: for a request that is about to join, and for other clients.
 
     share: see StepPacing.
     """
@@ -74,7 +74,7 @@ class PacedGate:
             self._pacing.idle_ended()
         if self._seconds_to_arrival(work) == 0 and work.seconds_to_pause() == 0:
             return 0.0
-        work.take_news()
+        work.process_events()
         if (pause := work.seconds_to_pause()) > 0:
             return pause
         return self._seconds_to_arrival(work) if work.has_answers_only() else 0.0

@@ -1,15 +1,15 @@
-"""How long to delay a step so that an arriving request can join it.
+"""The delay of a step so that an arriving request can join it.
 
-A request joins at the beginning of a step only. One that arrives when a step has just begun waits for the end of that step,
-and then for a whole one, before its next token exists. Where its arrival is known in advance, the steps before it can be
-spread so that one begins just then.
+A request joins at the start of a step only. One that arrives when a step has just started waits for the end of that step,
+and then for a whole one, before its next token exists. If its arrival is expected, the steps before it can be
+spread so that one starts just then.
 """
 
 import time
 from collections.abc import Callable
 
 _MAX_STEPS_AHEAD = 8
-"""Steps to an arrival above which no step is delayed: estimates are not that good."""
+"""Steps to an arrival above which no step is delayed: estimates are not that exact."""
 _GRACE = 0.15
 """How much later than expected a request may arrive, in steps."""
 _MAX_LAST_DELAY = 0.5
@@ -35,7 +35,7 @@ class StepPacing:
         self._is_delaying = False
 
     def started(self) -> float:
-        """Record that a step begins; return the seconds for which it was delayed."""
+        """Record that a step starts; return the seconds for which it was delayed."""
         self._began = self._clock()
         delayed = 0.0
         if self._is_delaying:
@@ -55,7 +55,7 @@ class StepPacing:
         self._is_delaying = self._step_seconds > 0
 
     def ended(self, *, is_empty: bool) -> None:
-        """Record that a step is over, and that the next one can begin. is_empty: it computed nothing."""
+        """Record that a step has ended, and that the next one can start. is_empty: it computed nothing."""
         self._ready = self._clock()
         if is_empty:
             return
@@ -80,10 +80,10 @@ class StepPacing:
 
 
 def steps_to_delay(until_due: float) -> float:
-    """Return how long to delay a step that could begin now, for a request that is due in ``until_due``; both in steps.
+    """Return how long to delay a step that could start now, for a request that is due in ``until_due``; both in steps.
 
-    Some gap between tokens grows in any case: the gaps of the answers that are delayed, each a little when there are steps
-    to spread the delay over, or that of the request that arrives in the middle of a step. The smaller one is chosen.
+    Some gap between tokens grows in any case: those of the answers that are delayed (each a little, if there are steps to
+    spread the delay over), or that of the request that arrives in the middle of a step. The smaller one is chosen.
     """
     num_whole = max(0, int(until_due))
     rest = until_due - num_whole

@@ -1,9 +1,9 @@
-"""A public fake of the computing half: no tensors, but KV whose every misuse is noticed.
+"""A public fake of the computing half: no tensors, but KV of which every misuse is detected.
 
 ``FakeRunner`` keeps for each slot of the pool a number that depends on all tokens up to that position, as real KV does.
 Before each fake forward pass it checks that the slots of everything that counts as computed hold what they should, so
 a block that is handed out twice, read too early or written late fails the test at once. Tokens are a function of the
-known tokens alone: ``fake_answer`` says what an engine must answer, whatever the batching, caching and preemption.
+known tokens alone: ``fake_answer`` is the answer of every engine, whatever the batching, caching and preemption.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams, SamplingParams, choice_seed
-from engine.connector import RankConnector
+from engine.connector import RankConnector, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
@@ -33,7 +33,7 @@ _MODULUS = 2**61 - 1
 
 
 def prefix_codes(token_ids: Sequence[int]) -> list[int]:
-    """What the KV slot of each position must hold: a number that depends on all tokens up to there."""
+    """Return what the KV slot of each position must hold: a number that depends on all tokens up to there."""
     codes = []
     code = 1
     for token in token_ids:
@@ -43,7 +43,7 @@ def prefix_codes(token_ids: Sequence[int]) -> list[int]:
 
 
 def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
-    """The token after a position with this code: never a special one; with a grammar's bitmask one that it allows."""
+    """Return the token after a position with this code: never a special one; with a bitmask, one that it allows."""
     drawn = code * 48_271 % _MODULUS
     if bitmask is None:
         return drawn % CRASH_TOKEN
@@ -52,12 +52,12 @@ def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
 
 
 def fake_first_token(code: int, seed: int, choice: int = 0, bitmask: NDArray[np.int32] | None = None) -> int:
-    """The first token of a choice behind a prompt with this code: the only one that depends on the seed."""
+    """Return the first token of a choice behind a prompt with this code: the only one that depends on the seed."""
     return fake_token(code + choice_seed(seed, choice), bitmask)
 
 
 def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 0) -> list[int]:
-    """The first ``num_tokens`` tokens that every fake engine answers to this prompt with seed 0."""
+    """Return the first ``num_tokens`` tokens of every fake engine's answer to this prompt with seed 0."""
     known = list(prompt_token_ids)
     for index in range(num_tokens):
         code = prefix_codes(known)[-1]
@@ -66,10 +66,10 @@ def fake_answer(prompt_token_ids: Sequence[int], num_tokens: int, choice: int = 
 
 
 def fake_embedding(token_ids: Sequence[int], kind: str = "last") -> list[float]:
-    """The embedding that every fake engine computes: of two numbers; a mean depends on all positions' codes."""
+    """Return the embedding of every fake engine: two numbers; a mean depends on all positions' codes."""
     codes = prefix_codes(token_ids)
-    of = codes[-1:] if kind == "last" else codes
-    return [float(sum(of) % 65_521), float(len(token_ids))]
+    pooled = codes[-1:] if kind == "last" else codes
+    return [float(sum(pooled) % 65_521), float(len(token_ids))]
 
 
 class FakeMemory:
@@ -89,12 +89,12 @@ class FakeMemory:
             self.slots[block_ids[position // size]][position % size] = codes[position]
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """What stands in one block stands in the other as well."""
+        """Copy the content of blocks."""
         for source, target in pairs:
             self.slots[target] = list(self.slots[source])
 
     def mark_computed(self) -> None:
-        """Nothing: there is nothing to wait for."""
+        """Do nothing: there is nothing to wait for."""
 
     def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
         """Assert that positions ``start:end`` hold what they should."""
@@ -106,25 +106,25 @@ class FakeMemory:
             )
 
     def scribble(self, block_ids: Sequence[int]) -> None:
-        """A late write: these blocks hold garbage."""
+        """Put garbage into these blocks, as a late write does."""
         for block in block_ids:
             self.slots[block] = [None] * self.layout.block_size
 
     @property
     def memfd(self) -> int | None:
-        """There is no file either."""
+        """Always None: there is no file."""
         return None
 
     def read_view(self, block_id: int) -> memoryview:
-        """There are no bytes."""
+        """Return zeros: there are no bytes."""
         return memoryview(bytes(self.layout.block_bytes))
 
     def write_view(self, block_id: int) -> memoryview:
-        """There are no bytes."""
+        """Return bytes that are not kept."""
         return memoryview(bytearray(self.layout.block_bytes))
 
     def commit(self, block_ids: list[int]) -> None:
-        """There is no device."""
+        """Do nothing: there is no device."""
 
 
 @dataclass
@@ -146,23 +146,23 @@ class FakeRunner:
         self.memory = memory
         self.connector: RankConnector | None = None
         self.num_forward_passes = 0
-        self.is_cut_short = False
+        self.is_interrupted = False
         self.batch_sizes: list[int] = []
         self._sequences: dict[str, _Sequence] = {}
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """One step: forward pass, then the connector's orders, then its completions."""
+        """Run a step: forward pass, then the connector's orders, then its completions."""
         assert scheduled.total_num_scheduled_tokens == sum(scheduled.num_scheduled_tokens.values())
         for key in scheduled.finished_req_ids:
             del self._sequences[key]
         self.memory.copy_blocks(scheduled.block_copies)
-        starts = self._learn(scheduled)
+        starts = self._update(scheduled)
         assert starts.keys() == scheduled.num_scheduled_tokens.keys()
         is_of_answers = set(scheduled.num_scheduled_tokens.values()) == {1}
-        may_be_cut_short = is_of_answers and scheduled.kv_connector_metadata is None
-        output = ModelRunnerOutput(was_cut_short=self.is_cut_short and may_be_cut_short)
+        may_be_interrupted = is_of_answers and scheduled.kv_connector_metadata is None
+        output = ModelRunnerOutput(was_interrupted=self.is_interrupted and may_be_interrupted)
         output.num_nans_in_logits = {}
-        computed = {} if output.was_cut_short else scheduled.num_scheduled_tokens
+        computed = {} if output.was_interrupted else scheduled.num_scheduled_tokens
         for row, (key, num_tokens) in enumerate(computed.items()):
             output.req_ids.append(key)
             output.req_id_to_index[key] = row
@@ -178,8 +178,8 @@ class FakeRunner:
             output.finished_sending, output.finished_recving = self.connector.take_finished()
         return output
 
-    def _learn(self, scheduled: SchedulerOutput) -> dict[str, int]:
-        """Take in new and continued requests; returns where each one's computation starts."""
+    def _update(self, scheduled: SchedulerOutput) -> dict[str, int]:
+        """Record new and continued requests; return where each one's computation starts."""
         starts = {}
         for new in scheduled.scheduled_new_reqs:
             assert new.req_id not in self._sequences
@@ -228,7 +228,7 @@ class FakeRunner:
             self._pool(key, start, end, output)
             return []
         if end < len(sequence.token_ids):
-            assert bitmask is None, f"{key} draws nothing, and has a grammar bitmask"
+            assert bitmask is None, f"{key} samples nothing, and has a grammar bitmask"
             return []
         assert (bitmask is None) is (sequence.sampling.grammar is None)
         if NAN_TOKEN in sequence.token_ids:
@@ -262,8 +262,8 @@ class FakeRunner:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = 2
             return
-        of = sequence.pooled_codes if is_mean else sequence.pooled_codes[-1:]
-        output.pooler_output[-1] = [float(sum(of) % 65_521), float(end)]
+        pooled = sequence.pooled_codes if is_mean else sequence.pooled_codes[-1:]
+        output.pooler_output[-1] = [float(sum(pooled) % 65_521), float(end)]
 
     def _logprobs_of(self, tokens: list[int], sequence: _Sequence) -> LogprobsLists | None:
         if (k := sequence.sampling.logprobs) is None:
@@ -272,7 +272,7 @@ class FakeRunner:
         return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in tokens])
 
     def _logprobs(self, output: ModelRunnerOutput) -> LogprobsLists | None:
-        """Token t has log probability -t; filled up to the widest request's k."""
+        """Return log probability -t for token t, with as many alternatives as the largest request's k."""
         wanted = [self._sequences[key].sampling.logprobs for key in output.req_ids]
         if all(k is None for k in wanted):
             return None
@@ -305,29 +305,30 @@ class FakeExecutor:
         return self.memory.layout
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call the method of the one rank."""
+        """Call a method of the one rank."""
         return [getattr(self.runner, method)(*args)]
 
-    def set_connector(self, rank: RankConnector) -> None:
+    def set_connector(self, connector: RanksConnector) -> None:
         """Start the rank's half of the connector on the memory."""
+        rank = connector.in_process()
         rank.start(self.memory)
         self.runner.connector = rank
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
-        """One step."""
+        """Run a step."""
         return self.runner.execute_model(scheduled)
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See Executor. Nothing happens meanwhile."""
-        self.runner.is_cut_short = False
+        """Run the step when the result is called; see Executor."""
+        self.runner.is_interrupted = False
         return partial(self.execute_model, scheduled)
 
-    def cut_short(self) -> None:
-        """See Executor."""
-        self.runner.is_cut_short = True
+    def interrupt(self) -> None:
+        """Interrupt the step that was begun; see Executor."""
+        self.runner.is_interrupted = True
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """See Executor. Ranks in this process end with it."""
+        """Do nothing: ranks in this process end with it."""
 
     def shutdown(self) -> None:
         """Close the connector's half."""
@@ -337,6 +338,6 @@ class FakeExecutor:
 
 
 def start_fake_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-    """In place of ``engine.core.start_executor``: ``kv_cache_bytes`` counts blocks here (default 64). Picklable."""
+    """Start a fake for ``engine.startup.start_executor``: ``kv_cache_bytes`` counts blocks, 64 if unset. Picklable."""
     executor = FakeExecutor(settings)
     return executor, executor.memory.num_blocks

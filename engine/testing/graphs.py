@@ -13,7 +13,7 @@ from engine.compute.inputs import PreparedInputs
 
 
 class Rerun:
-    """A recording that is nothing but the run: it sees what its tensors hold, and writes into the same output."""
+    """A recording that runs again, on what its tensors hold, and writes into the same output."""
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
         self._run = run
@@ -39,7 +39,7 @@ class RerunRecorder:
 
 
 class StaticTorchBackend(TorchBackend):
-    """Plain torch with static decode steps: each looks at the whole table, which is slow."""
+    """Plain torch with static decode steps: each reads the whole table, which is slow."""
 
     def plan_static(
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
@@ -76,7 +76,7 @@ class StaticTorchDecode:
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
-        """See AttentionStep. What no token is in yet is not looked at: it may be NaN."""
+        """See AttentionStep. Slots without a token, which may hold NaN, are not read."""
         assert cache is not None
         assert shape.softcap is None
         first_slots = torch.arange(self._tables.shape[1], device=cache.device) * self._block_size

@@ -1,14 +1,14 @@
-"""A public model for tests that says what its prompt tells it to, by real attention over the paged KV cache.
+"""A public model for tests whose answer its prompt contains, by real attention over the paged KV cache.
 
 It repeats the tokens behind the last ``begin`` token of the prompt, from the last ``answer`` token on, the end token
 of the message included. So a chat template that writes ``<begin>message<end><answer>`` makes it answer with the user's
 message, to the token: tool calls, reasoning, halves of characters.
 
-Layer 0 looks for the two tokens (keys and values: the position in bits, and whether it is one of them); layer 1 reads
-the token whose turn it is (key: the position in bits; value: the token's code). All numbers in the cache are 1 and -1,
-exact in every dtype. What is damaged is seen: where a mixed value is not clean, or a head of layer 0 that takes the mean
-of all values finds another one than these positions have (float32 alone), or there is no script, the model says the
-token ``lost``. Not seen are most of layer 0's keys, and what layer 1 knows of tokens that are not said.
+Layer 0 finds the two tokens (keys and values: the position in bits, and whether it is one of them); layer 1 reads
+the next token of the answer (key: the position in bits; value: the token's code). All numbers in the cache are 1 and -1,
+exact in every dtype. Damaged KV is detected: if a mixed value is not clean, or a head of layer 0 that takes the mean
+of all values finds another one than these positions have (in float32 only), or there is no script, the answer is the
+token ``lost``. Not detected is damage in most of layer 0's keys, and in layer 1's KV of tokens outside the answer.
 """
 
 import json
@@ -30,7 +30,7 @@ from engine.models.language_model import Head, LanguageModel
 
 _NUM_HEADS = 3
 _GAIN = 8.0
-"""Of a score for each step that a key is nearer to what is looked for."""
+"""Added to a score for each step by which a key is nearer to the one that is searched."""
 _LOGIT_GAIN = 128.0
 _CLEAN = 0.99
 _SHAPE = LayerShape(scale=1.0, sliding_window=None)
@@ -40,7 +40,7 @@ _MARKERS = ("begin", "answer", "lost")
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTokens:
-    """Ids. begin: the script follows it. answer: the answer follows it. lost: said for want of a readable script."""
+    """Token ids. begin: the script follows it. answer: the answer follows it. lost: the answer without a readable script."""
 
     begin: int
     answer: int
@@ -55,7 +55,7 @@ class ScriptedConfig(DecoderConfig):
 
     @property
     def position_bits(self) -> int:
-        """Bits of a position."""
+        """The number of bits of a position."""
         return self.max_position_embeddings.bit_length()
 
 
@@ -72,7 +72,7 @@ def scripted_config(raw: RawConfig) -> ScriptedConfig:
 def write_scripted_model(
     folder: Path, tokens: ScriptTokens, *, vocab_size: int, eos_token_id: int, max_model_len: int = 2048
 ) -> Path:
-    """Write config.json and model.safetensors; the folder, which still lacks a tokenizer."""
+    """Write config.json and model.safetensors; return the folder, which still lacks a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     num_bits = (vocab_size - 1).bit_length()
     size = max(num_bits, max_model_len.bit_length() + len(("begin", "answer")))
@@ -97,7 +97,7 @@ def write_scripted_model(
 
 
 class ScriptedModel(LanguageModel):
-    """See the module. Its only weights are the tokens' codes."""
+    """The model of this module. Its only weights are the tokens' codes."""
 
     def __init__(self, config: ScriptedConfig, head: Head, group: RankGroup) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class ScriptedModel(LanguageModel):
         caches: Sequence[Tensor] | None,
         watch: LayerWatch | None = None,
     ) -> Tensor:
-        """See LanguageModel. The hidden state is the code of the token to say, zeros for ``lost``."""
+        """See LanguageModel. The hidden state is the code of the next token, zeros for ``lost``."""
         turns, is_clean = self._turns(input_ids, positions, _Layer(0, step, caches, watch))
         code = self._read(turns, input_ids, positions, _Layer(1, step, caches, watch))
         is_clean = is_clean & (code.abs() > _CLEAN).all(-1)
@@ -130,7 +130,7 @@ class ScriptedModel(LanguageModel):
         return logits
 
     def _turns(self, input_ids: Tensor, positions: Tensor, layer: "_Layer") -> tuple[Tensor, Tensor]:
-        """Layer 0: the position of the token that each one is followed by, and whether the KV was clean."""
+        """Compute layer 0: the position of the token that follows each one in the answer, and whether the KV was clean."""
         num_bits = self._config.position_bits
         tokens = self._config.tokens
         flags = torch.stack([input_ids == token for token in (tokens.begin, tokens.answer)], dim=-1)
@@ -148,7 +148,7 @@ class ScriptedModel(LanguageModel):
         return begin + 1 + positions - answer, is_clean & (begin < answer)
 
     def _read(self, turns: Tensor, input_ids: Tensor, positions: Tensor, layer: "_Layer") -> Tensor:
-        """Layer 1: the code of the token at each turn; what is not there gives zeros, which stand at position 0."""
+        """Compute layer 1: the code of the token at each turn; zeros, which are at position 0, if there is none."""
         num_bits = self._config.position_bits
         is_sink = (positions == 0)[:, None]
         key = self._vectors(_bits(positions, num_bits) * ~is_sink, 2.0 * is_sink - 1.0)
@@ -161,7 +161,7 @@ class ScriptedModel(LanguageModel):
         return mixed[:, 0, : self._config.hidden_size]
 
     def _vectors(self, *parts: Tensor) -> Tensor:
-        """The parts beside each other, in the model's dtype, filled up with zeros to a head's size."""
+        """Return the parts beside each other, in the model's dtype, padded with zeros to a head's size."""
         joined = torch.cat(parts, dim=-1).to(self._codes.dtype)
         return F.pad(joined, (0, self._config.head_dim - joined.shape[-1]))
 
@@ -174,7 +174,7 @@ class _Layer:
     watch: LayerWatch | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store the tokens' KV, say so, and mix what they see."""
+        """Store the tokens' KV, report that to the watch, and attend."""
         cache = None if self.caches is None else self.caches[self.index]
         if cache is not None:
             self.step.store(key, value, cache)
@@ -184,18 +184,18 @@ class _Layer:
 
 
 def _bits(numbers: Tensor, num_bits: int) -> Tensor:
-    """Numbers ``[...]`` as 1 and -1, ``[..., num_bits]``, the lowest bit first."""
+    """Return numbers ``[...]`` as 1 and -1, ``[..., num_bits]``, the lowest bit first."""
     places = torch.arange(num_bits, device=numbers.device)
     return (numbers[..., None].long() >> places & 1).float() * 2 - 1
 
 
 def _numbers(bits: Tensor) -> Tensor:
-    """The reverse; what is not clean gives any number."""
+    """Return the numbers of such bits; any number if they are not clean."""
     return ((bits > 0).long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
 
 
 def _are_all_there(means: Tensor, positions: Tensor) -> Tensor:
-    """Whether these are the means of the bits of all positions up to each one; one changed bit is enough to differ."""
+    """Return whether these are the means of the bits of all positions up to each one; one changed bit shows."""
     count = positions[:, None].long() + 1
     places = torch.arange(means.shape[-1], device=means.device)
     num_ones = (count >> places + 1 << places) + ((count & (2 << places) - 1) - (1 << places)).clamp(min=0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorPair,
@@ -19,6 +19,7 @@ from engine.connector import (
     FirstToken,
     Published,
     Received,
+    SingleRankConnector,
     TransferEvent,
 )
 from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
@@ -153,6 +154,16 @@ class FakeConnector:
 
     # What the scheduler calls.
 
+    @property
+    def sender(self) -> "FakeConnector":
+        """See SchedulerConnector."""
+        return self
+
+    @property
+    def receiver(self) -> "FakeConnector":
+        """See SchedulerConnector."""
+        return self
+
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """See SchedulerConnector."""
         size = self.pool_memory.layout.block_size
@@ -162,22 +173,22 @@ class FakeConnector:
         self.pool_memory.check(block_ids, codes, num_cached_tokens)
         self.sends[request.key] = FakeSend(codes, list(block_ids), num_cached_tokens)
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
+    def publish(self, key: str, num_computed_tokens: int) -> None:
         """See SchedulerConnector."""
-        send = self.sends[request_id]
+        send = self.sends[key]
         assert send.end is None and send.num_published < num_computed_tokens <= len(send.codes)
-        self._orders.append((request_id, num_computed_tokens))
+        self._orders.append((key, num_computed_tokens))
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See SchedulerConnector."""
-        send = self.sends[request_id]
+        send = self.sends[key]
         assert send.end is None and send.num_published == len(send.codes)
         send.end = "finished"
         send.first_tokens = first_tokens
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See SchedulerConnector."""
-        send = self.sends.get(request_id)
+        send = self.sends.get(key)
         assert message and (kind == ErrorKind.CANCELLED or (send is not None and send.end is None))
         if send is not None and send.end in (None, "finished"):
             send.end = kind
@@ -191,26 +202,26 @@ class FakeConnector:
             list(request.prompt_token_ids), request.sampling.seed, request.num_choices
         )
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
         """See SchedulerConnector."""
-        fetch = self.fetches[request_id]
+        fetch = self.fetches[key]
         size = self.pool_memory.layout.block_size
         assert fetch.state == "published"
         assert len(block_ids) == -(-len(fetch.prompt) // size)
         self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
         fetch.state, fetch.block_ids, fetch.num_cached_blocks = "reading", list(block_ids), num_cached_blocks
 
-    def cancel_fetch(self, request_id: str) -> bool:
+    def cancel_fetch(self, key: str) -> bool:
         """See SchedulerConnector. A read that has begun goes on until ``drain``."""
-        if self.fetches[request_id].state == "reading":
-            self.fetches[request_id].state = "draining"
+        if self.fetches[key].state == "reading":
+            self.fetches[key].state = "draining"
             return False
-        del self.fetches[request_id]
+        del self.fetches[key]
         return True
 
-    def take_received(self, request_id: str) -> Received:
+    def take_received(self, key: str) -> Received:
         """See SchedulerConnector."""
-        fetch = self.fetches.pop(request_id)
+        fetch = self.fetches.pop(key)
         assert fetch.state == "landed"
         code = prefix_codes(fetch.prompt)[-1]
         tokens = [
@@ -224,7 +235,7 @@ class FakeConnector:
         self._events = []
         for event in events:
             if isinstance(event, Failed):
-                self.fetches.pop(event.request_id, None)
+                self.fetches.pop(event.key, None)
         return events
 
     def next_arrival(self) -> float | None:
@@ -265,7 +276,7 @@ class FakeConnector:
         self._wake()
 
 
-def fake_connector_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+def fake_connector_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
     """A ConnectorFactory; picklable. The address is nobody's."""
     connector = FakeConnector(wake)
-    return ConnectorPair(connector, connector.rank, "127.0.0.1:9")
+    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")

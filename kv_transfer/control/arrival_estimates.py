@@ -1,4 +1,4 @@
-"""Estimates when fetches will be over, from what their senders report and from how far off the reports usually were."""
+"""Estimates when fetches will be complete, from their senders' estimates and from how late these usually are."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ from statistics import median
 from kv_transfer.links.link import PeerRef
 
 _TOGETHER_SECONDS = 0.002
-"""What one sender expects within so little was computed in one step there, and comes one right behind the other."""
+"""Fetches that one sender expects within this time are computed by one step there, and arrive together."""
 _OVERDUE_SECONDS = 0.25
-"""Nobody goes on expecting one that is later than this."""
+"""A fetch that is later than this is not expected any more."""
 _NUM_REMEMBERED = 16
 
 
@@ -20,18 +20,18 @@ class _Expected:
 
 
 class ArrivalEstimates:
-    """Owns the expected end of each fetch of one receiver, by the receiver's clock. Not thread-safe."""
+    """Owns the expected end of each fetch, by the receiver's clock. Not thread-safe."""
 
     def __init__(self) -> None:
         self._expected: dict[str, _Expected] = {}
         self._delays = deque[float](maxlen=_NUM_REMEMBERED)
 
     def expect(self, key: str, sender: PeerRef, at: float) -> None:
-        """The sender's newest guess about the fetch of request ``key``."""
+        """Record the sender's newest estimate for a fetch."""
         self._expected[key] = _Expected(sender, at)
 
     def arrived(self, key: str, now: float) -> None:
-        """It is over: guesses are corrected by it, and those that belong to it follow at once."""
+        """Record how late a fetch was, and expect those that belong to the same step at once."""
         one = self._expected.pop(key, None)
         if one is None:
             return
@@ -42,11 +42,11 @@ class ArrivalEstimates:
                 other.at = now - usual
 
     def forget(self, key: str) -> None:
-        """Nothing will arrive."""
+        """Stop expecting a fetch that has ended."""
         self._expected.pop(key, None)
 
     def next(self, now: float) -> float | None:
-        """When the next one is expected; may have just been. None: nobody has said so of any."""
+        """Return when the next fetch is expected, which may be just past; None if no sender has sent an estimate."""
         delay = self._usual_delay
         at = (one.at + delay for one in self._expected.values())
         return min((each for each in at if each > now - _OVERDUE_SECONDS), default=None)

@@ -1,30 +1,41 @@
 """One request whose KV is being fetched, as ``FetchTransfers`` keeps it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InternalError
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import RunningDigests
 from kv_transfer.protocol.events import RetryStep
-from kv_transfer.protocol.fetch_side import Fetch
+from kv_transfer.protocol.fetch_side import Fetch, FetchState
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
-from kv_transfer.protocol.plan import AnnouncedBlocks, SourceRange
+from kv_transfer.protocol.plan import (
+    AnnouncedBlocks,
+    PeerTerms,
+    SourceRange,
+    changed_lease,
+    complete_event,
+    failed_event,
+    published_event,
+)
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
 
 WireKey = tuple[PeerRef, str, int]
-"""How the sender's words name it."""
+"""The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
+_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass
 class IncomingTransfer:
-    """One fetch with what the pure machine does not need to know: that counts this worker's blocks only.
+    """One fetch, with the data that the state machine does not need: it counts this worker's blocks only.
 
-    seeds: of this worker's blocks. announced: what the sender announced by its own, where it cuts the prompt otherwise.
-    grants: what came with the announced ranges, by the sender's blocks. num_bytes: what was ordered to cross.
-    source: where it is read, from the first pull on. other: where it may be read if that fails. ahead: see ``Ahead``.
+    seeds: of this worker's blocks. announced: the sender's blocks, where these differ from ours. grants: of the announced
+    ranges, by the sender's blocks. num_bytes: how much was ordered to be read. source: where it is read, from the first pull
+    on. other: where it may be read if that fails. ahead: see ``Ahead``.
     """
 
     request: EngineRequest
@@ -43,9 +54,18 @@ class IncomingTransfer:
     other: Source | None = None
     ahead: list[Ahead] = field(default_factory=list)
 
+    @classmethod
+    def of(
+        cls, request: EngineRequest, transfer: ReceiveTransfer, seeds: list[int], now: float
+    ) -> "IncomingTransfer":
+        """Return the fetch of a request that has just arrived."""
+        ref = PeerRef(transfer.peer_boot_id, is_dialed=True)
+        fetch = Fetch(num_blocks=len(seeds))
+        return cls(request, ref, transfer.transfer_id, request.attempt, fetch, tuple(seeds), now)
+
     @property
     def key(self) -> str:
-        """The request's."""
+        """The request's key."""
         return self.request.key
 
     @property
@@ -54,12 +74,19 @@ class IncomingTransfer:
         return self.ref, self.transfer_id, self.attempt
 
     @property
-    def lease_name(self) -> LeaseName:
-        """What is read."""
-        return LeaseName(self.transfer_id, self.attempt, self.lease)
+    def report(self) -> TransferReport:
+        """The measurements of a finished fetch."""
+        fetch = self.fetch
+        return TransferReport(
+            fetch.exposed_seconds,
+            fetch.hidden_seconds,
+            self.num_bytes,
+            len(fetch.copies),
+            fetch.copying_seconds,
+        )
 
     def debug_state(self, now: float) -> dict[str, Any]:
-        """As plain data."""
+        """Return the fetch as plain data."""
         return {
             "transfer_id": self.transfer_id,
             "attempt": self.attempt,
@@ -74,17 +101,36 @@ class IncomingTransfer:
             "peer": self.ref.boot_id,
         }
 
-    def hears_of(self, lease: str) -> bool:
-        """The sender's word about what it lends under; False where it has said another before."""
-        self.lease = self.lease or lease
-        return self.lease == lease
+    def event_of(self, message: msg.SenderMessage, now: float, *, reads_ahead: bool) -> ev.FetchEvent | None:
+        """Return what a message of the sender means for this fetch, and keep the grants that came with it."""
+        match message:
+            case msg.BlocksPublished():
+                if not self._accepts_lease(message.lease):
+                    return changed_lease(message)
+                self._add_grants(message.grants)
+                return published_event(self.announced, message, now)
+            case msg.PromptStarted():
+                return ev.Started() if self._accepts_lease(message.lease) else None
+            case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
+                # Layers can be read ahead only if the sender's blocks are ours, byte by byte.
+                if self.lease != message.lease or not reads_ahead or self.announced is not None:
+                    return None
+                self._add_grants(message.grants)
+                return ev.LayerRange(first, num_blocks, message.num_bytes)
+            case msg.TransferComplete():
+                return complete_event(self.announced, message, self.fetch.num_blocks)
+            case msg.TransferFailed():
+                return failed_event(message)
+            case _:
+                return None
 
-    def add_grants(self, grants: list[RangeGrant]) -> None:
-        """Those that came ahead come once more with the announcement."""
-        self.grants += [grant for grant in grants if grant not in self.grants]
+    def use_terms(self, terms: PeerTerms | None) -> None:
+        """Expect the sender's own blocks, if they differ from ours."""
+        if self.announced is None and terms is not None:
+            self.announced = AnnouncedBlocks.of(self.request, terms)
 
     def job(self, action: ev.PullBlocks | ev.ReadAhead, block_bytes: int) -> PullJob:
-        """What is to be read now that ``source`` is known. block_bytes: of this worker's blocks."""
+        """Return the job for a read, once ``source`` is known. block_bytes: of this worker's blocks."""
         return (
             self._pull_job(action, block_bytes)
             if isinstance(action, ev.PullBlocks)
@@ -92,13 +138,22 @@ class IncomingTransfer:
         )
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
-        """Its next pulls go by a ``Read`` of their own, and by this step. Returns the source that has failed."""
+        """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
         if retry_step is RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
+
+    def _accepts_lease(self, lease: str) -> bool:
+        """Check the lease of a message; remember the first one seen."""
+        self.lease = self.lease or lease
+        return self.lease == lease
+
+    def _add_grants(self, grants: list[RangeGrant]) -> None:
+        # A grant that came ahead with the layers is repeated with the announcement.
+        self.grants += [grant for grant in grants if grant not in self.grants]
 
     def _pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
@@ -114,7 +169,7 @@ class IncomingTransfer:
         return PullJob(
             key=self.key,
             source=self._known_source,
-            name=self.lease_name,
+            name=self._lease_name,
             first_block=blocks.first_block,
             block_ids=pull.block_ids,
             digests=blocks.digests,
@@ -137,7 +192,7 @@ class IncomingTransfer:
         return PullJob(
             key=self.key,
             source=self._known_source,
-            name=self.lease_name,
+            name=self._lease_name,
             first_block=first,
             block_ids=action.block_ids,
             digests=(),
@@ -149,9 +204,13 @@ class IncomingTransfer:
         )
 
     @property
+    def _lease_name(self) -> LeaseName:
+        return LeaseName(self.transfer_id, self.attempt, self.lease)
+
+    @property
     def _known_source(self) -> Source:
         if self.source is None:
-            raise InternalError(f"request {self.key} is read before it is known where")
+            raise InternalError(f"request {self.key} is read before its source is known")
         return self.source
 
     def _ahead_of(self, first_block: int, end_block: int) -> Ahead | None:
@@ -159,3 +218,22 @@ class IncomingTransfer:
             one for one in self.ahead if one.first_block <= first_block and end_block <= one.end_block
         )
         return next(covering, None)
+
+
+def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
+    """Return the numbers of fetches, and of those that hold quarantined blocks."""
+    states = [incoming.fetch.state for incoming in transfers]
+    return {
+        "fetches_active": len(states),
+        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
+    }
+
+
+def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
+    """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    return {
+        "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
+        "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
+        "num_blocks": sum(len(fetch.block_ids) - fetch.num_cached for fetch in held),
+    }

@@ -1,22 +1,30 @@
-"""One prompt whose KV is lent, as ``SendTransfers`` keeps it."""
+"""One prompt whose KV is lent, as ``SendTransfers`` keeps it, and the history of attempts."""
 
+from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
+from contract.errors import ErrorKind, InternalError
+from contract.requests import EngineRequest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import EndReason
+from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
-from kv_transfer.protocol.send_side import Send
+from kv_transfer.protocol.send_side import Send, SendState
 
 TransferKey = tuple[str, int]
-"""How the receiver's words name it."""
+"""The transfer id and the attempt, by which the receiver's messages name a transfer."""
+_MAX_REMEMBERED = 4096
 
 
 @dataclass
 class OutgoingTransfer:
-    """One transfer with what the pure machine does not need to know.
+    """One transfer, with the data that the state machine does not need.
 
-    num_wanted: blocks to order at the next step. grants: of what is published, in order; empty where nobody hands out any.
-    other_digests: of the ranks from 1 on; the machine has rank 0's.
+    key: the engine's request key; None while a fetch is parked. num_requested: blocks that the next step is to order.
+    grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has rank 0's.
     """
 
     transfer_id: str
@@ -28,17 +36,69 @@ class OutgoingTransfer:
     block_ids: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    num_wanted: int = 0
+    num_requested: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     other_digests: list[list[int]] = field(default_factory=list)
 
+    @classmethod
+    def parked(
+        cls, peer: str, message: msg.FetchBlocks, lease_seconds: float, now: float, deadline: float
+    ) -> "OutgoingTransfer":
+        """Return a transfer that is fetched before it is opened."""
+        send = Send(
+            state=SendState.PARKED,
+            lease_seconds=lease_seconds,
+            is_opened=False,
+            peer=peer,
+            from_block=message.from_block,
+            deadline=deadline,
+        )
+        return cls(message.transfer_id, message.attempt, send, now)
+
+    @property
+    def wire_key(self) -> TransferKey:
+        """See ``TransferKey``."""
+        return self.transfer_id, self.attempt
+
     @property
     def name(self) -> LeaseName:
-        """What may be read."""
+        """The lease under which the blocks can be read."""
         return LeaseName(self.transfer_id, self.attempt, self.lease)
 
-    def note(self, ready: ev.BlockRange) -> None:
-        """Keep what the machine does not need of a range."""
+    @property
+    def num_to_order(self) -> int:
+        """Number of blocks that wait for the next step's orders."""
+        return 0 if self.send.has_ended else max(0, self.num_requested - self.send.num_ordered)
+
+    def lend(self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int]) -> None:
+        """Open the transfer: lend the whole prompt's blocks, whose digests start from ``seeds``."""
+        self.key = request.key
+        self.lease = lease
+        self.block_ids = list(block_ids)
+        self.seeds = seeds
+        self.num_tokens = len(request.prompt_token_ids)
+
+    def request_blocks(self, num_tokens: int, block_size: int) -> None:
+        """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end."""
+        num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
+        self.num_requested = max(self.num_requested, num_blocks)
+
+    def order(self, num_parts: int, *, announces_end: bool) -> PublishOrder:
+        """Return the order for the blocks that wait for one. The arguments apply to the prompt's last range.
+
+        Only that one is split into parts: its receiver waits for it, while others are read during later steps.
+        """
+        if self.key is None:
+            raise InternalError(f"transfer {self.transfer_id} is ordered before it is open")
+        first = self.send.num_ordered
+        blocks = self.block_ids[first : self.num_requested]
+        seeds = self.seeds[first : self.num_requested]
+        is_last = self.num_requested == self.send.num_blocks
+        num_parts = num_parts if is_last else 1
+        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and announces_end)
+
+    def note_range(self, ready: ev.BlockRange) -> None:
+        """Keep a range's grants, and the digests of the ranks from 1 on."""
         first = ready.first_block
         num_blocks = len(ready.digests)
         for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
@@ -49,34 +109,80 @@ class OutgoingTransfer:
             known.extend(other.digests)
 
     def note_layers(self, ready: ev.LayerRange) -> None:
-        """Keep the grants, which are not given again when the range is whole."""
+        """Keep the grants: they are not repeated when the range is whole."""
         if ready.grants:
             self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
 
-    def readable(self, action: ev.LayerRange) -> msg.LayersReadable:
-        """The words for the peer."""
-        first = action.first_block
-        end = action.first_block + action.num_blocks
-        return msg.LayersReadable(
-            self.transfer_id,
-            self.attempt,
-            self.lease,
-            first,
-            action.num_blocks,
-            action.num_bytes,
-            grants_within(self.grants, first, end),
-        )
+    def message_of(self, action: ev.SendAction) -> msg.Message:
+        """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""
+        wire = self.wire_key
+        match action:
+            case ev.BlockRange(first, digests):
+                end = first + len(digests)
+                grants = grants_within(self.grants, first, end)
+                others = [other[first:end] for other in self.other_digests]
+                return msg.BlocksPublished(*wire, self.lease, first, list(digests), grants, others)
+            case ev.AnnounceStart():
+                return msg.PromptStarted(*wire, self.lease)
+            case ev.LayerRange(first, num_blocks, num_bytes):
+                grants = grants_within(self.grants, first, first + num_blocks)
+                return msg.LayersReadable(*wire, self.lease, first, num_blocks, num_bytes, grants)
+            case ev.AnnounceComplete():
+                return msg.TransferComplete(*wire, self.send.num_blocks, list(action.first_tokens))
+            case ev.Refuse():
+                return msg.TransferFailed(*wire, action.kind, action.message)
+            case _:
+                raise InternalError(f"{type(action).__name__} stands for no message")
 
-    def announcement(self, action: ev.BlockRange) -> msg.BlocksPublished:
-        """The words for the peer."""
-        first = action.first_block
-        end = action.first_block + len(action.digests)
-        return msg.BlocksPublished(
-            self.transfer_id,
-            self.attempt,
-            self.lease,
-            first,
-            list(action.digests),
-            grants_within(self.grants, first, end),
-            [digests[first:end] for digests in self.other_digests],
-        )
+    def debug_state(self, now: float) -> dict[str, Any]:
+        """Return the transfer as plain data."""
+        return {
+            "transfer_id": self.transfer_id,
+            "attempt": self.attempt,
+            "request": self.key,
+            "state": str(self.send.state),
+            "age_seconds": now - self.since,
+            "num_blocks": self.send.num_blocks,
+            "num_published": len(self.send.digests),
+            "peer": self.send.peer,
+        }
+
+
+class AttemptHistory:
+    """The newest attempt of each transfer, and how attempts ended; the latest 4096 of each. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._newest = OrderedDict[str, int]()
+        self._endings = OrderedDict[TransferKey, EndReason]()
+
+    def begin(self, wire_key: TransferKey) -> None:
+        """Record an attempt that is opened or parked."""
+        self._endings.pop(wire_key, None)
+        (transfer_id, attempt) = wire_key
+        self._newest[transfer_id] = max(attempt, self._newest.pop(transfer_id, attempt))
+        while len(self._newest) > _MAX_REMEMBERED:
+            self._newest.popitem(last=False)
+
+    def end(self, wire_key: TransferKey, ending: EndReason) -> None:
+        """Record why an attempt ended."""
+        self._endings[wire_key] = ending
+        while len(self._endings) > _MAX_REMEMBERED:
+            self._endings.popitem(last=False)
+
+    def refusal_of(self, wire_key: TransferKey) -> EndReason | None:
+        """Return why a fetch must be refused: a newer attempt is known, or this one has ended."""
+        (transfer_id, attempt) = wire_key
+        newest = self._newest.get(transfer_id, attempt)
+        if attempt < newest:
+            text = f"attempt {attempt} of transfer {transfer_id} is older than attempt {newest}, which is known here"
+            return EndReason(ErrorKind.TRANSFER_FAILED, text)
+        return self._endings.get(wire_key)
+
+
+def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:
+    """Return the numbers of active leases and of parked fetches."""
+    sends = [(one.key is not None, one.send) for one in transfers]
+    return {
+        "leases_active": sum(is_open and not send.has_ended for is_open, send in sends),
+        "transfers_parked": sum(send.state is SendState.PARKED for _, send in sends),
+    }

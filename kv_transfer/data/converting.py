@@ -1,21 +1,84 @@
-"""Turns blocks of a peer's layout into blocks of ours: tokens regrouped, heads picked, values rounded.
+"""Converts blocks of a peer's layout into blocks of ours: tokens regrouped, heads picked, values rounded.
 
-The one module here that needs torch. Rounding is torch's own, to nearest even; float32 holds every bfloat16 exactly. A
-token's values are moved or rounded, never combined, so a converted block is what its sender computed, in our dtype.
+The one module of ``kv_transfer`` that needs torch, which is imported only when a peer's layout differs. Values are moved or
+rounded to nearest even, never combined, and float32 holds every bfloat16 exactly: a converted block is what its sender
+computed, in our dtype.
 """
 
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+import mmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from contract.layout import KVLayout
-from engine.kv_cache.memory import TORCH_DTYPES
+from kv_transfer.counters import Counters
+from kv_transfer.protocol.digests import Share
+from kv_transfer.protocol.orders import Conversion, PullJob
 from kv_transfer.protocol.plan import TransferPlan
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_STAGING_BYTES = 16 * 2**20
+_IN_USE = "transfer_staging_bytes"
 _HEADS = 2
-_TOKENS = 3
 """Axes of one block."""
+_TOKENS = 3
+
+ReadShare = Callable[[PullJob, Share, int, Sequence[memoryview]], object]
+"""(job, rank's share, first block, views): reads the sender's blocks into the views and verifies them."""
+
+
+class Converter:
+    """Converts pulls in staging memory: one buffer a pull, of at most ``max_bytes``, or what one block of ours needs.
+
+    Thread-safe. read: see ``ReadShare``.
+    """
+
+    def __init__(self, counters: Counters, max_bytes: int, read: ReadShare) -> None:
+        self._counters = counters
+        self._max_bytes = max_bytes
+        self._read = read
+        counters.add(_IN_USE, 0)
+        counters.add("transfer_converted_blocks_total", 0)
+
+    def convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
+        """Read and verify the sender's blocks in staging memory, piece by piece, and write ours into ``views``."""
+        plan = conversion.plan
+        with self.buffer(conversion) as buffer:
+            for first, end in self._pieces(conversion):
+                blocks = conversion.sources_of(first, end)
+                rest = buffer
+                sources: dict[int, tuple[int, memoryview]] = {}
+                for share in job.shares:
+                    num_bytes = len(blocks) * plan.theirs.layout.block_bytes
+                    content = rest[:num_bytes]
+                    rest = rest[num_bytes:]
+                    size = plan.theirs.layout.block_bytes
+                    staged = [content[start : start + size] for start in range(0, num_bytes, size)]
+                    self._read(job, share, blocks.start, staged)
+                    sources[share.rank] = (blocks.start, content)
+                targets = views[first - conversion.first_block : end - conversion.first_block]
+                convert_blocks(plan, sources, first, targets, conversion.num_tokens, conversion.our_rank)
+        self._counters.add("transfer_converted_blocks_total", len(views))
+
+    @contextmanager
+    def buffer(self, conversion: Conversion) -> Iterator[memoryview]:
+        """Lend memory for the sources of the largest piece, of every rank that is read."""
+        num_blocks = max(len(conversion.sources_of(*piece)) for piece in self._pieces(conversion))
+        num_bytes = num_blocks * conversion.source_bytes
+        self._counters.add(_IN_USE, num_bytes)
+        try:
+            yield memoryview(
+                mmap.mmap(-1, num_bytes)
+            )  # anonymous: its pages are allocated only as they are filled
+        finally:
+            self._counters.add(_IN_USE, -num_bytes)
+
+    def _pieces(self, conversion: Conversion) -> list[tuple[int, int]]:
+        """Cut a conversion into (first, end) of our blocks whose sources fit into a buffer."""
+        most = self._max_bytes // conversion.source_bytes
+        return list(conversion.plan.pieces(conversion.first_block, conversion.end_block, most))
 
 
 def convert_blocks(
@@ -29,7 +92,7 @@ def convert_blocks(
     """Fill ``targets``, our blocks from ``our_first`` on of a prompt of ``num_tokens``, with its tokens' KV.
 
     sources: their rank → (first block, the bytes of consecutive blocks), for each rank in ``plan.head_runs(our_rank)``.
-    Places behind the prompt's end are left as they are.
+    Slots behind the prompt's end are left unchanged.
     """
     their_blocks = {
         rank: (first, _as_blocks(content, plan.theirs.layout)) for rank, (first, content) in sources.items()
@@ -46,11 +109,15 @@ def convert_blocks(
             )
 
 
-def _as_blocks(content: memoryview, layout: KVLayout) -> Tensor:
-    """``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, sharing the bytes."""
+def _as_blocks(content: memoryview, layout: KVLayout) -> "Tensor":
+    """Return ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]``, sharing the bytes."""
+    import torch
+
+    from engine.kv_cache.memory import TORCH_DTYPES
+
     shape = (-1, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     return torch.frombuffer(content, dtype=TORCH_DTYPES[layout.dtype]).view(shape)
 
 
-def _part(block: Tensor, axis: int, first: int, count: int) -> Tensor:
+def _part(block: "Tensor", axis: int, first: int, count: int) -> "Tensor":
     return block if block.shape[axis] == count else block.narrow(axis, first, count)

@@ -16,7 +16,7 @@ from kv_transfer.counters import Counters
 from kv_transfer.links.dialing import Dialer, Outcome, resolve
 from kv_transfer.links.framing import format_address
 from kv_transfer.links.link import PeerRef
-from kv_transfer.links.listening import Listener
+from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.links.open_links import LinkEvents, LinkSettings, OpenLinks
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message
@@ -114,7 +114,7 @@ class LinkLoop:
         counters: Counters,
         lookup: Callable[[str, int], Outcome] = resolve,
     ) -> None:
-        self._listener = Listener(settings.host, settings.port)
+        self._listener = Listener(listen_on(settings.host, settings.port))
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._selector = selectors.DefaultSelector()
         self._commands = CommandQueue(self._selector)

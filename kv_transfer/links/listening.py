@@ -47,10 +47,10 @@ class Listener:
     readable. So the listener leaves the selector until ``resume_at``, when ``watch`` puts it back.
     """
 
-    def __init__(self, host: str, port: int) -> None:
-        self._sock = listen_on(host, port)
-        self._sock.setblocking(False)
-        self.port: int = self._sock.getsockname()[1]
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.setblocking(False)
+        self.port: int = 0 if sock.family == socket.AF_UNIX else sock.getsockname()[1]
         self.resume_at = math.inf
         self._is_watched = False
         self._is_short = False

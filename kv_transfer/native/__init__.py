@@ -1,1 +1,1 @@
-"""The few lines of C of this project, and what compiles and loads them."""
+"""The block copy in C, and what compiles and loads it."""

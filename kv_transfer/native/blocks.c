@@ -1,7 +1,7 @@
-/* Many blocks of one pool into another, by one call: through the processor's caches, or past them where it can.
+/* Copies many blocks of one pool into another by one call, through the processor's caches or past them.
  *
- * Past them the lines of the target are not read first, and what Python and the model have in the caches stays there. libc
- * copies so only what is larger than most of the cache at once, and no block is.
+ * A copy past the caches does not read the target's lines first, and does not evict what Python and the model hold there.
+ * memcpy() does this only for sizes near that of the cache, which no block reaches.
  */
 
 #include <stddef.h>
@@ -17,7 +17,7 @@ static void copy_through_caches(char *to, const char *from, size_t size) { memcp
 
 enum { LINE = 64, MIN_STREAMED = 2048, AHEAD = 4096 };
 
-/* Whole lines; the target is at the beginning of one. */
+/* Copies whole cache lines; the target is aligned to one. */
 static void stream_16(char *to, const char *from, size_t size) {
     for (; size; to += LINE, from += LINE, size -= LINE) {
         _mm_prefetch(from + AHEAD, _MM_HINT_NTA);
@@ -52,10 +52,10 @@ static void copy_past_caches(char *to, const char *from, size_t size) {
 static void copy_past_caches(char *to, const char *from, size_t size) { memcpy(to, from, size); }
 #endif
 
-/* The same `size` bytes of `count` blocks: from where `from_ids` says to where `to_ids` says.
+/* Copies the same `size` bytes of `count` blocks, from blocks `from_ids` to blocks `to_ids`.
  *
- * `to` and `from` are where those bytes are in block 0 of each pool, and `step` is from one block to the next, in both.
- * Behind it all bytes are there for every thread, and whatever the caller reads next was read after the last of them. */
+ * `to` and `from` point to those bytes in block 0 of each pool; blocks of both pools are `step` bytes apart. On return all
+ * bytes are visible to every thread, and later reads of the caller are ordered after the last of them. */
 void kvbaton_copy_blocks(char *to, const int64_t *to_ids, const char *from, const int64_t *from_ids, size_t count,
                          size_t step, size_t size, int past_caches) {
     copy_function *copy = past_caches ? copy_past_caches : copy_through_caches;

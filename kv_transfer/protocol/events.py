@@ -57,7 +57,7 @@ class FetchNotice(msgspec.Struct, frozen=True):
 FetchAction = FetchOrder | FetchNotice
 
 
-class BlockRange(SendEvent, SendAction, frozen=True):
+class BlockRange(SendEvent, SendAction, frozen=True, tag=True):
     """Blocks of a transfer that can be read and verified.
 
     As an event: the sender's data half has computed, digested and lent them. As an action: announce them to the peer.
@@ -107,7 +107,7 @@ class Ordered(SendEvent, frozen=True):
     num_blocks: int
 
 
-class RangeFailed(SendEvent, frozen=True):
+class RangeFailed(SendEvent, frozen=True, tag=True):
     """An ordered range could not be digested."""
 
     first_block: int
@@ -224,7 +224,7 @@ class Reserved(FetchEvent, frozen=True):
     num_cached: int
 
 
-class PieceLanded(FetchEvent, frozen=True):
+class PieceLanded(FetchEvent, frozen=True, tag=True):
     """All bytes of one posted pull are in place; the job goes on."""
 
     num_blocks: int
@@ -232,14 +232,14 @@ class PieceLanded(FetchEvent, frozen=True):
     end: float
 
 
-class PieceVerified(FetchEvent, frozen=True):
+class PieceVerified(FetchEvent, frozen=True, tag=True):
     """The digests of one posted pull match; the job is terminal."""
 
     num_blocks: int
     now: float
 
 
-class JobFailed(FetchEvent, frozen=True):
+class JobFailed(FetchEvent, frozen=True, tag=True):
     """A posted pull or commit failed; the job is terminal. Pulls end in the order in which they were posted.
 
     may_heal: another read may succeed. retry_steps: those that are possible here, best first (set by ``FetchTransfers``).
@@ -257,11 +257,11 @@ class ReadAheadOver(FetchEvent, frozen=True):
     copy: tuple[float, float] | None
 
 
-class JobStopped(FetchEvent, frozen=True):
+class JobStopped(FetchEvent, frozen=True, tag=True):
     """A posted pull or commit was stopped; the job is terminal."""
 
 
-class CommitDone(FetchEvent, frozen=True):
+class CommitDone(FetchEvent, frozen=True, tag=True):
     """The blocks are visible to the device; the job is terminal."""
 
 

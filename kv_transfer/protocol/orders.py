@@ -88,7 +88,7 @@ class Ahead(msgspec.Struct):
         return self.num_read > 0 and not self.has_failed
 
 
-class PullJob(msgspec.Struct, frozen=True):
+class PullJob(msgspec.Struct, frozen=True, tag=True):
     """Read blocks ``first_block``... of a peer's lease into ``block_ids``, and verify them.
 
     first_block, digests, seeds, grants: by the sender's blocks. conversion: None if those are ours, one for one.
@@ -137,7 +137,7 @@ class PullJob(msgspec.Struct, frozen=True):
         )
 
 
-class CommitJob(msgspec.Struct, frozen=True):
+class CommitJob(msgspec.Struct, frozen=True, tag=True):
     """Make verified blocks visible to the device."""
 
     key: str

@@ -1,5 +1,5 @@
-"""Hand-over by an engine of several ranks: a data half beside each rank's memory, one control half beside the scheduler.
+"""A connector's half beside the KV memory of each rank (``rank_data``), for any number of ranks.
 
-The control half speaks with all of them as with one (``halves``): what it posts goes to every rank (``lines``), and what
-the ranks report goes up once all have said it (``gathering``). A rank runs ``rank_half``.
+A single rank's half is in the process of the control half. Several ranks run ``rank_half`` in processes of their own; the
+control half uses them as one (``rank_data_group``), over sockets (``rank_sockets``).
 """

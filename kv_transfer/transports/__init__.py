@@ -1,4 +1,4 @@
-"""The transports behind the seam ``transport.py``, and the registry that opens one by its name.
+"""The transports that move blocks between processes. ``registry.py`` opens one by its name and shows how to add one.
 
-What transports share lies here; each has a room of its own (``tcp``, ``shm``, ``nixl``, ``nccl``) and imports no other.
+Files here are shared. Each transport has a folder of its own (``tcp``, ``shm``, ``nixl``, ``nccl``) and imports no other.
 """

@@ -1,4 +1,4 @@
-"""Blocks of a KV pool as views: where they lie in memory, whole or a part of each."""
+"""Blocks of a KV pool as memory views, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, TypeGuard, overload, runtime_checkable
@@ -11,7 +11,7 @@ from engine.connector import KVMemory
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
-MAX_KEPT_VIEWS = 2**14
+MAX_CACHED_VIEWS = 2**14
 
 
 @runtime_checkable
@@ -23,18 +23,18 @@ class FlatMemory(KVMemory, Protocol):
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """A KVMemory that is one tensor."""
+    """A KVMemory in one tensor."""
 
     pool: Any
 
 
 def is_flat(memory: KVMemory) -> TypeGuard[FlatMemory]:
-    """What isinstance would say, in a fiftieth of the time."""
+    """Return what isinstance returns, in a fiftieth of the time."""
     return isinstance(getattr(memory, "pool_view", None), memoryview)
 
 
 def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
-    """Where ``part`` begins and ends in a block; None is the whole of it. Raises TransferError for what is not in it."""
+    """Return where ``part`` begins and ends in a block (None: all of it). Raises TransferError if it is outside."""
     if part is None:
         return 0, block_bytes
     end = part.start_byte + part.num_bytes
@@ -44,13 +44,13 @@ def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
 
 
 def block_outside(ids: npt.NDArray[np.int64], num_blocks: int) -> int | None:
-    """One of the blocks, at least one, that a pool of so many does not have."""
+    """Return one of the blocks (at least one) that a pool of so many does not have, if any."""
     at = ids.view(np.uint64).argmax()  # a negative one is larger than all
     return None if 0 <= (block_id := ids.item(at)) < num_blocks else block_id
 
 
 def address_of(memory: memoryview) -> int:
-    """Where it begins, also if it cannot be written to."""
+    """Return where it begins; it may be read-only."""
     address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
     return address
 
@@ -58,16 +58,16 @@ def address_of(memory: memoryview) -> int:
 def put_addresses(
     out: npt.NDArray[np.generic], ids: npt.NDArray[np.int64], block_bytes: int, first: int
 ) -> None:
-    """Where something in each block is, as 64-bit numbers; ``first`` is where it is in block 0 of the pool."""
+    """Write the address of something in each block, as 64-bit numbers; ``first`` is its address in block 0."""
     np.multiply(ids, block_bytes, out=out, casting="unsafe")
     np.add(out, first, out=out, casting="unsafe")
 
 
 class BlockViews(Sequence[memoryview]):
-    """The blocks ``block_ids`` of a flat pool, as views that are made when they are looked at: keeping thousands is slow.
+    """The blocks ``block_ids`` of a flat pool, or the part of each, as views made on access: keeping thousands is slow.
 
-    part: of each block, if not all of it. ids: the blocks as 64-bit numbers. address: where the pool begins. Raises
-    IndexError for a block that the pool does not have, TransferError for a part that no block has.
+    ids: the blocks as 64-bit numbers. address: where the pool begins. Raises IndexError for a block outside the pool,
+    TransferError for a part outside a block.
     """
 
     def __init__(
@@ -86,35 +86,36 @@ class BlockViews(Sequence[memoryview]):
         self.block_bytes = block_bytes
         self.block_ids = block_ids
         self.part = part
-        self.ids, self.address = ids, address_of(pool) if address is None else address
+        self.ids = ids
+        self.address = address_of(pool) if address is None else address
         self._span = block_span(block_bytes, part)
-        self._kept_addresses: npt.NDArray[np.uint64] | None = None
+        self._addresses: npt.NDArray[np.uint64] | None = None
 
     @property
     def first_address(self) -> int:
-        """Where the view of the pool's block 0 begins, or would."""
+        """The address of a view of the pool's block 0."""
         return self.address + self._span[0]
 
     @property
     def view_bytes(self) -> int:
-        """Of each view."""
+        """The size of each view."""
         return self._span[1] - self._span[0]
 
     def keep_addresses(self) -> None:
-        """Work out where each view begins now, not when somebody waits for it."""
-        kept = np.empty(len(self.ids), np.uint64)
-        self.put_addresses(kept)
-        self._kept_addresses = kept
+        """Compute the addresses now, not when a read waits for them."""
+        addresses = np.empty(len(self.ids), np.uint64)
+        self.put_addresses(addresses)
+        self._addresses = addresses
 
     def put_addresses(self, out: npt.NDArray[np.generic]) -> None:
-        """Where each view begins, as 64-bit numbers."""
-        if self._kept_addresses is not None:
-            out[:] = self._kept_addresses
+        """Write the address of each view, as 64-bit numbers."""
+        if self._addresses is not None:
+            out[:] = self._addresses
             return
         put_addresses(out, self.ids, self.block_bytes, self.first_address)
 
     def __len__(self) -> int:
-        """How many blocks."""
+        """Return the number of blocks."""
         return len(self.block_ids)
 
     @overload
@@ -124,58 +125,57 @@ class BlockViews(Sequence[memoryview]):
     def __getitem__(self, index: slice) -> "BlockViews": ...
 
     def __getitem__(self, index: int | slice) -> "memoryview | BlockViews":
-        """One view, or fewer blocks."""
+        """Return one view, or fewer blocks."""
         if isinstance(index, slice):
             some = BlockViews.__new__(BlockViews)
-            some.__dict__.update(self.__dict__)  # a fifth of what copy() takes
+            some.__dict__.update(self.__dict__)  # five times as fast as copy()
             some.block_ids = self.block_ids[index]
             some.ids = self.ids[index]
-            if self._kept_addresses is not None:
-                some._kept_addresses = self._kept_addresses[index]
+            if self._addresses is not None:
+                some._addresses = self._addresses[index]
             return some
         at = self.block_ids[index] * self.block_bytes
         (start, end) = self._span
         return self.pool[at + start : at + end]
 
     def __iter__(self) -> Iterator[memoryview]:
-        """All views, one after the other."""
+        """Return an iterator over the views."""
         begins = self.ids * self.block_bytes + self._span[0]
         spans = map(slice, begins.tolist(), (begins + self.view_bytes).tolist())
-        return map(self.pool.__getitem__, spans)  # no Python for each of thousands
+        return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
 def flat_views(memory: FlatMemory, block_ids: BlockIds, part: BlockPart | None = None) -> BlockViews:
-    """Of such a pool, to be read. Raises as ``BlockViews`` does."""
+    """Return read-only views of a flat pool. Raises as ``BlockViews`` does."""
     return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
 
 
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
-    """``read_view`` of each block, or a part; of a flat pool without a call for each. Raises as ``BlockViews`` does."""
+    """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if is_flat(memory):
         return flat_views(memory, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
 
-class KeptViews(dict[int, memoryview]):
-    """The whole blocks of a flat pool, each made into a read-only view once: that takes half as long as digesting it.
+class ViewCache(dict[int, memoryview]):
+    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it.
 
-    More than MAX_KEPT_VIEWS are forgotten, all of them, when others are asked for: Python's garbage collector looks through
-    each.
+    Above MAX_CACHED_VIEWS it is emptied: Python's garbage collector visits each view.
     """
 
     def __init__(self, memory: FlatMemory) -> None:
         super().__init__()
         self._memory = memory
 
-    def of(self, block_ids: BlockIds) -> list[memoryview]:
-        """The views of these blocks. Raises IndexError for one that the pool does not have."""
-        if len(self) > MAX_KEPT_VIEWS:
+    def views(self, block_ids: BlockIds) -> list[memoryview]:
+        """Return the views of these blocks. Raises IndexError for one outside the pool."""
+        if len(self) > MAX_CACHED_VIEWS:
             self.clear()
         return list(map(self.__getitem__, block_ids))
 
     def __missing__(self, block_id: int) -> memoryview:
-        """The first time."""
+        """Make a view at its first use."""
         view = self[block_id] = self._memory.read_view(block_id)
         return view
 
@@ -183,7 +183,7 @@ class KeptViews(dict[int, memoryview]):
 def write_views(
     memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
 ) -> Sequence[memoryview]:
-    """``write_view`` of each block, or a part; of a flat pool without a call for each. Raises as ``BlockViews`` does."""
+    """Return ``write_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if is_flat(memory):
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
@@ -191,12 +191,12 @@ def write_views(
 
 
 def bytes_of_each(views: Sequence[memoryview]) -> int:
-    """Of views that have one size, and are one at least."""
+    """Return the size of each view; all have one size, and there is at least one."""
     return views.view_bytes if isinstance(views, BlockViews) else views[0].nbytes
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
-    """Raise TransferError unless so many bytes, which ``who`` has in what is read of a block, fit each view."""
+    """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
     sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
     if sizes - {num_bytes}:
         raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")

@@ -1,15 +1,15 @@
-"""Which transport a peer is read over, and the receiver that goes by it.
+"""The choice of the transport that each peer is read over, and of another one after failures.
 
-The best transport that both sides can do is chosen when a link comes up. One that may fail though both can do it
-(``shm``: the peer may be on another machine) is tried for real first, in a thread of its own, because the I/O thread
-must not wait; reads from that peer wait for the outcome. The next one in order is the way out.
+The best transport that both sides support is chosen when a link comes up. One that may fail although both support it
+(``shm``: the peer may be on another machine) is probed first, in a thread of its own because the I/O thread must not wait;
+reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next transport is used.
 """
 
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -18,26 +18,112 @@ from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.alternatives import Alternatives
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import Probing, ReceiverTransport
 
 logger = logging.getLogger(__name__)
+MAX_FAILED_IN_A_ROW = 2
+"""After so many failed transfers in a row over a transport, the link is read over the next one."""
 
 
-@runtime_checkable
-class Probing(Protocol):
-    """A receiver that can find out whether a source can be read, and keeps what it opened for that."""
+@dataclass
+class _Sources:
+    """One link's sources, best first, and those that were given up. num_failed: transfers in a row, by transport."""
 
-    def probe(self, source: Source, read: Read) -> None:
-        """Raise what a ``fetch`` would."""
+    usable: list[Source]
+    given_up: list[Source] = field(default_factory=list)
+    num_failed: dict[str, int] = field(default_factory=dict)
+
+    def give_up(self, source: Source) -> None:
+        self.usable.remove(source)
+        self.given_up.append(source)
+
+
+class Alternatives:
+    """Owns the sources of every link, by the token that they share. Thread-safe.
+
+    A link that was not begun here has one source and no alternative.
+    """
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._lock = threading.Lock()
+        self._links: dict[str, _Sources] = {}
+
+    def begin(self, sources: Sequence[Source]) -> None:
+        """Register a new link, which can be read over all of these, best first."""
+        with self._lock:
+            self._links[sources[0].token] = _Sources(list(sources))
+
+    def rule_out(self, source: Source) -> None:
+        """Give a source up: its probe failed."""
+        with self._lock:
+            link = self._links.get(source.token)
+            if link is not None:
+                link.give_up(source)
+
+    def beside(self, source: Source) -> Source | None:
+        """Return the best other source of the same link, if any."""
+        with self._lock:
+            link = self._links.get(source.token)
+            others = [] if link is None else [other for other in link.usable if other != source]
+        return others[0] if others else None
+
+    def failed(self, source: Source) -> Source:
+        """Count a failed transfer; return the source of the link's next transfers."""
+        with self._lock:
+            link = self._links.get(source.token)
+            if link is None:
+                return source
+            num_failed = link.num_failed.get(source.transport, 0) + 1
+            link.num_failed[source.transport] = min(num_failed, MAX_FAILED_IN_A_ROW)
+            is_spare = source in link.usable and len(link.usable) > 1
+            if is_spare and num_failed >= MAX_FAILED_IN_A_ROW:
+                self._leave(link, source)
+            return link.usable[0]
+
+    def worked(self, source: Source) -> None:
+        """Reset the failures in a row: a whole transfer was read from this source."""
+        with self._lock:
+            link = self._links.get(source.token)
+            if link is not None:
+                link.num_failed.pop(source.transport, None)
+
+    def end(self, source: Source) -> list[Source]:
+        """Remove a link that is gone; return all its sources."""
+        with self._lock:
+            link = self._links.pop(source.token, None)
+        return [source] if link is None else link.usable + link.given_up
+
+    def debug_state(self) -> list[dict[str, Any]]:
+        """Return the usable and the given-up transports of every link."""
+        with self._lock:
+            return [
+                {
+                    "worker_id": (link.usable + link.given_up)[0].worker_id,
+                    "transports": [source.transport for source in link.usable],
+                    "left": [source.transport for source in link.given_up],
+                }
+                for link in self._links.values()
+            ]
+
+    def _leave(self, link: _Sources, source: Source) -> None:
+        link.give_up(source)
+        self._counters.add("transfer_transport_left_total", transport=source.transport)
+        logger.warning(
+            "worker %s is not read over %s any more: %d transfers in a row failed; it is read over %s",
+            source.worker_id,
+            source.transport,
+            MAX_FAILED_IN_A_ROW,
+            link.usable[0].transport,
+        )
 
 
 @dataclass
 class _Probe:
-    """A choice that is being made: ``jobs`` wait for it. told: see ``Chooser.choose``."""
+    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``."""
 
     candidates: list[Source]
-    told: Callable[[Source, Source], bool]
+    on_chosen: Callable[[Source, Source], bool]
     read: Read = field(default_factory=Read)
     jobs: list[PullJob] = field(default_factory=list)
     thread: threading.Thread | None = None
@@ -46,7 +132,7 @@ class _Probe:
 class Chooser:
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe.
 
-    alternatives: what the peer of a link can be read over besides what was chosen.
+    alternatives: the sources of each link besides the chosen one.
     """
 
     def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
@@ -59,18 +145,18 @@ class Chooser:
         self._is_closed = False
 
     def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
-        """Receivers that could not be made before; called before anything is chosen."""
+        """Add receivers that could not be made before; called before anything is chosen."""
         self._receivers.update(receivers)
 
     def attach(self, post: Callable[[PullJob], None]) -> None:
-        """Say who carries jobs out, without blocking; called once, before anything is chosen."""
+        """Set the function that starts a job without blocking; called once, before anything is chosen."""
         self._post = post
 
-    def choose(self, session: Session, told: Callable[[Source, Source], bool]) -> Source:
-        """Where the peer of a new link is read. Does not block.
+    def choose(self, session: Session, on_chosen: Callable[[Source, Source], bool]) -> Source:
+        """Return the source that the peer of a new link is read from. Does not block.
 
-        The answer may be provisional: then ``told(provisional, chosen)`` follows in another thread, and is False when
-        nobody wants the source any more. Jobs with a provisional source are fine; they wait.
+        The answer may be provisional: then ``on_chosen(provisional, chosen)`` follows in another thread, and returns False
+        if the source is not needed any more. Jobs may use a provisional source; they wait.
         """
         offers = {offer.transport: offer for offer in session.offers}
         candidates = [
@@ -91,13 +177,13 @@ class Chooser:
         first = candidates[0]
         if len(candidates) == 1 or not isinstance(self._receivers[first.transport], Probing):
             names = ", ".join(offers)
-            self._count(first, "only", f"of what it offers ({names}) this worker can do nothing better")
+            self._count(first, "only", f"it is the best of the transports that the worker offers ({names})")
             return first
-        self._start_probe(first, _Probe(candidates, told))
+        self._start_probe(first, _Probe(candidates, on_chosen))
         return first
 
     def pull(self, job: PullJob) -> None:
-        """Post a job, when it is known over which transport."""
+        """Start a job, as soon as its transport is known."""
         with self._lock:
             probe = self._probes.get(job.source)
             if probe is not None:
@@ -107,11 +193,11 @@ class Chooser:
         self._post(job if chosen is None else replace(job, source=chosen))
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """By the source's transport."""
+        """Fetch by the source's transport."""
         self._receivers[source.transport].fetch(source, request, views, read)
 
     def forget(self, source: Source) -> None:
-        """Every source of the same link, by its transport; a probe ends."""
+        """Drop every source of the same link, and end its probe."""
         with self._lock:
             probe = self._probes.get(source)
             self._chosen.pop(source, None)
@@ -145,14 +231,14 @@ class Chooser:
     def _probe(self, first: Source, probe: _Probe) -> None:
         chosen, why_not = self._first_that_works(probe)
         if not probe.read.is_stopped:
-            self._count(chosen, "fallback" if why_not else "probed", why_not or "it was tried and works")
+            self._count(chosen, "fallback" if why_not else "probed", why_not or "its probe succeeded")
         with self._lock:
             del self._probes[first]
             if chosen != first:
                 self._chosen[first] = chosen
             for job in probe.jobs:
                 self._post(replace(job, source=chosen))
-        is_wanted = probe.told(first, chosen)
+        is_wanted = probe.on_chosen(first, chosen)
         with self._lock:
             self._chosen.pop(first, None)
         if chosen != first:
@@ -161,25 +247,24 @@ class Chooser:
             self._receivers[chosen.transport].forget(chosen)
 
     def _first_that_works(self, probe: _Probe) -> tuple[Source, str]:
-        """The choice, and why it is not the first candidate (else empty). The last is taken untried."""
+        """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
         for candidate in probe.candidates[:-1]:
             receiver = self._receivers[candidate.transport]
             try:
                 if isinstance(receiver, Probing):
                     receiver.probe(candidate, probe.read)
+                return candidate, "; ".join(why_not)
             except KvbatonError as error:
+                is_silent = isinstance(error, PeerSilentError)
                 why_not.append(f"{candidate.transport} failed: {error.message}")
-                self.alternatives.rule_out(candidate)
-                if isinstance(error, PeerSilentError):  # each further try could take as long, and reads wait
-                    break
-                continue
-            except Exception as error:  # the boundary of a trial: reads wait for its end
-                logger.exception("trying worker %s over %s failed", candidate.worker_id, candidate.transport)
+            except Exception as error:  # the boundary of a probe: reads wait for its end
+                is_silent = False
+                logger.exception("probing worker %s over %s failed", candidate.worker_id, candidate.transport)
                 why_not.append(f"{candidate.transport} failed: {error!r}")
-                self.alternatives.rule_out(candidate)
-                continue
-            return candidate, "; ".join(why_not)
+            self.alternatives.rule_out(candidate)
+            if is_silent:  # each further probe could take as long, and reads wait
+                break
         return probe.candidates[-1], "; ".join(why_not)
 
     def _count(self, source: Source, reason: str, why: str) -> None:

@@ -1,33 +1,58 @@
 """Leases whose end a reader in another process can see: each holds a slot in a shared table of generations.
 
-One counter per lease, not per block: two leases may lend the same block (prompts that begin alike), and the end of one
-must not fail the readers of the other. A lease's slot is counted up when the lease ends, before anybody is told that
-its blocks may be used for something else; so an unchanged generation after the last byte proves that every byte was
-read under the lease. Only then is the slot given to another lease. A reader looks at the table by itself, mapped
-(``shm``) or by a read of its own (``nixl``); the sender never learns of that and never waits for it.
+There is one counter per lease, not per block: two leases may lend the same block (prompts that begin alike), and the
+end of one must not fail the readers of the other. A lease's counter is incremented when the lease ends, before its
+blocks may be used for anything else. So an unchanged generation after the last byte proves that every byte was read
+under the lease. Only then is the slot given to another lease. A reader looks at the table by itself, mapped (``shm``)
+or by a read of its own (``nixl``); the sender does not notice it and never waits for it.
+
+A reader finds the blocks by a BlockGrant per published range, which arrives on the control link.
 """
 
+import fcntl
 import mmap
 import os
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
+from typing import Annotated, TypeVar
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from contract.decoding import decode_outside
 from contract.errors import TransferError
-from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.transports.block_views import address_of
-from kv_transfer.transports.sealed_files import reopen_read_only, seal
 
 SLOT_BYTES = 8
 NUM_SLOTS = 65536
-"""64-bit counters in a table. Slot 0 is no lease's: what it shows proves that the right table is looked at."""
+"""64-bit counters in a table. Slot 0 belongs to no lease: its value proves that the right table is read."""
 TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux: nobody gets a new writable mapping of the file or can write() to it; existing mappings stay writable."""
+_N = TypeVar("_N", np.int64, np.int32)
+
+
+def seal(memfd: int) -> None:
+    """Prevent resizing the file, and writing to it except through existing mappings.
+
+    Raises OSError if the file was made without sealing, or the system does not support it.
+    """
+    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
+
+
+def reopen_read_only(memfd: int) -> int:
+    """Return a descriptor of the same file that cannot write."""
+    return os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
 class GenerationTable:
-    """Owns the table: mapped writable here at ``address``, and ``descriptor``, which others may map read-only.
+    """Owns the table and gives its slots to leases. Thread-safe.
 
-    It begins with random numbers, so that no other memory (that of a table before it, zeros) passes for it. nonce: slot 0.
+    It is mapped writable here at ``address``; others may map ``descriptor`` read-only. It begins with random numbers,
+    so that no other memory (an earlier table, zeros) is mistaken for it. nonce: the value of slot 0.
     """
 
     def __init__(self) -> None:
@@ -40,39 +65,21 @@ class GenerationTable:
         finally:
             os.close(memfd)
         self._map[:] = secrets.token_bytes(TABLE_BYTES)
-        self._slots = memoryview(self._map).cast("Q")
-        self.address = address_of(self._slots)
-        self.nonce = self._slots[0]
-
-    def generation(self, slot: int) -> int:
-        """What the slot shows now."""
-        return self._slots[slot]
-
-    def end(self, slot: int) -> None:
-        """Count the slot up: whoever read under the old generation can see it."""
-        self._slots[slot] = (self._slots[slot] + 1) % 2**64
-
-    def close(self) -> None:
-        """Unmap it here; what others have mapped stays as it is."""
-        self._slots.release()
-        self._map.close()
-        os.close(self.descriptor)
-
-
-class SharedLeases:
-    """The leases of one sender; owns their slots. Thread-safe."""
-
-    def __init__(self, table: GenerationTable, on_idle: Callable[[LeaseName], None]) -> None:
-        self._table = table
-        self._on_idle = on_idle
+        self._counters = memoryview(self._map).cast("Q")
+        self.address = address_of(self._counters)
+        self.nonce = self._counters[0]
         self._lock = threading.Lock()
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
 
-    def open(self, name: LeaseName) -> tuple[int, int]:
-        """(slot, generation) by which the end of this lease can be seen; the slot is its own until then.
+    def generation(self, slot: int) -> int:
+        """Return the slot's value now."""
+        return self._counters[slot]
 
-        Raises TransferError without a free slot.
+    def open(self, name: LeaseName) -> tuple[int, int]:
+        """Return (slot, generation), by which readers see the end of this lease; it holds the slot until then.
+
+        Raises TransferError if no slot is free.
         """
         with self._lock:
             slot = self._slots.get(name)
@@ -82,22 +89,79 @@ class SharedLeases:
                         f"{NUM_SLOTS - 1} leases are open, and no more can be; end some first"
                     )
                 slot = self._slots[name] = self._free_slots.pop()
-            return slot, self._table.generation(slot)
+            return slot, self._counters[slot]
 
-    def revoke(self, name: LeaseName) -> None:
-        """End the lease for every reader, then call ``on_idle``, once for each call: nobody is waited for."""
+    def end(self, name: LeaseName) -> None:
+        """End the lease for every reader, whether any reads now or not."""
         with self._lock:
-            self._end(name)
-        self._on_idle(name)
+            slot = self._slots.pop(name, None)
+            if slot is not None:
+                self._counters[slot] = (self._counters[slot] + 1) % 2**64
+                self._free_slots.append(slot)
 
-    def revoke_all(self) -> None:
-        """End every lease for every reader; nobody is told."""
+    def end_all(self) -> None:
+        """End every lease for every reader."""
         with self._lock:
-            for name in list(self._slots):
-                self._end(name)
+            names = list(self._slots)
+        for name in names:
+            self.end(name)
 
-    def _end(self, name: LeaseName) -> None:
-        slot = self._slots.pop(name, None)
-        if slot is not None:
-            self._table.end(slot)
-            self._free_slots.append(slot)
+    def close(self) -> None:
+        """Unmap it here; other processes' mappings stay as they are."""
+        self._counters.release()
+        self._map.close()
+        os.close(self.descriptor)
+
+
+class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of the sender's pool, which hold the lent bytes while ``slot`` has the value ``generation``.
+
+    packed_ids: the blocks' ids, as integers of the type that the transport copies by (64 or 32 bits), in the byte order of
+    both ends: KV is not byte-swapped either.
+    """
+
+    slot: Annotated[int, msgspec.Meta(gt=0, lt=NUM_SLOTS)]
+    generation: int
+    packed_ids: bytes
+
+
+_grants = msgspec.msgpack.Decoder(BlockGrant)
+
+
+def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: "np.dtype[_N]") -> bytes:
+    """Return the grant of these blocks, for the receiver."""
+    return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
+
+
+def decode_grant(data: bytes) -> BlockGrant:
+    """Decode a grant. Raises TransferError."""
+    return decode_outside(
+        _grants.decode, data, lambda why: TransferError(f"the sender handed out a malformed grant: {why}")
+    )
+
+
+def granted_blocks(
+    request: ReadRequest, transport: str, who: str, id_type: "np.dtype[_N]"
+) -> tuple[npt.NDArray[_N], set[tuple[int, int]]]:
+    """Return the requested blocks' ids in the sender's pool, and the (slot, generation) of each lease that lends them.
+
+    The ids are not checked against the pool's size. Raises StaleLeaseError for blocks that ``who`` has not granted,
+    TransferError for a malformed grant.
+    """
+    if not request.grants:
+        raise TransferError(f"{who} published blocks without a grant for {transport}")
+    base = end = request.grants[0].first_block
+    packed: list[bytes] = []
+    leases: set[tuple[int, int]] = set()
+    for given in request.grants:
+        grant = decode_grant(given.by_transport.get(transport, b""))
+        num_ids, num_left = divmod(len(grant.packed_ids), id_type.itemsize)
+        if num_left:
+            raise TransferError(f"{who} granted {len(grant.packed_ids)} bytes of block ids")
+        end += num_ids
+        if end != given.end_block:
+            raise TransferError(f"{who} granted other blocks than it published")
+        packed.append(grant.packed_ids)
+        leases.add((grant.slot, grant.generation))
+    start = request.within(end - base, base).start * id_type.itemsize
+    return np.frombuffer(b"".join(packed), id_type, request.num_blocks, start), leases

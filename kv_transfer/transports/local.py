@@ -1,4 +1,4 @@
-"""The ``local`` transport: both workers in one process, bytes moved by one copy per block (tests, role ``both``)."""
+"""The ``local`` transport: both workers in one process, one copy per block (tests, role ``both``)."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from kv_transfer.transports.leases import LeaseBook, Sessions
 
 
 class LocalHub:
-    """Where the local senders of one process are found by their address. Pass one object to all of them."""
+    """The local senders of one process by their addresses. Pass one object to all of them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class LocalHub:
             self._senders.pop(sender.address, None)
 
     def find(self, source: Source) -> "LocalSender":
-        """The sender at ``source``. Raises PeerUnreachableError."""
+        """Return the sender at ``source``. Raises PeerUnreachableError."""
         with self._lock:
             sender = self._senders.get(source.address)
         if sender is None:
@@ -56,7 +56,7 @@ class LocalSender:
         self.book.extend(name, self._memory, block_ids)
 
     def release(self, name: LeaseName) -> None:
-        """End the lease; a copy that runs ends with its block."""
+        """End the lease; a running copy ends after its block."""
         self.book.revoke(name)
 
     def close(self) -> None:
@@ -74,7 +74,7 @@ class LocalReceiver:
         """Copy block by block; the lease is checked before each block and after the last byte."""
         sender = self._hub.find(source)
         if source.token not in sender.sessions:
-            raise StaleLeaseError(f"worker {source.worker_id} knows no such session")
+            raise StaleLeaseError(f"worker {source.worker_id} has no such session")
         for number, view in enumerate(views, request.first_block):
             read.check()
             with sender.book.reading(ReadRequest(request.name, number, 1, part=request.part)) as (block,):
@@ -82,8 +82,8 @@ class LocalReceiver:
         sender.book.check(request.name)
 
     def forget(self, source: Source) -> None:
-        """Its sender has left the hub, or will: nothing else is kept of it."""
+        """Do nothing: a receiver keeps no state of a source."""
 
     def close(self) -> None:
-        """Hold nothing from now on."""
+        """Find no sender from now on."""
         self._hub = LocalHub()

@@ -1,4 +1,13 @@
-"""Transports by their names, best first; a transport's module is imported when it is opened."""
+"""The transports by their names, best first.
+
+To add a transport: copy the folder of one that is like it (``tcp`` is the smallest) and fulfil ``SenderTransport``
+and ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
+Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
+contract of the transports in ``pyproject.toml``.
+
+Shared parts: ``data_port.py`` and ``leases.py`` for a sender that answers requests, ``generations.py`` for one that is
+read without a request, ``connection_cache.py`` for a receiver.
+"""
 
 import logging
 from collections.abc import Callable
@@ -6,13 +15,14 @@ from dataclasses import replace
 from functools import partial
 
 from contract.errors import SettingError
-from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.lending import IdleTogether
-from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device
-from kv_transfer.transports.transport import ReceiverTransport, SenderTransport, Transport
+from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
+from kv_transfer.transports.senders import IdleTogether
+from kv_transfer.transports.transport import ReceiverTransport, SenderTransport, Transport, TransportContext
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
+
+# Each function imports its transport itself: the libraries of the others may be missing.
 
 
 def _open_shm(context: TransportContext) -> Transport:
@@ -23,13 +33,13 @@ def _open_shm(context: TransportContext) -> Transport:
 
 
 def _open_nixl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nixl.binding import load
+    from kv_transfer.transports.nixl.agent import load
     from kv_transfer.transports.nixl.nixl_thread import NixlThread
     from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
     from kv_transfer.transports.nixl.sender import NixlSender
 
     if context.is_auto:
-        context = replace(context, data_port=0)  # which is for tcp then
+        context = replace(context, data_port=0)  # the port that was set is for tcp then
     nixl_thread = NixlThread(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
     try:
         sender = NixlSender(context, nixl_thread)
@@ -76,23 +86,23 @@ _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
 
 
 def transport_names() -> tuple[str, ...]:
-    """The names that ``open_transport`` knows."""
+    """Return the names that ``open_transport`` accepts."""
     return tuple(_TRANSPORTS)
 
 
 def auto_names(can_nixl_be_best: bool) -> tuple[str, ...]:
-    """What ``auto`` offers, best first. The last of them works everywhere.
+    """Return the transports that ``auto`` opens, best first. The last one works everywhere.
 
-    Between host memories without an RDMA card ``nixl`` goes by plain TCP, at which ``tcp`` is faster.
+    Between host memories without an RDMA card ``nixl`` uses plain TCP, at which ``tcp`` is faster.
     """
     if can_nixl_be_best:
         return ("shm", "nixl", "tcp")
-    logger.info("transport auto does without nixl: there is neither an RDMA card nor an NVIDIA GPU here")
+    logger.info("transport auto leaves nixl out: there is neither an RDMA card nor an NVIDIA GPU here")
     return ("shm", "tcp")
 
 
 def open_transport(name: str, context: TransportContext) -> Transport:
-    """Open a transport by name. Raises SettingError that lists the right names, or says why it is not possible."""
+    """Open a transport by name. Raises SettingError, with the valid names or the reason."""
     opener = _TRANSPORTS.get(name)
     if opener is None:
         raise SettingError(
@@ -104,7 +114,7 @@ def open_transport(name: str, context: TransportContext) -> Transport:
 def open_transports(
     name: str, context: TransportContext
 ) -> tuple[dict[str, SenderTransport], dict[str, ReceiverTransport]]:
-    """Senders and receivers by transport, best first: one of each, or all that ``auto`` can do here.
+    """Open one transport, or all that ``auto`` can open here; return senders and receivers by name, best first.
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
     """
@@ -115,11 +125,11 @@ def open_transports(
     try:
         for each in names:
             try:
-                opened[each] = open_transport(each, replace(context, on_idle=partial(idle.say, each)))
+                opened[each] = open_transport(each, replace(context, on_idle=partial(idle.report, each)))
             except SettingError as error:
                 if each == names[-1]:
                     raise
-                logger.warning("transport auto does without %s: %s", each, error.message)
+                logger.warning("transport auto leaves %s out: %s", each, error.message)
                 idle.leave_out(each)
     except BaseException:
         for transport in opened.values():

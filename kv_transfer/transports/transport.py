@@ -1,11 +1,14 @@
-"""The seam below the data half: how bytes of lent blocks reach another process. Two roles, few verbs."""
+"""The interface of a transport: how the bytes of lent blocks reach another process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from engine.connector import KVMemory
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.local import LocalHub
 
 
 class SenderTransport(Protocol):
@@ -14,19 +17,27 @@ class SenderTransport(Protocol):
     address: str
 
     def start(self, memory: KVMemory) -> None:
-        """The pool that every lease lends from; called once, before ``publish``."""
+        """Lend from this pool; called once, before ``publish``."""
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
         """Append ``block_ids`` to the blocks that may be read under this lease.
 
-        Returns what a receiver reads them by without asking (at most MAX_GRANT_BYTES, see ``RangeGrant``), or None.
+        Returns a grant, by which a receiver reads them without a request (at most MAX_GRANT_BYTES, see
+        ``RangeGrant``), or None.
         """
 
     def release(self, name: LeaseName) -> None:
-        """Start no more reads of this lease, end running ones; ``on_idle(name)`` once per call when none runs."""
+        """Start no more reads of this lease and end running ones; call ``on_idle(name)`` once per call when none runs."""
 
     def close(self) -> None:
         """End all reads and stop every thread. Idempotent."""
+
+
+@runtime_checkable
+class Conditional(Protocol):
+    """A sender that may turn out unusable once the pool is known. why_not_offered: None when it is usable."""
+
+    why_not_offered: str | None
 
 
 class ReceiverTransport(Protocol):
@@ -39,10 +50,18 @@ class ReceiverTransport(Protocol):
         """
 
     def forget(self, source: Source) -> None:
-        """The link to this source is gone: keep nothing of it. A read that runs ends first, or fails."""
+        """Drop all state of a source whose link is gone. A running read ends first, or fails."""
 
     def close(self) -> None:
-        """Close every connection; a read that runs fails. Idempotent."""
+        """Close every connection; a running read fails. Idempotent."""
+
+
+@runtime_checkable
+class Probing(Protocol):
+    """A receiver that can test whether a source is readable, and keeps the connection that the test opened."""
+
+    def probe(self, source: Source, read: Read) -> None:
+        """Raise what a ``fetch`` would."""
 
 
 @dataclass(frozen=True)
@@ -51,3 +70,29 @@ class Transport:
 
     sender: SenderTransport
     receiver: ReceiverTransport
+
+
+def _ignore_failure(_thread: str, _error: BaseException) -> None:
+    """Do nothing: without a connector the failure is only logged."""
+
+
+@dataclass(frozen=True)
+class TransportContext:
+    """The arguments that every transport is opened with.
+
+    on_idle: see ``SenderTransport.release``; called from any thread. shm_dir: see ``TransferSettings``.
+    is_auto: the transport is one of several that ``auto`` opens. on_thread_failed: called in a thread of the transport that
+    ends by a bug and serves nothing any more.
+    """
+
+    host: str
+    advertise_host: str | None
+    data_port: int
+    boot_id: str
+    read_timeout_seconds: float
+    sessions: Sessions
+    on_idle: Callable[[LeaseName], None]
+    local: LocalHub | None = None
+    shm_dir: Path | None = None
+    is_auto: bool = False
+    on_thread_failed: Callable[[str, BaseException], None] = _ignore_failure

@@ -1,1 +1,1 @@
-"""Files of clients, and the batches of requests in them: kept in a folder, answered behind every other request."""
+"""Files of clients, and batches of requests in them: stored in a folder, answered at the lowest priority."""

@@ -1,4 +1,4 @@
-"""What the batches need of the rest of the router: somebody who answers one request body."""
+"""The interface through which batches have their requests answered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from contract.errors import ErrorKind
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered:
-    """The answer to a body, as HTTP would give it. body: JSON. kind: of the error; None for an answer.
+class LineAnswer:
+    """The answer to a line's body, with the status that HTTP would have. body: JSON. kind: of an error, else None.
 
-    has_workers: whether the service could answer another request at that moment.
+    has_workers: True if the service could answer another request at that moment.
     """
 
     request_id: str
@@ -21,10 +21,10 @@ class Answered:
     has_workers: bool = True
 
 
-class AnswerBody(Protocol):
-    """Answers a body in process, behind every request that does not belong to a batch."""
+class AnswerLine(Protocol):
+    """Answers the body of a line, at a lower priority than every request that does not belong to a batch."""
 
     async def __call__(
         self, endpoint: str, body: bytes, tenant: str, on_begun: Callable[[], None]
-    ) -> Answered:
-        """Answer ``body`` for ``tenant``. An error is an answer. Calls ``on_begun`` when the first token has come."""
+    ) -> LineAnswer:
+        """Answer ``body`` for ``tenant``. An error is an answer. Calls ``on_begun`` when the first token has arrived."""

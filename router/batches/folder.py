@@ -1,7 +1,7 @@
 """The folder of files and batches: its lock, its records and its data files.
 
-``lock``; ``ID.json``, the record of a file or batch; ``ID.data``, the content of a file, or the results of a batch so far.
-A name is an id that this service made: nothing that a client wrote is ever part of a path.
+It has ``lock``; ``ID.json``, the record of a file or batch; ``ID.data``, the content of a file, or the results of a batch so
+far. An ID is made by this service: no part of a path comes from a client.
 """
 
 import fcntl
@@ -29,7 +29,7 @@ Record = TypeVar("Record", FileRecord, BatchRecord)
 
 
 class Folder:
-    """Owns a folder from ``open`` to ``close``: no other router uses it in that time."""
+    """Owns a folder from ``open`` to ``close``; no other router can use it in that time."""
 
     def __init__(self, path: Path, disk: Disk) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class Folder:
         self._lock: int | None = None
 
     def open(self) -> None:
-        """Make the folder where it is missing, and lock it. Raises SettingError about ``files_dir``."""
+        """Create the folder if it does not exist, and lock it. Raises SettingError about ``files_dir``."""
         try:
             self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self._path.stat().st_mode
@@ -59,19 +59,19 @@ class Folder:
         self._lock = lock
 
     def close(self) -> None:
-        """Let others use the folder. Does nothing the second time."""
+        """Unlock the folder. Does nothing if it is not locked."""
         lock = self._lock
         self._lock = None
         if lock is not None:
             os.close(lock)
 
     def records(self, prefix: str, kind: type[Record]) -> list[Record]:
-        """Read every record of one kind, oldest first. Raises SettingError that names one which cannot be read."""
+        """Read every record of one kind, oldest first. Raises SettingError that names an unreadable one."""
         found = [self._read(path, kind) for path in self._path.glob(f"{prefix}*{_RECORD}")]
         return sorted(found, key=lambda record: record.sequence)
 
     def write(self, record: FileRecord | BatchRecord) -> None:
-        """Put a record in the place of the old one; after a crash there is the old one or the new one. Raises OSError."""
+        """Replace a record atomically: after a crash the old one or the new one is there. Raises OSError."""
         target = self._path / f"{record.id}{_RECORD}"
         aside = target.with_suffix(_RECORD + _ASIDE)
         self._disk.remove(aside)
@@ -85,18 +85,18 @@ class Folder:
         self._disk.sync_folder(self._path)
 
     def remove(self, record_id: str) -> None:
-        """Remove a record, and then its data. Raises OSError."""
+        """Remove a record and then its data. Raises OSError."""
         self._disk.remove(self._path / f"{record_id}{_RECORD}")
         self._disk.remove(self.data(record_id))
 
     def data(self, record_id: str) -> Path:
-        """Return where the data of a file lies, or of the one that it will be."""
+        """Return the path of a file's data, which may exist before its record does."""
         return self._path / f"{record_id}{_DATA}"
 
     def remove_leftovers(self, expected: Collection[str]) -> None:
-        """Remove what a crash has left: halves of records, and data whose id is not in ``expected``. Raises OSError.
+        """Remove the leftovers of a crash: partial records, and data whose id is not in ``expected``. Raises OSError.
 
-        Files whose names this service does not make are not its own, and stay.
+        Files with names that this service does not make are kept.
         """
         for path in self._path.iterdir():
             own = _OWN_NAME.fullmatch(path.name)
@@ -109,9 +109,7 @@ class Folder:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unusable(f"holds {path.name}, which cannot be read: {error}") from error
         if record.id != path.name.removesuffix(_RECORD):
-            raise self._unusable(
-                f"holds {path.name}, the record of {record.id[:80]!r}: one is a copy of the other"
-            )
+            raise self._unusable(f"holds {path.name}, which is a copy of the record of {record.id[:80]!r}")
         if record.version != VERSION:
             raise self._unusable(
                 f"holds {path.name} of version {record.version}; this router reads version {VERSION}"

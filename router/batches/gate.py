@@ -1,6 +1,6 @@
-"""When a request of a batch may run: only while no other request waits for workers, and few at a time.
+"""The gate of batches: their requests run only while no other request waits for workers, and a few at a time.
 
-One that runs gives way: when another request has to wait for workers, it is stopped and begun again later.
+A running one is preempted when another request has to wait for workers: it is stopped and begins again later.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class Place:
-    """The right to run one request of ``owner``, while ``is_held``. has_begun: its first token has come."""
+class Permit:
+    """The permission to run one request of ``owner``, while ``is_held``. has_begun: its first token has arrived."""
 
     owner: str
     is_held: bool = False
@@ -23,87 +23,88 @@ class Place:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether its request was told to give way and has not done so yet."""
+        """True while its request is being preempted."""
         return self.scope is not None and self.scope.when() is not None
 
 
 class LineGate:
-    """Owns the requests of batches that wait to begin: here, and not in the router's queue.
+    """Owns the requests of batches that wait to begin; they wait here instead of in the router's queue.
 
-    limit: how many run at once. may_begin: whether nobody else waits; call ``look`` when that may have changed. The next
-    one to begin is the first one of the owner with the fewest running ones.
+    limit: how many run at once. may_begin: returns True while no other request waits; call ``admit`` when that may have
+    changed. The next one to begin is the first one of the owner with the fewest running ones.
     """
 
     def __init__(self, limit: int, may_begin: Callable[[], bool]) -> None:
         self._limit = limit
         self._may_begin = may_begin
         self._running: Counter[str] = Counter()
-        self._waiting: list[tuple[Place, asyncio.Future[None]]] = []
-        self._held: list[Place] = []
+        self._waiting: list[tuple[Permit, asyncio.Future[None]]] = []
+        self._held: list[Permit] = []
 
-    async def acquire(self, owner: str) -> Place:
-        """Wait for a place; ``release`` gives it back."""
-        place = Place(owner)
-        await self._wait(place)
-        return place
+    async def acquire(self, owner: str) -> Permit:
+        """Wait for a permit. Give it back with ``release``."""
+        permit = Permit(owner)
+        await self._wait(permit)
+        return permit
 
-    def release(self, place: Place) -> None:
-        """Give back a place. Does nothing for one that is not held."""
-        if place.is_held:
-            place.is_held = False
-            self._held.remove(place)
-            self._running[place.owner] -= 1
-            self.look()
+    def release(self, permit: Permit) -> None:
+        """Give a permit back. Does nothing if it is not held."""
+        if permit.is_held:
+            permit.is_held = False
+            self._held.remove(permit)
+            self._running[permit.owner] -= 1
+            self.admit()
 
-    def look(self) -> None:
-        """Let those begin that may."""
+    def admit(self) -> None:
+        """Grant permits to waiting requests, as many as may begin now."""
         while self._waiting and self._running.total() < self._limit and self._may_begin():
             waiter = min(self._waiting, key=lambda waiting: self._running[waiting[0].owner])
             self._waiting.remove(waiter)
-            place, granted = waiter
+            permit, granted = waiter
             if not granted.done():
-                self._running[place.owner] += 1
-                place.is_held = True
-                self._held.append(place)
+                self._running[permit.owner] += 1
+                permit.is_held = True
+                self._held.append(permit)
                 granted.set_result(None)
 
-    async def run(self, place: Place, work: Callable[[], Awaitable[T]]) -> T:
-        """Do ``work``. Where it has to give way it is cancelled, and done again as soon as there is a place again."""
+    async def run(self, permit: Permit, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of ``work``. If it is preempted, it is cancelled and called again with a new permit."""
         while True:
-            place.has_begun = False
+            permit.has_begun = False
             try:
-                async with asyncio.timeout(None) as place.scope:
+                async with asyncio.timeout(None) as permit.scope:
                     return await work()
             except TimeoutError:
-                if place.scope is None or not place.scope.expired():
+                if permit.scope is None or not permit.scope.expired():
                     raise
             finally:
-                place.scope = None
-            self.release(place)
-            await self._wait(place)
+                permit.scope = None
+            self.release(permit)
+            await self._wait(permit)
 
-    def give_way(self, number: int) -> None:
-        """Stop so many requests that run, less those that are stopping already: newest first, of those with a token.
+    def preempt(self, number: int) -> None:
+        """Stop ``number`` running requests, less those that are stopping already.
 
-        Those without a token come after them, oldest first: the others of them may wait for workers themselves.
+        The newest ones with a first token are stopped first. Those without one follow, oldest first: the newest may
+        themselves be waiting for workers.
         """
-        running = [place for place in self._held if place.scope is not None]
-        number -= sum(place.is_stopping for place in running)
-        steady = [place for place in running if not place.is_stopping]
-        begun = [place for place in reversed(steady) if place.has_begun]
-        for place in [*begun, *(place for place in steady if not place.has_begun)][: max(0, number)]:
-            if place.scope is not None:
-                place.scope.reschedule(asyncio.get_running_loop().time())
+        running = [permit for permit in self._held if permit.scope is not None]
+        number -= sum(permit.is_stopping for permit in running)
+        steady = [permit for permit in running if not permit.is_stopping]
+        begun = [permit for permit in reversed(steady) if permit.has_begun]
+        for permit in [*begun, *(permit for permit in steady if not permit.has_begun)][: max(0, number)]:
+            if permit.scope is not None:
+                permit.scope.reschedule(asyncio.get_running_loop().time())
 
-    async def _wait(self, place: Place) -> None:
+    async def _wait(self, permit: Permit) -> None:
         granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = (place, granted)
+        waiter = (permit, granted)
         self._waiting.append(waiter)
-        self.look()
+        self.admit()
         try:
             await granted
         except asyncio.CancelledError:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-            self.release(place)
+            self.release(permit)
             raise

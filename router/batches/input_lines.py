@@ -1,4 +1,4 @@
-"""The input file of a batch: one JSON object a line. What is wrong with a line has OpenAI's code and the line's number."""
+"""The input file of a batch: one JSON object per line. A problem has OpenAI's code and the number of its line."""
 
 import codecs
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from router.batches.records import LineProblem
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 MAX_CUSTOM_ID_CHARACTERS = 512
 MAX_PROBLEMS = 100
-"""Problems that a batch lists; reading stops at that many."""
+"""Most problems that a batch lists; reading stops then."""
 
 
 @dataclass(frozen=True)
 class InputLine:
-    """A request of a batch. body: JSON, as it stands in the line."""
+    """A request of a batch. body: the JSON text from the line."""
 
     custom_id: str
     body: bytes
@@ -32,27 +32,25 @@ class _Line(msgspec.Struct):
 
 
 def digest(custom_id: str) -> bytes:
-    """Return what stands for a custom_id in memory: 16 bytes, however long it is."""
+    """Return 16 bytes that identify a custom_id in memory, however long it is."""
     return blake2b(custom_id.encode(), digest_size=16).digest()
 
 
 def read_line(file: BinaryIO, max_bytes: int) -> bytes:
-    """Return the next line with its end, b"" behind the last one; one byte more than ``max_bytes`` of a longer line."""
+    """Return the next line with its end, or b"" after the last one; of a longer line ``max_bytes`` + 1 bytes."""
     return file.readline(max_bytes + 1)
 
 
 def parse_line(raw: bytes, number: int, endpoint: str) -> InputLine | LineProblem:
-    """Read one line, whose body is checked to be an object and nothing more."""
+    """Parse one line. The body is only checked to be an object."""
     if number == 1:
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
-        raw.decode()  # before msgspec, which skips the bytes of strings that it need not read
-        msgspec.json.decode(
-            raw, type=msgspec.Raw
-        )  # a wrong type would be reported before broken JSON behind it
+        raw.decode()  # msgspec does not check the bytes of strings that it skips
+        msgspec.json.decode(raw, type=msgspec.Raw)  # else a wrong type would hide broken JSON after it
         line = msgspec.json.decode(raw, type=_Line)
     except msgspec.ValidationError as error:
-        return LineProblem(code="invalid_request", message=f"The line is no request: {error}", line=number)
+        return LineProblem(code="invalid_request", message=f"The line is not a request: {error}", line=number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         message = "This line is not parseable as valid JSON."
         return LineProblem(code="invalid_json_line", message=message, line=number)
@@ -88,9 +86,9 @@ def _problem(line: _Line, number: int, endpoint: str) -> LineProblem | None:
 
 @dataclass
 class Validation:
-    """Reads an input file some lines at a time. Owns what it found: the number of lines, their ids, the problems.
+    """Checks an input file, some lines at a time. Owns the number of lines, their ids and the problems.
 
-    max_line_bytes: a longer line is a problem. max_lines: with one more reading stops.
+    max_line_bytes: a longer line is a problem. max_lines: a file with more lines is rejected.
     """
 
     file: BinaryIO
@@ -102,7 +100,7 @@ class Validation:
     _first_line: dict[bytes, int] = field(default_factory=dict)
 
     def advance(self, max_bytes: int) -> bool:
-        """Check further lines, about ``max_bytes`` of them. True when all are checked, or nothing is left to find out."""
+        """Check about ``max_bytes`` of further lines. Return True if all are checked or the result is certain."""
         num_bytes = 0
         while num_bytes < max_bytes:
             raw = read_line(self.file, self.max_line_bytes)
@@ -120,7 +118,7 @@ class Validation:
         return False
 
     def _check(self, raw: bytes) -> bool:
-        """Check one line. False where no further one shall be read."""
+        """Check one line. Return False if no further line is to be read."""
         number = self.total
         if len(raw) > self.max_line_bytes:
             message = f"The line has more than {self.max_line_bytes} bytes, the limit of a request's body."
@@ -130,7 +128,7 @@ class Validation:
         if isinstance(line, LineProblem):
             self.problems.append(line)
         elif (first := self._first_line.setdefault(digest(line.custom_id), number)) != number:
-            message = f"custom_id is that of line {first} too; it must be unique within a batch."
+            message = f"custom_id is also that of line {first}; it must be unique within a batch."
             self.problems.append(
                 LineProblem(code="duplicate_custom_id", message=message, param="custom_id", line=number)
             )
@@ -142,11 +140,11 @@ class Validation:
 
 
 def valid_lines(file: BinaryIO, endpoint: str, max_line_bytes: int) -> Iterator[InputLine]:
-    """Yield the lines of a file that ``Validation`` has found to be valid, one read each."""
+    """Yield the lines of a file that ``Validation`` has found to be valid, with one read for each."""
     number = 0
     while raw := read_line(file, max_line_bytes):
         number += 1
         line = parse_line(raw, number, endpoint)
         if isinstance(line, LineProblem):
-            raise AssertionError(f"line {number} is valid no longer: {line.code}")
+            raise AssertionError(f"line {number} is no longer valid: {line.code}")
         yield line

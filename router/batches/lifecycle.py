@@ -1,4 +1,4 @@
-"""The states of a batch and the ways between them, as pure functions.
+"""The states of a batch and the transitions between them, as pure functions.
 
     VALIDATING ──▶ IN_PROGRESS ──▶ FINALIZING ──▶ COMPLETED
         │  │            │  │            └───────▶ EXPIRED
@@ -6,7 +6,7 @@
         ├──▶ FAILED     │
         └───────────────┴──▶ CANCELLING ──▶ CANCELLED
 
-Each function returns the record of the next state and raises ``WrongStateError`` in a state that it does not start from.
+Each function returns the record in the next state, or raises ``WrongStateError`` in a state that it does not start from.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ from router.batches.records import BatchRecord, BatchStatus, Counts, LineProblem
 
 
 class WrongStateError(Exception):
-    """A transition from a state that it does not start from."""
+    """A transition that the state of the batch does not allow."""
 
 
 def begin(batch: BatchRecord, total: int, now: int) -> BatchRecord:
-    """Every line of the input is valid, and there are ``total``."""
+    """Begin to answer the input, which has ``total`` valid lines."""
     _require(batch, BatchStatus.VALIDATING)
     return structs.replace(
         batch, status=BatchStatus.IN_PROGRESS, in_progress_at=now, counts=Counts(total=total)
@@ -29,36 +29,36 @@ def begin(batch: BatchRecord, total: int, now: int) -> BatchRecord:
 
 
 def reject(batch: BatchRecord, problems: Sequence[LineProblem], now: int) -> BatchRecord:
-    """The input is not valid: nothing of it is answered."""
+    """Fail the batch because its input is not valid."""
     _require(batch, BatchStatus.VALIDATING)
     return structs.replace(batch, status=BatchStatus.FAILED, failed_at=now, errors=tuple(problems))
 
 
 def can_cancel(batch: BatchRecord) -> bool:
-    """Whether ``cancel`` may be called."""
+    """Return True if ``cancel`` may be called."""
     return batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
 
 
 def cancel(batch: BatchRecord, now: int) -> BatchRecord:
-    """The owner wants no further answers; those that are written stay."""
+    """Stop answering for the owner; answers that are written are kept."""
     _require(batch, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
     return structs.replace(batch, status=BatchStatus.CANCELLING, cancelling_at=now)
 
 
 def finalize(batch: BatchRecord, now: int) -> BatchRecord:
-    """Every request has its result."""
+    """Finish answering: every request has its result."""
     _require(batch, BatchStatus.IN_PROGRESS)
     return structs.replace(batch, status=BatchStatus.FINALIZING, finalizing_at=now)
 
 
 def expire(batch: BatchRecord, now: int) -> BatchRecord:
-    """The completion window is over; the requests that are left get an error line each."""
+    """Stop answering at the end of the completion window; each remaining request gets an error line."""
     _require(batch, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
     return structs.replace(batch, status=BatchStatus.FINALIZING, finalizing_at=now, is_expiring=True)
 
 
 def end(batch: BatchRecord, now: int, *, counts: Counts) -> BatchRecord:
-    """The result files are whole."""
+    """End the batch, whose result files are complete."""
     _require(batch, BatchStatus.FINALIZING, BatchStatus.CANCELLING)
     ended = structs.replace(batch, counts=counts)
     if batch.status is BatchStatus.CANCELLING:

@@ -1,26 +1,26 @@
-"""What is known of a file and of a batch: the records in the folder, one JSON file each."""
+"""The records of files and batches in the folder, one JSON file each."""
 
 from enum import StrEnum
 
 import msgspec
 
 VERSION = 1
-"""Of the records' format; a record of another version is refused by name."""
+"""Version of the records' format; a record of another version is rejected by name."""
 
 
 class Purpose(StrEnum):
-    """What a file is for. Clients upload BATCH; the service writes BATCH_OUTPUT."""
+    """The purpose of a file. Clients upload BATCH; the service writes BATCH_OUTPUT."""
 
     BATCH = "batch"
     BATCH_OUTPUT = "batch_output"
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A file that is wholly on the disk.
+    """A file that is completely on the disk.
 
     owner: digest of the API key that it belongs to; "" without keys. sequence: grows with every record of the folder.
-    num_bytes: of the content. filename: what the client called it; shown, and never part of a path. created_at,
-    expires_at: Unix seconds; the file is removed at ``expires_at``.
+    num_bytes: of the content. filename: the client's name for it, never part of a path. created_at, expires_at: Unix
+    seconds; the file is removed at ``expires_at``.
     """
 
     id: str
@@ -50,11 +50,11 @@ class BatchStatus(StrEnum):
 OPEN = frozenset(
     {BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, BatchStatus.FINALIZING, BatchStatus.CANCELLING}
 )
-"""States in which a batch is not over."""
+"""The states of an open batch, one that is not over."""
 
 
 class LineProblem(msgspec.Struct, frozen=True, kw_only=True):
-    """Why the input of a batch is refused. line: of the input file, from 1; None for the file as a whole."""
+    """The reason why the input of a batch is rejected. line: number in the input file, from 1; None for the whole file."""
 
     code: str
     message: str
@@ -63,7 +63,7 @@ class LineProblem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Requests of a batch: all of them, those that were answered, those that ended with an error."""
+    """Numbers of requests of a batch: total, answered, and ended with an error."""
 
     total: int = 0
     completed: int = 0
@@ -71,12 +71,12 @@ class Counts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A batch. Times are Unix seconds; one of a state is None until the batch has reached that state.
+    """A batch. Times are Unix seconds; the time of a state is None until the batch has reached that state.
 
     owner, sequence: see FileRecord. output_file_id, error_file_id: chosen when the batch is created, since results are
-    written under these names from the first one on; clients see them once the batch is over. output_seconds: how
-    long these files are kept; None: as long as every file. counts: final only
-    when the batch is over. is_expiring: what was not answered in time gets an error line.
+    written under these names from the first one on; clients see them once the batch is over. output_seconds: how long these
+    files are kept; None: as long as all files. counts: final only when the batch is over. is_expiring: the requests that
+    were not answered in time get an error line.
     """
 
     id: str
@@ -106,5 +106,5 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def is_open(self) -> bool:
-        """Whether the batch is not over."""
+        """True while the batch is not over."""
         return self.status in OPEN

@@ -13,7 +13,7 @@ from router.batches.input_lines import digest
 
 
 class Response(msgspec.Struct, frozen=True):
-    """What a request was answered. body: JSON."""
+    """The response to a request. body: JSON."""
 
     status_code: int
     request_id: str
@@ -21,14 +21,14 @@ class Response(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Why a request has no response."""
+    """The reason why a request has no response."""
 
     code: str
     message: str
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One line of a result file, by OpenAI's field names."""
+    """One line of a result file, with OpenAI's field names."""
 
     id: str
     custom_id: str
@@ -37,19 +37,19 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def is_answer(self) -> bool:
-        """Whether the line belongs into the output file; every other one belongs into the error file."""
+        """True for a line of the output file; others go to the error file."""
         return self.response is not None and self.response.status_code == 200
 
 
 def new_result(custom_id: str, response: Response | None, error: Problem | None = None) -> Result:
-    """Return a result with a fresh id."""
+    """Return a result with a new id."""
     return Result(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
 
 
 class Results:
-    """Owns the two files of one batch while it is open, and knows which requests have their result line.
+    """Owns the two result files of one batch while they are open, and the set of requests that have a result line.
 
-    Only whole lines count: what stands behind the last whole one is cut off when the files are opened.
+    Only whole lines count: bytes after the last whole line are cut off when the files are opened.
     """
 
     def __init__(self, disk: Disk, output: Path, errors: Path) -> None:
@@ -86,13 +86,13 @@ class Results:
         return self._sizes[0], self._sizes[1]
 
     def has(self, custom_id: str) -> bool:
-        """Whether the request has its result line."""
+        """Return True if the request has a result line."""
         return digest(custom_id) in self._done
 
     def append(self, result: Result) -> int:
-        """Write a result as one line and return its size. Raises OSError.
+        """Write a result as one line and return its size in bytes. Raises OSError.
 
-        What a write that failed has left is cut off by the next one, or when the files are opened again.
+        A partial line of a failed write is cut off before the next write, or when the files are opened again.
         """
         number = 0 if result.is_answer else 1
         line = msgspec.json.encode(result) + b"\n"
@@ -107,12 +107,12 @@ class Results:
         return len(line)
 
     def sync(self) -> None:
-        """Return when every line would survive a power failure. Raises OSError."""
+        """Wait until every line would survive a power failure. Raises OSError."""
         for descriptor in self._descriptors:
             self._disk.sync(descriptor)
 
     def close(self) -> None:
-        """Close both files. Does nothing the second time."""
+        """Close both files. Does nothing if they are closed."""
         descriptors = self._descriptors
         self._descriptors = []
         for descriptor in descriptors:
@@ -135,7 +135,7 @@ class _Head(msgspec.Struct):
 
 
 def _whole_lines(file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """Yield custom_id and size of each line up to the first one that was not written whole."""
+    """Yield custom_id and size of each line, up to the first one that is not complete."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return

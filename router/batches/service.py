@@ -1,33 +1,33 @@
-"""Everything about files and batches of one router, started and stopped in order."""
+"""The files and batches of one router, started and stopped in order."""
 
 import asyncio
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from router.batches.answering import AnswerBody
+from router.batches.answering import AnswerLine
 from router.batches.disk import Disk
 from router.batches.folder import Folder
 from router.batches.gate import LineGate
-from router.batches.library import Library
-from router.batches.quota import Bounds
-from router.batches.run import CountResult, Pause
+from router.batches.quota import FolderLimits
+from router.batches.run_context import CountResult, Pause
 from router.batches.runner import BatchRunner
+from router.batches.storage import Storage
 from router.batches.store import Store
 
 
 class BatchService:
     """Owns the folder and the batches between ``start`` and ``close``.
 
-    max_concurrency: requests of batches at once. may_begin: whether no other request waits for workers; call ``look`` when
-    that may have changed. clock: Unix seconds.
+    max_concurrency: requests of batches at once. may_begin: returns True while no other request waits for workers; call
+    ``admit`` when that may have changed. clock: Unix seconds.
     """
 
     def __init__(
         self,
         path: Path,
-        bounds: Bounds,
-        answer: AnswerBody,
+        limits: FolderLimits,
+        answer: AnswerLine,
         *,
         max_concurrency: int,
         may_begin: Callable[[], bool],
@@ -37,32 +37,32 @@ class BatchService:
         disk: Disk | None = None,
     ) -> None:
         disk = disk or Disk()
-        self.library = Library(Store(Folder(path, disk), disk, bounds, clock))
+        self.storage = Storage(Store(Folder(path, disk), disk, limits, clock))
         self._gate = LineGate(max_concurrency, may_begin)
-        self.runner = BatchRunner(self.library, answer, self._gate, count_result, pause=pause)
+        self.runner = BatchRunner(self.storage, answer, self._gate, count_result, pause=pause)
 
     async def start(self) -> None:
-        """Lock the folder and go on with its batches. Raises SettingError, UnavailableError."""
-        await self.library.open()
+        """Lock the folder and continue its batches. Raises SettingError, UnavailableError."""
+        await self.storage.open()
         await self.runner.start()
 
     async def close(self) -> None:
-        """Stop every request, and let others use the folder."""
+        """Stop every request and unlock the folder."""
         await self.runner.close()
-        await self.library.close()
+        await self.storage.close()
 
-    def look(self) -> None:
-        """Let requests begin that may."""
-        self._gate.look()
+    def admit(self) -> None:
+        """Start waiting requests of batches, if they may begin now."""
+        self._gate.admit()
 
-    def give_way(self, number: int) -> None:
-        """Stop so many of the requests that run, for others that wait for workers; they begin again later."""
-        self._gate.give_way(number)
+    def preempt(self, number: int) -> None:
+        """Stop ``number`` running requests of batches to free their workers; they begin again later."""
+        self._gate.preempt(number)
 
     async def gauges(self) -> tuple[Counter[str], int]:
-        """Return how many batches there are by status, and how many bytes the files have."""
-        return await self.library.run(self._gauges)
+        """Return the number of batches by status, and the bytes of the files."""
+        return await self.storage.run(self._gauges)
 
     def _gauges(self) -> tuple[Counter[str], int]:
-        store = self.library.store
+        store = self.storage.store
         return Counter(batch.status.value for batch in store.all_batches()), store.quota.num_bytes

@@ -1,8 +1,7 @@
-"""The files and batches of all clients, as they lie in the folder.
+"""The files and batches of all clients in the folder.
 
-Every method does blocking I/O and is called on the one thread of ``router.batches.library``, so there are no two calls at
-the same time. One client's objects do not exist for another one: each call names the owner, and what belongs to somebody
-else is not found.
+Every method blocks and is called on the thread of ``router.batches.storage``, so no two calls overlap. Each call names the
+owner; the objects of other owners are not found.
 """
 
 import os
@@ -13,7 +12,7 @@ from typing import BinaryIO
 from contract.errors import InvalidRequestError, NotFoundError, PayloadTooLargeError
 from router.batches.disk import Disk
 from router.batches.folder import BATCH_PREFIX, FILE_PREFIX, Folder
-from router.batches.quota import Bounds, Quota
+from router.batches.quota import FolderLimits, Quota
 from router.batches.records import BatchRecord, FileRecord, Purpose
 
 
@@ -25,12 +24,12 @@ def new_id(prefix: str) -> str:
 class Store:
     """Owns the records of the folder between ``open`` and ``close``. clock: Unix seconds."""
 
-    def __init__(self, folder: Folder, disk: Disk, bounds: Bounds, clock: Callable[[], float]) -> None:
+    def __init__(self, folder: Folder, disk: Disk, limits: FolderLimits, clock: Callable[[], float]) -> None:
         self.folder = folder
         self.disk = disk
-        self.bounds = bounds
+        self.limits = limits
         self._clock = clock
-        self.quota = Quota(bounds)
+        self.quota = Quota(limits)
         self._sequence = 0
         self._files: dict[str, FileRecord] = {}
         self._batches: dict[str, BatchRecord] = {}
@@ -41,7 +40,7 @@ class Store:
         return int(self._clock())
 
     def open(self) -> None:
-        """Lock the folder, read it, and remove what a crash has left. Raises SettingError, OSError."""
+        """Lock the folder, read it, and remove the leftovers of a crash. Raises SettingError, OSError."""
         self.folder.open()
         self._files = {record.id: record for record in self.folder.records(FILE_PREFIX, FileRecord)}
         self._batches = {record.id: record for record in self.folder.records(BATCH_PREFIX, BatchRecord)}
@@ -53,16 +52,16 @@ class Store:
         self.sweep()
 
     def close(self) -> None:
-        """Let others use the folder."""
+        """Unlock the folder."""
         self.folder.close()
 
     def sweep(self) -> None:
-        """Remove files that have expired and batches that are over and were kept long enough. Raises OSError."""
+        """Remove expired files, and batches that are over and older than the retention time. Raises OSError."""
         now = self.now
         used = self._inputs_in_use()
         for file in [file for file in self._files.values() if file.expires_at <= now and file.id not in used]:
             self._remove(file)
-        kept_since = now - self.bounds.retention_seconds
+        kept_since = now - self.limits.retention_seconds
         for batch in [b for b in self._batches.values() if not b.is_open and b.created_at <= kept_since]:
             self._remove(batch)
 
@@ -79,11 +78,11 @@ class Store:
         return found
 
     def open_file(self, file: FileRecord) -> BinaryIO:
-        """Open the content of a file for reading; it can be read to its end even if the file is deleted. Raises OSError."""
+        """Open a file for reading; it can be read to its end even if the file is deleted meanwhile. Raises OSError."""
         return self.folder.data(file.id).open("rb")
 
     def delete_file(self, owner: str, file_id: str) -> None:
-        """Remove a file. Raises NotFoundError, InvalidRequestError for the input of a batch that is not over, OSError."""
+        """Remove a file. Raises NotFoundError, InvalidRequestError for the input of an open batch, OSError."""
         file = self.file(owner, file_id)
         if file.id in self._inputs_in_use():
             raise InvalidRequestError(
@@ -94,14 +93,14 @@ class Store:
     def add_file(
         self, file_id: str, owner: str, num_bytes: int, filename: str, purpose: Purpose, seconds: int | None
     ) -> FileRecord:
-        """Make a file of data that is wholly on the disk, and kept for ``seconds``. Raises OSError.
+        """Add the record of a file whose data is on the disk, to be kept for ``seconds``. Raises OSError.
 
-        A file that has the id already stays as it is: a router that was killed does again what it may have done.
+        If the record exists, it is not changed: a router that was killed may repeat the call.
         """
         if (known := self._files.get(file_id)) is not None:
             return known
         now = self.now
-        kept = min(seconds or self.bounds.retention_seconds, self.bounds.retention_seconds)
+        kept = min(seconds or self.limits.retention_seconds, self.limits.retention_seconds)
         record = FileRecord(
             id=file_id,
             owner=owner,
@@ -120,15 +119,15 @@ class Store:
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
     def open_batches(self) -> list[BatchRecord]:
-        """Return the batches of everybody that are not over, oldest first."""
+        """Return the open batches of all owners, oldest first."""
         return [batch for batch in self._batches.values() if batch.is_open]
 
     def all_files(self) -> Iterable[FileRecord]:
-        """Return the files of everybody."""
+        """Return the files of all owners."""
         return self._files.values()
 
     def all_batches(self) -> Iterable[BatchRecord]:
-        """Return the batches of everybody."""
+        """Return the batches of all owners."""
         return self._batches.values()
 
     def batch(self, owner: str, batch_id: str) -> BatchRecord:
@@ -139,17 +138,17 @@ class Store:
         return found
 
     def put_batch(self, batch: BatchRecord) -> BatchRecord:
-        """Keep the record in the place of the old one, or as a new one, and return it. Raises OSError."""
+        """Store a new record, or replace the old one, and return it. Raises OSError."""
         self._write(batch)
         return batch
 
     def next_sequence(self) -> int:
-        """Return a number above that of every record."""
+        """Return a number greater than that of every record."""
         self._sequence += 1
         return self._sequence
 
     def _reserved(self) -> set[str]:
-        """Ids of the results of batches that are not over: they have data and no record yet."""
+        """Return the ids of the results of open batches, which have data but no record yet."""
         return {name for batch in self.open_batches() for name in (batch.output_file_id, batch.error_file_id)}
 
     def _inputs_in_use(self) -> set[str]:
@@ -180,10 +179,10 @@ class Store:
 
 
 class Upload:
-    """A file that is being written. Owns its data until ``finish`` or ``abort``."""
+    """A file that is being uploaded. Owns its data until ``finish`` or ``abort``."""
 
     def __init__(self, store: Store, owner: str) -> None:
-        """Raises PayloadTooLargeError where the folder is full, OSError."""
+        """Create the file. Raises PayloadTooLargeError if the folder is full, OSError."""
         store.quota.check_records(owner)
         store.quota.check_bytes(owner)
         self._store = store
@@ -191,11 +190,11 @@ class Upload:
         self._id = new_id(FILE_PREFIX)
         self._num_bytes = 0
         self._descriptor: int | None = store.disk.create(store.folder.data(self._id))
-        store.quota.add_records(owner, 1)  # one that runs counts as a file
+        store.quota.add_records(owner, 1)  # a running upload counts as a file
 
     def write(self, chunk: bytes) -> None:
         """Write the next bytes. Raises PayloadTooLargeError, OSError."""
-        limit = self._store.bounds.file_bytes
+        limit = self._store.limits.file_bytes
         if self._num_bytes + len(chunk) > limit:
             raise PayloadTooLargeError(
                 f"the file has more than {limit} bytes, the limit of this service (files_max_bytes)",
@@ -207,7 +206,7 @@ class Upload:
         self._store.quota.add_bytes(self._owner, len(chunk))
 
     def finish(self, filename: str, seconds: int | None) -> FileRecord:
-        """Make a file of what was written. Raises OSError."""
+        """Add the record of the file and return it. Raises OSError."""
         store = self._store
         store.disk.sync(self._open)
         file = store.add_file(self._id, self._owner, self._num_bytes, filename, Purpose.BATCH, seconds)
@@ -215,7 +214,7 @@ class Upload:
         return file
 
     def abort(self) -> None:
-        """Remove what was written, unless it has become a file. Raises OSError."""
+        """Remove the data, unless the upload is finished. Raises OSError."""
         if self._descriptor is not None:
             self._release()
             self._store.folder.remove(self._id)

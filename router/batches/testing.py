@@ -1,4 +1,4 @@
-"""A disk on which the process dies at a chosen write, for tests of what the next process finds."""
+"""A disk on which the process dies at a chosen write, for tests of recovery."""
 
 from pathlib import Path
 
@@ -6,13 +6,13 @@ from router.batches.disk import Disk
 
 
 class ProcessDiedError(Exception):
-    """The process was killed here."""
+    """The process has been killed at this point."""
 
 
 class CrashingDisk(Disk):
-    """Does what it is told until ``crash_at`` is reached; from then on nothing reaches the disk.
+    """Makes changes until ``crash_at`` is reached, and none afterwards.
 
-    crash_at: how many more changes are made; None for all. A write in which the process dies leaves its first half.
+    crash_at: how many more changes are made; None for all. A write during which the process dies leaves its first half.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class CrashingDisk(Disk):
 
     @property
     def is_dead(self) -> bool:
-        """Whether the process has died."""
+        """True once the process has died."""
         return self.crash_at is not None and self.crash_at < 0
 
     def create(self, path: Path) -> int:
@@ -41,7 +41,7 @@ class CrashingDisk(Disk):
         super().write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:
-        """Do nothing, since no power failure is played. Raises ProcessDiedError."""
+        """Do nothing, since no power failure is simulated. Raises ProcessDiedError."""
         self._step()
 
     def truncate(self, path: Path, size: int) -> None:
@@ -60,7 +60,7 @@ class CrashingDisk(Disk):
         super().remove(path)
 
     def sync_folder(self, folder: Path) -> None:
-        """Do nothing, since no power failure is played. Raises ProcessDiedError."""
+        """Do nothing, since no power failure is simulated. Raises ProcessDiedError."""
         self._step()
 
     def _step(self) -> None:

@@ -1,4 +1,4 @@
-"""Who may call: API keys, and the origins of web pages (CORS)."""
+"""Access to the HTTP API: API keys, and the origins of web pages (CORS)."""
 
 from collections.abc import Awaitable, Callable
 
@@ -20,7 +20,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Middleware:
-    """Lets requests for open paths through, and others with a key; counts and raises UnauthenticatedError."""
+    """Return a middleware that requires an API key except on open paths. It counts and raises UnauthenticatedError."""
     open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
 
     @web.middleware
@@ -29,7 +29,7 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Mid
             try:
                 keys.check(authorization_of(request))
             except UnauthenticatedError:
-                wrong.note(request.remote or "a client that has gone")
+                wrong.note(request.remote or "a disconnected client")
                 raise
             request[_TENANT] = keys.tenant(authorization_of(request))
         return await handler(request)
@@ -38,9 +38,10 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Mid
 
 
 def authorization_of(request: web.Request) -> str:
-    """Return what a request says of who asks, or "".
+    """Return the credentials of a request in the form of ``Authorization``, or "".
 
-    A key in ``x-api-key``, as Anthropic's clients send it, counts where ``Authorization`` holds none: a proxy's Basic, say.
+    A key in ``x-api-key``, where Anthropic's clients send it, counts unless ``Authorization`` holds a key too. It may hold
+    something else: a proxy's Basic credentials, for example.
     """
     given = request.headers.get(hdrs.AUTHORIZATION, "")
     key = request.headers.get(_API_KEY)
@@ -50,21 +51,21 @@ def authorization_of(request: web.Request) -> str:
 
 
 def tenant_of(request: web.Request) -> str:
-    """Return the digest of the API key that ``key_check`` accepted; "" where no key is needed."""
+    """Return the digest of the API key that ``key_check`` accepted; "" if no key is required."""
     tenant: str = request.get(_TENANT, "")
     return tenant
 
 
 class Cors:
-    """Lets web pages of some origins call us. origins: ``scheme://host[:port]``; "*" is every one."""
+    """The origins whose web pages may call this API. origins: ``scheme://host[:port]``; "*" is every origin."""
 
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
 
-    def refuse_forms(self, hosts: HostCheck) -> Middleware:
-        """Refuses what a page of any site can send without asking before: what is no JSON. For ports without API keys.
+    def reject_forms(self, hosts: HostCheck) -> Middleware:
+        """Return a middleware that rejects bodies of other sites' pages that are not JSON. For ports without API keys.
 
-        A browser lets each page send forms, and keeps the answer from it only.
+        A browser lets any page send forms without a preflight and only keeps the answer from it.
         """
 
         @web.middleware
@@ -78,7 +79,7 @@ class Cors:
 
     @property
     def middleware(self) -> Middleware:
-        """Answers a browser's question before the request. Outermost, for such a question carries no key."""
+        """A middleware that answers preflight requests. It must be the outermost: a preflight carries no key."""
 
         @web.middleware
         async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -100,7 +101,7 @@ class Cors:
         return answer
 
     async def mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Say in a response's headers who may read it; for ``on_response_prepare``: errors and streams pass there too."""
+        """Add the CORS headers to a response. For ``on_response_prepare``, which errors and streams pass too."""
         if not self._origins:
             return
         response.headers.add(hdrs.VARY, hdrs.ORIGIN)

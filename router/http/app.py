@@ -1,37 +1,32 @@
-"""The web application of the OpenAI API."""
+"""The web application of the public HTTP API: its middlewares around its routes."""
+
+from collections.abc import Iterable
 
 from aiohttp import hdrs, web
 
+from router.client_access import ClientAccess
 from router.draining import Drain
 from router.http.access import Cors, key_check
 from router.http.boundary import boundary
-from router.http.endpoints import Endpoints
 from router.http.lifetime import lifetime
-from router.running import RunningRequests
 from router.settings import RouterSettings
-from serving.api_keys import ApiKeys
 from serving.http_hosts import HostCheck, listed_hosts
-from serving.wrong_keys import WrongKeys
 
 
 def build_app(
-    endpoints: Endpoints,
-    settings: RouterSettings,
-    keys: ApiKeys,
-    wrong: WrongKeys,
-    running: RunningRequests,
-    drain: Drain,
+    routes: Iterable[web.RouteDef], settings: RouterSettings, clients: ClientAccess, drain: Drain
 ) -> web.Application:
-    """An application that serves ``endpoints``. Start it with ``serving.http_server.start_http``.
+    """Return an application that serves ``routes``. Start it with ``serving.http_server.start_http``.
 
-    running: what a drain ends. While ``drain`` is on, connections are closed behind their answers.
+    While ``drain`` is on, connections are closed after their answers.
     """
     cors = Cors(settings.origins)
-    check = key_check(keys, wrong, metrics_need_key=settings.metrics_need_key)
+    check = key_check(clients.keys, clients.wrong_keys, metrics_need_key=settings.metrics_need_key)
     hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
-    forms = [] if keys.are_required else [cors.refuse_forms(hosts)]  # a key is nothing that a page can send
+    # With API keys there is nothing to protect from forms: a page of another site cannot send a key.
+    forms = [] if clients.keys.are_required else [cors.reject_forms(hosts)]
     app = web.Application(
-        middlewares=[cors.middleware, boundary, hosts.middleware, check, *forms, lifetime(running)],
+        middlewares=[cors.middleware, boundary, hosts.middleware, check, *forms, lifetime(clients.running)],
         client_max_size=settings.max_body_bytes,
     )
     app.on_response_prepare.append(cors.mark)
@@ -39,8 +34,8 @@ def build_app(
     async def end_connection(_: web.Request, response: web.StreamResponse) -> None:
         if drain.is_on:
             response.force_close()
-            response.headers[hdrs.CONNECTION] = "close"  # its headers were made before
+            response.headers[hdrs.CONNECTION] = "close"  # force_close comes too late for the header
 
     app.on_response_prepare.append(end_connection)
-    app.add_routes(endpoints.routes())
+    app.add_routes(routes)
     return app

@@ -1,4 +1,4 @@
-"""The boundary of HTTP: every error becomes the error object of its path's API, every response carries the request's id."""
+"""The boundary of HTTP: errors become the error object of the path's API, and every response carries the request's id."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -9,7 +9,7 @@ from aiohttp import web
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, KvbatonError, NotFoundError
 from router.http.access import tenant_of
 from router.http.exchange import Origin
-from router.http.messages_errors import is_messages_path, messages_error
+from router.http.messages.errors import is_messages_path, messages_error
 from router.http.streaming import EventStream
 from router.request import new_request_id
 from router.running import client_name
@@ -23,30 +23,30 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def request_id_header(request: web.Request) -> dict[str, str]:
-    """The headers that name the request: by our id, and (OpenAI's header) by its client's name where it gave one."""
+    """Return the headers that identify the request: its id, and in OpenAI's header its client's name for it, if any."""
     request_id = request[REQUEST_ID]
     found = {"x-kvbaton-request-id": request_id, "X-Request-Id": name_of(request) or request_id}
     return {**found, "request-id": request_id} if is_messages_path(request) else found
 
 
 def name_of(request: web.Request) -> str | None:
-    """The name that a client gave its request, by the header ``X-Request-Id``."""
+    """Return the name that the client gave its request in the header ``X-Request-Id``."""
     return client_name(request.headers.get("X-Request-Id"))
 
 
 def origin_of(request: web.Request, arrival: float) -> Origin:
-    """Return where the body of ``request`` came from."""
+    """Return the origin of the body of ``request``."""
     return Origin(request_id=request[REQUEST_ID], tenant=tenant_of(request), arrival=arrival)
 
 
 def error_object(request: web.Request, error: KvbatonError) -> dict[str, Any]:
-    """Return the error in the shape of the API that the request's path belongs to."""
+    """Return the error object of the API that the request's path belongs to."""
     return messages_error(error, request[REQUEST_ID]) if is_messages_path(request) else openai_error(error)
 
 
 @web.middleware
 async def boundary(request: web.Request, handler: _Handler) -> web.StreamResponse:
-    """Answer errors; after the headers of a stream have gone out, as its last event (and no [DONE])."""
+    """Answer errors: as a response, or as the last event of a stream whose headers were sent (without [DONE])."""
     request[REQUEST_ID] = new_request_id("req")
     try:
         response = await handler(request)
@@ -55,10 +55,10 @@ async def boundary(request: web.Request, handler: _Handler) -> web.StreamRespons
     except web.HTTPException as error:
         response = _http_error_response(request, error)
     except ConnectionResetError:
-        logger.info("%s: the client went away", request[REQUEST_ID])
+        logger.info("%s: the client disconnected", request[REQUEST_ID])
         response = request[STREAM].response if STREAM in request else web.Response(status=499)
     except Exception:
-        logger.exception("%s: a bug", request[REQUEST_ID])
+        logger.exception("%s: unexpected error", request[REQUEST_ID])
         response = await _error_response(
             request, InternalError(f"an internal error; the log names it by {request[REQUEST_ID]}")
         )
@@ -81,12 +81,12 @@ async def _error_response(request: web.Request, error: KvbatonError) -> web.Stre
 
 
 def _http_error_response(request: web.Request, error: web.HTTPException) -> web.Response:
-    """What aiohttp itself answers: unknown path, wrong method."""
+    """Answer the errors that aiohttp raises itself: unknown path, wrong method."""
     where = f"{request.method} {request.path}"
-    told: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
+    shown: KvbatonError = InvalidRequestError(f"{where}: {error.reason}")
     if isinstance(error, web.HTTPNotFound):
-        told = NotFoundError(f"there is no {where}")
-    response = web.json_response(error_object(request, told), status=error.status)
+        shown = NotFoundError(f"there is no {where}")
+    response = web.json_response(error_object(request, shown), status=error.status)
     if "Allow" in error.headers:
         response.headers["Allow"] = error.headers["Allow"]
     return response

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, by OpenAI's field names."""
+"""POST /v1/embeddings."""
 
 import base64
 import struct
@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -14,14 +13,14 @@ from aiohttp import web
 from contract.errors import InvalidRequestError
 from router.answer import Delta
 from router.http.access import authorization_of
-from router.http.body import Body
+from router.http.bodies.body import Body, Json
+from router.http.bodies.json_bodies import JsonBodyReader
 from router.http.boundary import REQUEST_ID, name_of, origin_of
-from router.http.exchange import Origin, written
-from router.http.fields import refuse_unserved
-from router.http.prompts import prompts_of
-from router.http.schema import EMBEDDING
+from router.http.exchange import Origin, encoded
+from router.http.fields.prompts import prompts_of
+from router.http.fields.unsupported import reject_unsupported
+from router.http.schema.embedding import EMBEDDING
 from router.http.timing_header import server_timing
-from router.http.tokenizing import ReadBody
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.request import EmbeddingRequest, for_prompts
@@ -31,35 +30,9 @@ _FORMATS = ("float", "base64")
 _NUMBERS_OF_A_PART = 64
 
 
-class EmbeddingEndpoint:
-    """Owns nothing."""
-
-    def __init__(
-        self,
-        read_body: ReadBody,
-        pipeline: Pipeline,
-        bodies: "EmbeddingBodies",
-        running: RunningRequests,
-    ) -> None:
-        self._read_body = read_body
-        self._pipeline = pipeline
-        self._bodies = bodies
-        self._running = running
-
-    async def embeddings(self, request: web.Request) -> web.Response:
-        """One embedding for each input, in their order; all or none."""
-        arrival = time.monotonic()
-        body = await self._read_body(request, "embd", EMBEDDING)
-        exchange = self._bodies.embedding(body, origin_of(request, arrival))
-        async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
-            found = await self._pipeline.embed(*exchange.requests)
-        whole = await exchange.whole(found)
-        return web.json_response(text=whole.decode(), headers=server_timing(request, found))
-
-
 @dataclass(frozen=True)
 class EmbeddingExchange:
-    """The prompts that a body wants embedded, and how the answer is written."""
+    """The prompts of one body, and the format of the answer."""
 
     requests: list[EmbeddingRequest]
     model: str
@@ -68,25 +41,25 @@ class EmbeddingExchange:
     async def whole(self, deltas: list[Delta]) -> bytes:
         """Return the response object as JSON."""
         num_numbers = sum(len(delta.embedding) for delta in deltas)
-        return await written(num_numbers // _NUMBERS_OF_A_PART, partial(self._whole, deltas))
+        return await encoded(num_numbers // _NUMBERS_OF_A_PART, partial(self._encode, deltas))
 
-    def _whole(self, deltas: list[Delta]) -> bytes:
+    def _encode(self, deltas: list[Delta]) -> bytes:
         return msgspec.json.encode(_response(deltas, self.model, is_base64=self.is_base64))
 
 
-class EmbeddingBodies:
-    """Owns nothing. max_inputs: of one request."""
+class EmbeddingParser:
+    """Parses requests for embeddings of the model of ``models``. max_inputs: most inputs of one request."""
 
     def __init__(self, models: ModelSource, max_inputs: int) -> None:
         self._models = models
         self._max_inputs = max_inputs
 
     def embedding(self, body: Body, origin: Origin) -> EmbeddingExchange:
-        """Read the body of a request for embeddings. Raises KvbatonError."""
-        refuse_unserved(body)
+        """Parse the body of a request for embeddings. Raises KvbatonError."""
+        reject_unsupported(body)
         is_base64 = _encoding_format(body) == "base64"
         first, *others = prompts_of(body.get("input"), self._max_inputs, param="input")
-        one = EmbeddingRequest(
+        request = EmbeddingRequest(
             request_id=origin.request_id,
             prompt=first,
             model=body.string("model"),
@@ -96,8 +69,34 @@ class EmbeddingBodies:
             tenant=origin.tenant,
             arrival=origin.arrival,
         )
-        model = one.model or self._models.card().name
-        return EmbeddingExchange(for_prompts(one, others), model, is_base64)
+        model = request.model or self._models.card().name
+        return EmbeddingExchange(for_prompts(request, others), model, is_base64)
+
+
+class EmbeddingEndpoint:
+    """The handler of embeddings."""
+
+    def __init__(
+        self, bodies: JsonBodyReader, pipeline: Pipeline, running: RunningRequests, parser: EmbeddingParser
+    ) -> None:
+        self._bodies = bodies
+        self._pipeline = pipeline
+        self._running = running
+        self._parser = parser
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return the path."""
+        return [web.post("/v1/embeddings", self.create)]
+
+    async def create(self, request: web.Request) -> web.Response:
+        """POST /v1/embeddings: one embedding for each input, in their order; all or none."""
+        arrival = time.monotonic()
+        body = await self._bodies.read(request, "embd", EMBEDDING)
+        exchange = self._parser.embedding(body, origin_of(request, arrival))
+        async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
+            found = await self._pipeline.embed(*exchange.requests)
+        whole = await exchange.whole(found)
+        return web.json_response(text=whole.decode(), headers=server_timing(request, found))
 
 
 def _encoding_format(body: Body) -> str:
@@ -109,7 +108,7 @@ def _encoding_format(body: Body) -> str:
     return wanted
 
 
-def _response(found: list[Delta], model: str, *, is_base64: bool) -> dict[str, Any]:
+def _response(found: list[Delta], model: str, *, is_base64: bool) -> Json:
     num_tokens = sum(delta.usage.num_prompt_tokens for delta in found if delta.usage)
     return {
         "object": "list",
@@ -127,5 +126,5 @@ def _response(found: list[Delta], model: str, *, is_base64: bool) -> dict[str, A
 
 
 def _packed(embedding: Sequence[float]) -> str:
-    """Little-endian float32s."""
+    """Return the base64 of little-endian float32 values."""
     return base64.b64encode(struct.pack(f"<{len(embedding)}f", *embedding)).decode()

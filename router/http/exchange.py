@@ -1,4 +1,4 @@
-"""One request body and the answer to it, apart from HTTP: what handlers answer, and what a batch answers line by line."""
+"""A parsed request body and how it is answered, for HTTP handlers and for the lines of a batch."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
@@ -12,20 +12,21 @@ from aiohttp import web
 from contract.errors import KvbatonError
 from router.answer import Delta
 from router.best_of import choose_best
-from router.http.grammars import naming_grammar_field
-from router.http.shapes import AnswerOptions, Shape
+from router.http.fields.grammars import naming_grammar_field
+from router.http.formatter import AnswerFormatter, AnswerOptions
 from router.http.streaming import EventStream
 from router.pipeline import Pipeline
 from router.request import GenerationRequest
 
 _SMALL = 256
-"""Parts (deltas) up to which an answer is written in the event loop."""
+"""Deltas up to which an answer is encoded on the event loop."""
 OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
+"""(request, headers, stall_seconds) → the stream of its answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a body came from: the id of its request, the tenant that sent it, and when it arrived."""
+    """The origin of a body: the id of its request, the tenant that sent it, and its time of arrival (monotonic)."""
 
     request_id: str
     tenant: str
@@ -34,20 +35,20 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Exchange:
-    """The requests that a body asks for, and how the answer to them is written.
+    """The requests of one body, and the formatter of their answer.
 
-    field_names: field that an error of the pipeline names → its name in the body, where the two differ.
+    field_names: field that an error of the pipeline names → its name in the body, if the two differ.
     """
 
     requests: list[GenerationRequest]
     options: AnswerOptions
-    shape: Shape
+    formatter: AnswerFormatter
     open_stream: OpenStream = EventStream
     field_names: Mapping[str, str] = field(default_factory=dict)
 
     @asynccontextmanager
     async def deltas(self, pipeline: Pipeline) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Run the requests for as long as the block lasts. An error within names the field of the body."""
+        """Run the requests for as long as the block lasts. Errors raised within it name the field of the body."""
         try:
             async with (
                 naming_grammar_field(self.requests[0]),
@@ -60,14 +61,14 @@ class Exchange:
 
     async def whole(self, deltas: list[Delta]) -> bytes:
         """Return the response object of an answer that is not streamed, as JSON; -inf is null, as in streams."""
-        return await written(len(deltas), partial(self._whole, deltas))
+        return await encoded(len(deltas), partial(self._whole, deltas))
 
     def _whole(self, deltas: list[Delta]) -> bytes:
         if self.requests[0].rates_tokens:
             deltas = choose_best(deltas, self.options.num_chosen, self.requests[0].num_choices)
-        return msgspec.json.encode(self.shape.whole(deltas))
+        return msgspec.json.encode(self.formatter.whole(deltas))
 
 
-async def written(num_parts: int, write: Callable[[], bytes]) -> bytes:
-    """Return the result of ``write``. A thread calls it if the answer has so many parts that it would block the loop."""
-    return await asyncio.to_thread(write) if num_parts > _SMALL else write()
+async def encoded(num_parts: int, encode: Callable[[], bytes]) -> bytes:
+    """Return the result of ``encode``, called on a thread if the answer has too many parts for the event loop."""
+    return await asyncio.to_thread(encode) if num_parts > _SMALL else encode()

@@ -1,4 +1,4 @@
-"""What ends with a request: what it holds, and its place among those that a router which stops has to end."""
+"""The lifetime of a request: resources that are released when it ends, and its end when the router stops."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -13,9 +13,9 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def lifetime(running: RunningRequests) -> Middleware:
-    """Makes every request one that ``running`` ends when the router stops, whatever it waits for.
+    """Return a middleware by which ``running`` can end every request, whatever it waits for, when the router stops.
 
-    Place it within the boundary, which tells the client why the request has ended.
+    Place it inside the boundary, which answers with the reason.
     """
 
     @web.middleware
@@ -29,5 +29,5 @@ def lifetime(running: RunningRequests) -> Middleware:
 
 
 def held_by(request: web.Request) -> ExitStack:
-    """Return what is left when the request has been answered."""
+    """Return the stack of resources that is unwound when the request has been answered."""
     return request[_HELD]

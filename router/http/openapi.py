@@ -1,21 +1,24 @@
-"""``/openapi.json``: the HTTP API for programs, OpenAPI 3.1, from the fields that ``router.http.schema`` describes."""
+"""The document of ``/openapi.json`` (OpenAPI 3.1): every path, with the bodies and answers of ``router.http.schema``."""
 
 from collections.abc import Callable
 from http import HTTPStatus
 
-from router.http.batch_schema import BATCH, OBJECTS, UPLOAD
-from router.http.body import Json
-from router.http.messages_schema import COUNT, MESSAGE
-from router.http.messages_shape import STOP_REASONS
-from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
-from router.timings import Timings
+from router.http.bodies.body import Json
+from router.http.schema.answers import ANSWERS, ref
+from router.http.schema.chat import CHAT
+from router.http.schema.completion import COMPLETION
+from router.http.schema.embedding import EMBEDDING
+from router.http.schema.files import BATCH, UPLOAD
+from router.http.schema.messages import COUNT, MESSAGE
+from router.http.schema.responses import RESPONSE
+from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
 
 _JSON = "application/json"
 _EVENTS = "text/event-stream"
 
 
 def document(version: str, *, needs_key: bool, metrics_need_key: bool) -> Json:
-    """The whole document. needs_key: whether clients need an API key here."""
+    """Return the document. needs_key: True if clients need an API key."""
     return {
         "openapi": "3.1.0",
         "info": {
@@ -25,7 +28,7 @@ def document(version: str, *, needs_key: bool, metrics_need_key: bool) -> Json:
         },
         "paths": _paths(needs_key, metrics_need_key),
         "components": {
-            "schemas": _SCHEMAS,
+            "schemas": ANSWERS,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -127,7 +130,7 @@ def _generation(summary: str, body: Json, answer: str) -> Json:
 
 
 def _of_anthropic(operation: Json) -> Json:
-    """Return the operation with errors of Anthropic's shape."""
+    """Return the operation with Anthropic's error objects."""
     answers = {
         status: answer if status == "200" else {**answer, "content": _json("MessageError")}
         for status, answer in operation["responses"].items()
@@ -136,139 +139,18 @@ def _of_anthropic(operation: Json) -> Json:
 
 
 def _json(schema: str) -> Json:
-    return {_JSON: {"schema": _ref(schema)}}
+    return {_JSON: {"schema": ref(schema)}}
 
 
 def _error(status: int) -> Json:
-    told = "Cancelled by the client" if status == 499 else HTTPStatus(status).phrase
-    answer: Json = {"description": told, "content": _json("Error")}
+    reason = "Cancelled by the client" if status == 499 else HTTPStatus(status).phrase
+    answer: Json = {"description": reason, "content": _json("Error")}
     if status in (429, 503):
         answer["headers"] = {"Retry-After": {"schema": {"type": "integer"}, "description": "Seconds"}}
     return answer
-
-
-def _ref(schema: str) -> Json:
-    return {"$ref": f"#/components/schemas/{schema}"}
-
-
-def _object(optional: tuple[str, ...] = (), /, **properties: Json) -> Json:
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "required": required, "properties": properties}
 
 
 _REQUEST_ID: Json = {
     "X-Request-Id": {"schema": {"type": "string"}, "description": "The request's name, or its id"}
 }
 _STRING: Json = {"type": "string"}
-_COUNT: Json = {"type": "integer", "minimum": 0}
-_STRING_OR_NULL: Json = {"type": ["string", "null"]}
-_FINISH: Json = {"enum": ["stop", "length", "abort", None]}
-_SECONDS_AND_SIZES: dict[str, Json] = {
-    name: {"type": "number"} for name in (*Timings.__annotations__, "end_to_end")
-}
-_ANSWER: dict[str, Json] = {
-    "id": _STRING,
-    "created": _COUNT,
-    "model": _STRING,
-    "usage": _ref("Usage"),
-    "kvbaton": _object(timings=_object(**_SECONDS_AND_SIZES)),
-}
-_CHOICE: dict[str, Json] = {
-    "index": _COUNT,
-    "finish_reason": _FINISH,
-    "stop_reason": {"type": ["string", "integer", "null"]},
-    "logprobs": {"type": ["object", "null"]},
-    "token_ids": {"type": "array", "items": _COUNT},
-}
-_MESSAGE = _object(role={"const": "assistant"}, content=_STRING_OR_NULL, refusal=_STRING_OR_NULL)
-
-
-def _answer(kind: str, **content: Json) -> Json:
-    choice = _object(("token_ids",), **content, **_CHOICE)
-    choices: Json = {"type": "array", "minItems": 1, "items": choice}
-    return _object(("kvbaton",), object={"const": kind}, choices=choices, **_ANSWER)
-
-
-_SCHEMAS: Json = {
-    "Error": _object(
-        error=_object(message=_STRING, type=_STRING, param=_STRING_OR_NULL, code=_STRING_OR_NULL)
-    ),
-    "ChatCompletion": _answer("chat.completion", message=_MESSAGE),
-    "Completion": _answer("text_completion", text=_STRING),
-    "Embeddings": _object(
-        object={"const": "list"},
-        data={
-            "type": "array",
-            "items": _object(
-                object={"const": "embedding"},
-                index=_COUNT,
-                embedding={"anyOf": [{"type": "array", "items": {"type": "number"}}, _STRING]},
-            ),
-        },
-        model=_STRING,
-        usage=_object(prompt_tokens=_COUNT, total_tokens=_COUNT),
-    ),
-    "Usage": _object(
-        prompt_tokens=_COUNT,
-        completion_tokens=_COUNT,
-        total_tokens=_COUNT,
-        prompt_tokens_details={"anyOf": [_object(cached_tokens=_COUNT), {"type": "null"}]},
-    ),
-    "Response": _object(
-        ("kvbaton",),
-        id=_STRING,
-        object={"const": "response"},
-        created_at=_COUNT,
-        status={"enum": ["completed", "incomplete"]},
-        model=_STRING,
-        output={"type": "array", "minItems": 1, "items": {"type": "object"}},
-        usage=_object(
-            input_tokens=_COUNT,
-            input_tokens_details=_object(cached_tokens=_COUNT),
-            output_tokens=_COUNT,
-            output_tokens_details=_object(reasoning_tokens=_COUNT),
-            total_tokens=_COUNT,
-        ),
-        kvbaton=_ANSWER["kvbaton"],
-    ),
-    "Message": _object(
-        ("kvbaton",),
-        id=_STRING,
-        type={"const": "message"},
-        role={"const": "assistant"},
-        model=_STRING,
-        content={"type": "array", "items": {"type": "object"}},
-        stop_reason={"enum": [*STOP_REASONS, None]},
-        stop_sequence=_STRING_OR_NULL,
-        usage=_object(
-            input_tokens=_COUNT,
-            cache_creation_input_tokens=_COUNT,
-            cache_read_input_tokens=_COUNT,
-            output_tokens=_COUNT,
-        ),
-        kvbaton=_ANSWER["kvbaton"],
-    ),
-    "MessageTokens": _object(input_tokens=_COUNT),
-    "MessageError": _object(
-        type={"const": "error"}, error=_object(type=_STRING, message=_STRING), request_id=_STRING
-    ),
-    "Model": _object(
-        id=_STRING,
-        object={"const": "model"},
-        created=_COUNT,
-        owned_by=_STRING,
-        max_model_len=_COUNT,
-        embeds_only={"type": "boolean"},
-    ),
-    "ModelList": _object(object={"const": "list"}, data={"type": "array", "items": _ref("Model")}),
-    "Tokens": _object(
-        count=_COUNT,
-        max_model_len=_COUNT,
-        tokens={"type": "array", "items": _COUNT},
-        token_strs={"type": ["array", "null"], "items": _STRING},
-    ),
-    "Text": _object(prompt=_STRING),
-    **OBJECTS,
-    "Health": _object(("reason",), status={"enum": ["ok", "unavailable"]}, reason=_STRING),
-    "Version": _object(version=_STRING),
-}

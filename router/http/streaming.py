@@ -1,4 +1,4 @@
-"""Server-sent events: one ``data:`` line a chunk, then ``data: [DONE]``; or an error, and no [DONE]."""
+"""Server-sent events: one ``data:`` line for each chunk, then ``data: [DONE]``; or an error and no [DONE]."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ def _data(payload: bytes) -> bytes:
 
 
 class EventStream:
-    """The events of one response. Headers go out with the first event, so an earlier error can still be a status."""
+    """The events of one response. Headers are sent with the first event, so an earlier error can still set the status."""
 
     def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
         self._request = request
@@ -39,7 +39,7 @@ class EventStream:
         await self._write(_data(b"[DONE]"), is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
-        """Write an error object as the last event and end the response; a client that has gone misses it."""
+        """Write an error object as the last event and end the response. Does nothing if the client disconnected."""
         with contextlib.suppress(CancelledError, ConnectionResetError):
             await self._write(self._event(error), is_last=True)
 
@@ -47,7 +47,7 @@ class EventStream:
         return _data(msgspec.json.encode(chunk))
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
-        """Write, and end the response behind the last payload. A client that stalls loses its connection."""
+        """Write, and end the response after the last payload. The connection of a client that stalls is closed."""
         try:
             async with asyncio.timeout(self._stall_seconds):
                 if not self.response.prepared:
@@ -65,7 +65,7 @@ class EventStream:
 
 
 class NamedEventStream(EventStream):
-    """Events with their ``type`` as an ``event:`` line, and no [DONE]; an error is told by ``failed``'s events."""
+    """Events with their ``type`` in an ``event:`` line, without [DONE]. failed: returns the events for an error object."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NamedEventStream(EventStream):
         await self._write(b"", is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
-        """Write what ``failed`` makes of an error object and end the response; a client that has gone misses it."""
+        """Write the events for an error object and end the response. Does nothing if the client disconnected."""
         with contextlib.suppress(CancelledError, ConnectionResetError):
             await self._write(b"".join(map(self._event, self._failed(error))), is_last=True)
 

@@ -1,4 +1,4 @@
-"""The latency split as a response header, which browsers and proxies know how to show (W3C Server Timing)."""
+"""The latency split as a response header that browsers and proxies can show (W3C Server Timing)."""
 
 from aiohttp import web
 
@@ -8,7 +8,7 @@ _PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode", "end_to
 
 
 def server_timing(request: web.Request, deltas: list[Delta]) -> dict[str, str]:
-    """``Server-Timing`` in milliseconds, of the answer that took longest; none unless ``x-kvbaton-timings: true`` asks."""
+    """Return ``Server-Timing`` in milliseconds for the slowest answer, if ``x-kvbaton-timings: true`` asks for it."""
     if request.headers.get("x-kvbaton-timings", "").lower() not in ("true", "1"):
         return {}
     timings = [delta.timings.as_dict() for delta in deltas if delta.timings]

@@ -1,51 +1,48 @@
-"""POST /tokenize and /detokenize: what the service's own tokenizer makes of a prompt, by the field names of vLLM."""
+"""POST /tokenize and /detokenize, with vLLM's field names."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from contract.requests import check_token_ids
-from router.http.body import Body, Json
-from router.http.chat_fields import chat_of
-from router.http.schema import DETOKENIZE, TOKENIZE
+from router.http.bodies.body import Body, Json
+from router.http.bodies.json_bodies import JsonBodyReader
+from router.http.fields.chat import chat_of
+from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
 from router.model_source import ModelSource
 from router.registry import Registry
 from router.tokenizing import TokenizerThreads, encode_text, size_of
 from text.length_bound import check_text_size
 from text.model_card import ModelCard
 
-ReadBody = Callable[[web.Request, str, Json], Awaitable[Body]]
-"""(request, what its id begins with, its schema) → the fields."""
-
 
 class TokenizerEndpoints:
-    """Owns nothing; long texts are tokenized in ``tokenizers``."""
+    """Handlers that call the served model's tokenizer. Long texts are processed by ``tokenizers``."""
 
     def __init__(
-        self, read_body: ReadBody, models: ModelSource, registry: Registry, tokenizers: TokenizerThreads
+        self, bodies: JsonBodyReader, models: ModelSource, registry: Registry, tokenizers: TokenizerThreads
     ) -> None:
-        self._read_body = read_body
+        self._bodies = bodies
         self._models = models
         self._registry = registry
         self._tokenizers = tokenizers
 
     def routes(self) -> list[web.RouteDef]:
-        """Both paths."""
+        """Return both paths."""
         return [web.post("/tokenize", self.tokenize), web.post("/detokenize", self.detokenize)]
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        """The token ids of ``prompt``, or of ``messages`` in the model's chat template."""
-        body = await self._read_body(request, "tok", TOKENIZE)
+        """POST /tokenize: the token ids of ``prompt``, or of ``messages`` in the model's chat template."""
+        body = await self._bodies.read(request, "tok", TOKENIZE)
         card = self._models.card_named(body.string("model"))
         max_model_len = self._registry.max_model_len(card.max_model_len)
         work = _encoding(body, card, max_model_len)
         ids = await self._tokenizers.run(work.size, work.run)
-        answer: dict[str, Any] = {
+        answer: Json = {
             "count": len(ids),
             "max_model_len": max_model_len,
             "tokens": ids,
@@ -56,8 +53,8 @@ class TokenizerEndpoints:
         return web.json_response(body=msgspec.json.encode(answer))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        """The text of ``tokens``, special tokens included."""
-        body = await self._read_body(request, "detok", DETOKENIZE)
+        """POST /detokenize: the text of ``tokens``, special tokens included."""
+        body = await self._bodies.read(request, "detok", DETOKENIZE)
         card = self._models.card_named(body.string("model"))
         if body.get("tokens") is None:
             raise InvalidRequestError("tokens is missing; send a list of token ids", param="tokens")
@@ -70,7 +67,7 @@ class TokenizerEndpoints:
 
 @dataclass(frozen=True)
 class _Encoding:
-    """What is to be tokenized: about ``size`` characters, by ``run``."""
+    """A text of about ``size`` characters. run: tokenizes it."""
 
     size: int
     run: Callable[[], list[int]]

@@ -27,7 +27,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from engine.kernels.binding import load_kernels
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.checkpoints import VOCAB_SIZE, make_checkpoint
 from tests.router.cluster import MODEL, running_cluster
 
@@ -118,7 +118,7 @@ def test_our_engine_and_the_reference_answer_alike(tmp_path: Path) -> None:
 
 
 @asynccontextmanager
-async def scripted(_: Path, role: Role = Role.BOTH) -> AsyncIterator[Server]:
+async def scripted(_: Path, role: Role = Role.AGGREGATED) -> AsyncIterator[Server]:
     """A real router with scripted workers in this process."""
     roles = (Role.PREFILL, Role.DECODE) if role is Role.PREFILL else (role,)
 

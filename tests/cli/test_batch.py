@@ -18,7 +18,7 @@ import pytest
 from cli.batch_asking import retry_after_seconds
 from contract.identity import Role
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.chaos.settings import process_environment
 from tests.cli.batch_service import BatchService, Reply, running_batch_service
 from tests.router.cluster import running_cluster
@@ -137,13 +137,13 @@ async def test_embeddings_and_responses_are_lines_too(files: Files) -> None:
         assert found["streamed"]["error"]["message"] == (
             "line 4: body.stream is true; a batch has whole answers"
         )
-        num_embeds = len(cluster.workers["prefill-0"].embeds)
+        num_embeds = len(cluster.workers["prefill-0"].received.embeds)
         code, errors = await run(files, cluster.url(""))
         assert (code, errors.splitlines()[0]) == (
             1,
             "kvbaton: 4 lines: 0 answered now, 2 earlier, 2 failed",
         )
-        assert len(cluster.workers["prefill-0"].embeds) == num_embeds
+        assert len(cluster.workers["prefill-0"].received.embeds) == num_embeds
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
@@ -335,7 +335,7 @@ async def test_what_a_signal_stops_goes_on_with_the_same_command(files: Files, n
         is_last = task.prompt_token_ids[-1] == byte_ids(b"z")[0]
         return Script(tokens=[*byte_ids(b"yes"), END], stall_at=1 if is_last else None)
 
-    async with running_cluster(stalling, roles=(Role.BOTH,)) as cluster:
+    async with running_cluster(stalling, roles=(Role.AGGREGATED,)) as cluster:
         files.ask(line("a", "a"), line("b", "b"), line("z", "z"))
         process = await started(files, cluster.url(""))
         await cluster.until(lambda _: files.output.exists() and files.output.read_text().count("\n") == 2)
@@ -349,7 +349,7 @@ async def test_what_a_signal_stops_goes_on_with_the_same_command(files: Files, n
         await cluster.until(lambda state: not any(state["requests"].values()))
         cluster.script = lambda _: Script(tokens=[*byte_ids(b"yes"), END])
         assert (await run(files, cluster.url("")))[0] == 0
-        assert len(cluster.workers["both-0"].decodes) == 4
+        assert len(cluster.workers["both-0"].received.decodes) == 4
     assert files.by_id().keys() == {"a", "b", "z"}
 
 

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from tests.cli.chat_service import ChatService, running_chat_service
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, word_id
@@ -223,7 +223,7 @@ async def test_a_signal_ends_it_in_order(service: ChatService) -> None:
 
 async def test_ctrl_c_cancels_the_request_on_the_worker_behind_a_real_router() -> None:
     script = Script(tokens=[word_id("hello"), word_id(" world"), END], stall_at=1)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         async with on_a_terminal(f"http://{cluster.service.addresses.http}") as screen:
             await screen.expect(PROMPT)
@@ -231,6 +231,6 @@ async def test_ctrl_c_cancels_the_request_on_the_worker_behind_a_real_router() -
             await screen.expect("hello")
             screen.type("\x03")
             async with asyncio.timeout(WAIT_SECONDS):
-                await worker.wait_for(lambda found: bool(found.cancels))
+                await worker.received.wait_for(lambda found: bool(found.cancels))
             await screen.expect(PROMPT)
-    assert len(worker.decodes) == 1
+    assert len(worker.received.decodes) == 1

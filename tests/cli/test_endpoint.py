@@ -16,7 +16,7 @@ from contract.identity import Role
 from launch.arguments import parse
 from launch.client_settings import RunSettings
 from protos import inference_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from serving.http_server import start_http
 from serving.tls import read_tls
 from tests.certificates import write_certificate
@@ -45,7 +45,7 @@ async def kvbaton(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("command", [("run", "hello"), ("chat",)])
 async def test_a_running_service_is_shown_the_key(command: tuple[str, ...]) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=KEY) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         asked = (*command, "--url", cluster.url(""))
         code, output, errors = await kvbaton(*asked, KVBATON_API_KEY=KEY)
         assert (code, output) == (0, "hello\n"), errors
@@ -63,7 +63,7 @@ async def test_a_service_with_tls_is_trusted_by_its_authority(
     ca_file = tmp_path / "ca.pem"
     authority.cert_pem.write_to_path(str(ca_file))
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
-    async with running_cluster(HELLO, (Role.BOTH,), **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **files) as cluster:
         asked = (*command, "--url", cluster.url("").replace("http:", "https:"))
         code, output, errors = await kvbaton(*asked, "--ca-file", str(ca_file))
         assert (code, output) == (0, "hello\n"), errors
@@ -131,7 +131,7 @@ async def test_the_own_service_is_asked_over_grpc_by_its_certificate(
     certificate, key = write_certificate(trustme.CA(), tmp_path, name)
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
     request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(max_tokens=4))
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=KEY, **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=KEY, **files) as cluster:
         addresses = cluster.service.addresses
         monkeypatch.setenv("KVBATON_TLS_CERTIFICATE_FILE", str(certificate))
         monkeypatch.setenv("KVBATON_API_KEYS", KEY)

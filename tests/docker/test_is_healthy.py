@@ -6,7 +6,7 @@ from pathlib import Path
 import trustme
 
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from serving.settings import split_address
 from tests.certificates import write_certificate
 from tests.router.cluster import running_cluster
@@ -31,7 +31,7 @@ async def test_a_router_with_tls_and_keys_is_healthy_when_its_workers_are_there(
     async with running_cluster(Script(tokens=[END]), (), **door) as cluster:
         addresses = cluster.service.addresses
         assert not await is_healthy(addresses.admin)
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         async with asyncio.timeout(20):
             await cluster.service.wait_ready()
         assert await is_healthy(addresses.admin)

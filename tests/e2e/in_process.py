@@ -21,7 +21,7 @@ from worker.settings import WorkerSettings
 from worker.worker import Worker, WorkerIdentity
 
 _SECRET = "a secret of the tests, of 32 or more characters"
-_SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
+_SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}
 
 
 @dataclass
@@ -83,7 +83,7 @@ async def running_in_process(
 async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSettings) -> LocalWorker:
     identity = WorkerIdentity(role, str(settings.worker_id), new_boot_id())
     transfer = settings.transfer(role, identity.worker_id, identity.boot_id)
-    factory = None if role is Role.BOTH else TransferFactory(transfer)
+    factory = None if role is Role.AGGREGATED else TransferFactory(transfer)
     engine = await InProcessClient.start(settings.engine(), factory)
     stack.push_async_callback(engine.shutdown)
     worker = Worker(identity, settings, engine)

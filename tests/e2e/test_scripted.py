@@ -29,7 +29,7 @@ from tests.service import counter, running_service
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(120)]
 
 FORMS: dict[str, tuple[list[Role], TransportName]] = {
-    "aggregated": ([Role.BOTH], "auto"),
+    "aggregated": ([Role.AGGREGATED], "auto"),
     "shm": ([Role.PREFILL, Role.DECODE], "shm"),
     "tcp": ([Role.PREFILL, Role.DECODE, Role.DECODE], "tcp"),
 }
@@ -37,7 +37,7 @@ MORTAL: dict[str, tuple[list[Role], TransportName]] = {
     "hermes": ([Role.PREFILL, Role.DECODE, Role.DECODE], "tcp"),
     "qwen": ([Role.PREFILL, Role.DECODE, Role.DECODE], "shm"),
     "llama3": ([Role.PREFILL, Role.DECODE, Role.DECODE], "shm"),
-    "mistral": ([Role.BOTH, Role.BOTH], "auto"),
+    "mistral": ([Role.AGGREGATED, Role.AGGREGATED], "auto"),
 }
 
 

@@ -122,7 +122,7 @@ def test_a_mean_over_a_part_of_the_prompt_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_number_is_counted(folder: Path, kind: Kind) -> None:
     driver = Driver(folder)
-    model = driver.runner._loaded
+    model = driver.runner._model.loaded
     assert model is not None
     embedding = model.model.get_parameter("model.embed_tokens.weight")
     embedding.data = embedding.data.clone()

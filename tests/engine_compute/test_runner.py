@@ -16,7 +16,7 @@ from contract.requests import SamplingParams
 from engine.attention.torch_backend import TorchStep
 from engine.compute.device import resolve_device
 from engine.compute.runner import ModelRunner
-from engine.connector import KVMemory, LayerWatch
+from engine.connector import KVMemory, LayerWatch, SingleRankConnector
 from engine.executors.executor import create_executor
 from engine.outputs import SchedulerOutput
 from engine.sampling.sampler import Samples, sample
@@ -87,7 +87,7 @@ def test_a_chunk_draws_no_token(folder: Path) -> None:
 def test_a_step_without_tokens_runs_no_forward(folder: Path) -> None:
     """B8, B19: it still carries orders and completions."""
     driver, connector = Driver(folder), RecordingConnector()
-    driver.executor.set_connector(connector)
+    driver.executor.set_connector(SingleRankConnector(connector))
     connector.finished = ({"sent"}, {"got"})
     output = driver.executor.execute_model(SchedulerOutput(kv_connector_metadata="orders"))
     assert connector.calls == ["start", ("orders", False)]
@@ -103,7 +103,7 @@ def test_a_step_without_tokens_runs_no_forward(folder: Path) -> None:
 def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
     """B19: what a step computes is in the pool when the connector acts on the step's orders."""
     driver, connector = Driver(folder), RecordingConnector()
-    driver.executor.set_connector(connector)
+    driver.executor.set_connector(SingleRankConnector(connector))
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
     driver.schedule(scheduled, "a", driver.sequences["a"], 21)
@@ -139,8 +139,8 @@ def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
         return sample(*args)
 
     monkeypatch.setattr(TorchStep, "attend", attend_noted)
-    monkeypatch.setattr("engine.compute.runner.sample", sample_noted)
-    driver.executor.set_connector(connector)
+    monkeypatch.setattr("engine.compute.rank_sampler.sample", sample_noted)
+    driver.executor.set_connector(SingleRankConnector(connector))
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
     driver.schedule(scheduled, "a", driver.sequences["a"], 21)

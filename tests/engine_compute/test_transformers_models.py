@@ -15,7 +15,7 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest, SamplingParams
 from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
-from engine.distributed.local import LocalRankGroup, MeetingPlace
+from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import ModelShape
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
@@ -226,7 +226,7 @@ def test_positions_end_where_angles_would_depend_on_neighbours(tmp_path: Path) -
 def test_one_rank_alone(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     with pytest.raises(SettingError, match="tensor_parallel_size is 2; Olmo2ForCausalLM") as caught:
-        load_on_cpu(folder, group=LocalRankGroup(0, MeetingPlace(2)))
+        load_on_cpu(folder, group=LocalRankGroup(0, Exchange(2)))
     assert caught.value.param == "tensor_parallel_size"
 
 

@@ -258,7 +258,7 @@ def test_a_pass_that_is_under_way_ends_before_the_threads(
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_pass_that_was_cut_short_can_be_computed_again(
+def test_a_pass_that_was_interrupted_can_be_computed_again(
     checkpoint: MakeCheckpoint, kernels: Kernels, num_threads: int
 ) -> None:
     """One thread computes within the wait; several may be done before they hear of it."""
@@ -270,11 +270,11 @@ def test_a_pass_that_was_cut_short_can_be_computed_again(
         no_cuts.decoder.forward(inputs, whole_pool)
     whole = no_cuts.decoder.forward(second, whole_pool)
     for _ in range(20):
-        finish = pair.decoder.begin(second, pair.pool, may_be_cut_short=True)
-        pair.decoder.cut_short()
+        finish = pair.decoder.begin(second, pair.pool, may_be_interrupted=True)
+        pair.decoder.interrupt()
         states = finish()
         assert states is None or (num_threads > 1 and torch.equal(states, whole))
-    pair.decoder.cut_short()  # too late for that one, and not meant for the next
+    pair.decoder.interrupt()  # too late for that one, and not meant for the next
     assert torch.equal(pair.decoder.forward(second, pair.pool), whole)
     for layer, expected in zip(pair.pool, whole_pool, strict=True):
         assert torch.equal(layer.nan_to_num(), expected.nan_to_num())
@@ -282,10 +282,10 @@ def test_a_pass_that_was_cut_short_can_be_computed_again(
     no_cuts.decoder.close()
 
 
-def test_a_pass_that_is_needed_is_not_cut_short(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
+def test_a_pass_that_is_needed_is_not_interrupted(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
     pair = Pair(checkpoint("llama"), kernels, num_threads=1)
     finish = pair.decoder.begin(Sequences().inputs({"a": (0, 200)}), pair.pool, Watch())
-    pair.decoder.cut_short()
+    pair.decoder.interrupt()
     assert finish() is not None
     pair.decoder.close()
 

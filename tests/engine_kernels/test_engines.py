@@ -10,9 +10,10 @@ import pytest
 
 from contract.requests import EngineOutput, EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
 from engine.client import EngineClient, InProcessClient
-from engine.core import EngineCore, start_executor
+from engine.core import EngineCore
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.settings import EngineSettings
+from engine.startup import start_executor
 from tests.engine_kernels.conftest import MakeCheckpoint
 from tests.engine_pair import Sides, outputs_of, running_pair
 
@@ -101,38 +102,43 @@ async def test_what_needs_all_states_of_a_prompt_has_them(checkpoint: MakeCheckp
 
 
 def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, Told], int]:
-    """Every token of all prompts at once, while so many steps are cut short; and how many were."""
+    """Every token of all prompts at once, while so many steps are interrupted; and how many were."""
     settings = EngineSettings(model=model, max_num_batched_tokens=40, max_hold_share=1.0)
-    core, rng, found, num_cut = EngineCore(settings), random.Random(3), dict[str, list[EngineOutput]](), 0
+    core, rng, found, num_interrupted = (
+        EngineCore(settings),
+        random.Random(3),
+        dict[str, list[EngineOutput]](),
+        0,
+    )
     for name, prompt in PROMPTS.items():
         core.add_request(EngineRequest(request_id=name, prompt_token_ids=prompt, sampling=SAMPLED))
 
     def meanwhile() -> None:
-        nonlocal num_cut
+        nonlocal num_interrupted
         if rng.random() < cut_share:
-            num_cut += 1
-            core.executor.cut_short()
+            num_interrupted += 1
+            core.executor.interrupt()
 
     while core.needs_step():
         for output in chain.from_iterable(core.step(meanwhile, lambda: rng.random() < 0.5).values()):
             found.setdefault(output.request_id, []).append(output)
     core.close()
-    return {name: told(outputs) for name, outputs in found.items()}, num_cut
+    return {name: told(outputs) for name, outputs in found.items()}, num_interrupted
 
 
-def test_steps_that_are_cut_short_change_no_bit(checkpoint: MakeCheckpoint) -> None:
+def test_steps_that_are_interrupted_change_no_bit(checkpoint: MakeCheckpoint) -> None:
     model = checkpoint("qwen3", head_dim=64)
     whole, _ = stepped(model, cut_share=0.0)
-    cut, num_cut = stepped(model, cut_share=0.4)
+    cut, num_interrupted = stepped(model, cut_share=0.4)
     assert cut == whole
-    assert num_cut > 20
+    assert num_interrupted > 20
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "orders", "may_be_cut_short"), [(1, None, True), (2, None, False), (1, [], False)]
+    ("num_tokens", "orders", "may_be_interrupted"), [(1, None, True), (2, None, False), (1, [], False)]
 )
-def test_a_step_for_which_something_is_promised_is_not_cut_short(
-    checkpoint: MakeCheckpoint, num_tokens: int, orders: list[Any] | None, may_be_cut_short: bool
+def test_a_step_for_which_something_is_promised_is_not_interrupted(
+    checkpoint: MakeCheckpoint, num_tokens: int, orders: list[Any] | None, may_be_interrupted: bool
 ) -> None:
     """KV that is published behind the step has to be there; a prompt's chunk is too much to compute twice."""
     executor, _ = start_executor(EngineSettings(model=checkpoint("llama")))
@@ -145,6 +151,6 @@ def test_a_step_for_which_something_is_promised_is_not_cut_short(
             kv_connector_metadata=orders,
         )
     )
-    executor.cut_short()
-    assert finish().was_cut_short is may_be_cut_short
+    executor.interrupt()
+    assert finish().was_interrupted is may_be_interrupted
     executor.shutdown()

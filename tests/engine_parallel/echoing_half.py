@@ -1,4 +1,4 @@
-"""A rank's half of a connector that says on its line what it was told, and the other end, as an executor joins it."""
+"""A rank's half of a connector that reports over its socket what it was asked to do, and the other end, for executors."""
 
 import json
 import os
@@ -6,76 +6,80 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from engine.connector import KVMemory
+from engine.connector import KVMemory, RankConnector, RankConnectorPlan
 
 
-def open_half(settings: bytes, line: socket.socket) -> "EchoingHalf":
-    """An opener."""
-    return EchoingHalf(settings.decode(), line)
+def open_half(settings: bytes, sock: socket.socket) -> "EchoingHalf":
+    """Open a half; an opener."""
+    return EchoingHalf(settings.decode(), sock)
 
 
 class EchoingHalf:
     """Fulfils ``RankConnector``."""
 
-    def __init__(self, name: str, line: socket.socket) -> None:
-        self._name, self._line = name, line
+    def __init__(self, name: str, sock: socket.socket) -> None:
+        self._name = name
+        self._socket = sock
 
     def start(self, memory: KVMemory) -> None:
-        """Say who started, where."""
-        self._say("start", memory.num_blocks, os.getpid())
+        """Report the pool and the process."""
+        self._report("start", memory.num_blocks, os.getpid())
 
     def execute(self, metadata: Any) -> None:
-        """Say what was ordered."""
-        self._say("execute", metadata)
+        """Report the orders."""
+        self._report("execute", metadata)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Nothing that counts."""
-        return {"never told"}, set()
+        """Return what the executor must ignore."""
+        return {"ignored"}, set()
 
     def close(self) -> None:
-        """Say so, and hang up."""
-        self._say("close")
-        self._line.close()
+        """Report it, and close the socket."""
+        self._report("close")
+        self._socket.close()
 
-    def _say(self, *words: Any) -> None:
-        self._line.sendall(json.dumps([self._name, *words]).encode() + b"\n")
+    def _report(self, *report: Any) -> None:
+        self._socket.sendall(json.dumps([self._name, *report]).encode() + b"\n")
 
 
 class EchoingRanks:
-    """Fulfils ``RanksConnector``. said: what each rank has said, when ``begin`` or ``hear`` was called or it has ended."""
+    """Fulfils ``RanksConnector``. reports: of each rank, as read by ``begin``, ``receive`` or ``close``."""
 
     opener = "tests.engine_parallel.echoing_half:open_half"
 
     def __init__(self) -> None:
-        self.said: list[list[Any]] = []
-        self._lines: list[Any] = []
+        self.reports: list[list[Any]] = []
+        self._sockets: list[Any] = []
 
-    def settings_of(self, rank: int) -> bytes:
-        """Its name."""
-        return f"half {rank}".encode()
+    def in_process(self) -> RankConnector:
+        """See RanksConnector."""
+        raise NotImplementedError
 
-    def connect(self, lines: Sequence[socket.socket]) -> None:
-        """Keep them."""
-        for line in lines:
-            line.settimeout(60)
-            self._lines.append(line.makefile("r"))
-            line.close()
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """Keep the sockets; each half's settings are its name."""
+        for sock in sockets:
+            sock.settimeout(60)
+            self._sockets.append(sock.makefile("r"))
+            sock.close()
+        return [
+            RankConnectorPlan(self.opener, f"half {rank}".encode(), peer) for rank, peer in enumerate(peers)
+        ]
 
     def begin(self) -> None:
-        """Every rank has started."""
-        self.hear()
+        """Receive each rank's start."""
+        self.receive()
 
-    def hear(self) -> None:
-        """The next words of each."""
-        self.said += [json.loads(line.readline()) for line in self._lines]
+    def receive(self) -> None:
+        """Receive the next report of each."""
+        self.reports += [json.loads(sock.readline()) for sock in self._sockets]
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Of all ranks."""
+        """Return what is finished on all ranks."""
         return {"sent"}, set()
 
     def close(self) -> None:
-        """Hear the last words."""
-        for line in self._lines:
-            self.said += [json.loads(words) for words in line.readlines()]
-            line.close()
-        self._lines = []
+        """Receive the last reports."""
+        for sock in self._sockets:
+            self.reports += [json.loads(report) for report in sock.readlines()]
+            sock.close()
+        self._sockets = []

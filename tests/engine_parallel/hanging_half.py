@@ -3,15 +3,16 @@
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from contract.layout import Side
-from engine.connector import KVMemory, RanksConnector, RanksConnectorPair
+from engine.connector import ConnectorPair, KVMemory, RankConnectorPlan, RanksConnector
 from kv_transfer.connector import TransferFactory
+from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_half import RankHalf
-from kv_transfer.ranks.words import RankSettings
 from tests.engine_parallel.echoing_half import EchoingHalf, EchoingRanks
 
 HANGING_RANK = 1
@@ -23,7 +24,7 @@ def hang() -> None:
 
 
 class HangingHalf(EchoingHalf):
-    """One rank never gets back from a step's orders."""
+    """A half that never returns from a step's orders, on one rank."""
 
     def execute(self, metadata: Any) -> None:
         """See the class."""
@@ -31,19 +32,19 @@ class HangingHalf(EchoingHalf):
             hang()
 
 
-def open_hanging_half(settings: bytes, line: socket.socket) -> HangingHalf:
-    """An opener."""
-    return HangingHalf(settings.decode(), line)
+def open_hanging_half(settings: bytes, sock: socket.socket) -> HangingHalf:
+    """Open a half; an opener."""
+    return HangingHalf(settings.decode(), sock)
 
 
 class HangingRanks(EchoingRanks):
-    """The executor's side of them."""
+    """The executor's side of the hanging halves."""
 
     opener = "tests.engine_parallel.hanging_half:open_hanging_half"
 
 
 class StuckMemory:
-    """Fulfils ``KVMemory``. Who reads a block of it never gets it."""
+    """Fulfils ``KVMemory``. A read of a block never returns."""
 
     memfd = None
 
@@ -56,19 +57,19 @@ class StuckMemory:
         return self.write_view(block_id)
 
     def commit(self, block_ids: list[int]) -> None:
-        """Nothing arrives here."""
+        """Do nothing: nothing arrives here."""
 
     def mark_computed(self) -> None:
-        """Nothing is read."""
+        """Do nothing: nothing is read."""
 
 
 class StuckHalf(RankHalf):
-    """The data thread of one rank hangs at the first block that it shall publish."""
+    """A half whose data thread hangs at the first block that it publishes, on one rank."""
 
-    def __init__(self, settings: bytes, line: socket.socket) -> None:
+    def __init__(self, settings: bytes, sock: socket.socket) -> None:
         ours = msgspec.msgpack.decode(settings, type=RankSettings)
         self._hangs = ours.rank == HANGING_RANK
-        super().__init__(ours, line)
+        super().__init__(ours, sock)
 
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
@@ -78,22 +79,22 @@ class StuckHalf(RankHalf):
 class StuckRanks:
     """Fulfils ``RanksConnector`` by another one, whose halves it opens as ``StuckHalf``."""
 
-    opener = "tests.engine_parallel.hanging_half:StuckHalf"
-
     def __init__(self, ranks: RanksConnector) -> None:
-        self.settings_of, self.begin, self.close = ranks.settings_of, ranks.begin, ranks.close
+        self.in_process, self.begin, self.close = ranks.in_process, ranks.begin, ranks.close
         self.take_finished = ranks.take_finished
         self._ranks = ranks
 
-    def connect(self, lines: Sequence[socket.socket]) -> None:
+    def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
         """See RanksConnector."""
-        self._ranks.connect(lines)
+        opener = "tests.engine_parallel.hanging_half:StuckHalf"
+        plans = self._ranks.connect(sockets, peers)
+        return [msgspec.structs.replace(plan, opener=opener) for plan in plans]
 
 
 class StuckFactory(TransferFactory):
-    """The real connector, but for its halves."""
+    """A factory of the real connector, but for its halves."""
 
-    def for_ranks(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> RanksConnectorPair:
-        """See RanksConnectorFactory."""
-        pair = super().for_ranks(side, model_fingerprint, wake)
-        return RanksConnectorPair(pair.scheduler, StuckRanks(pair.ranks), pair.address)
+    def __call__(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+        """See ConnectorFactory."""
+        pair = super().__call__(side, model_fingerprint, wake)
+        return replace(pair, ranks=StuckRanks(pair.ranks))

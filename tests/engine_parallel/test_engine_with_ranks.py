@@ -95,7 +95,7 @@ async def assert_gone(processes: list[psutil.Process]) -> None:
 
 
 async def test_a_rank_killed_at_work_ends_the_engine_clearly(tmp_path: Path) -> None:
-    """The running request ends with an error that names the rank; nobody waits; no process stays."""
+    """The running request ends with an error that names the rank; no request waits; no process stays."""
     async with started(ProcessClient, make_checkpoint(tmp_path)) as client:
         ranks = ranks_of(await client.call("pid"))
         assert len(ranks) == 2

@@ -11,9 +11,9 @@ from contract.identity import Role
 from contract.requests import EngineRequest, SamplingParams, SendTransfer
 from engine.client import ProcessClient
 from engine.distributed.executor import RanksExecutor
-from engine.distributed.pulse import CallCount
+from engine.distributed.rank_watch import CallCount
 from engine.executors.executor import create_executor
-from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, Patience
+from engine.hosting.watching import COMPUTING_FACTOR, RANK_CALLS, EngineWatch, LivenessTimeouts
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import SchedulerOutput
 from engine.settings import EngineSettings
@@ -43,7 +43,7 @@ def test_a_rank_hangs_when_and_only_when_it_owes_a_step_for_too_long(
     looks: list[tuple[float, bool, bool]], computes: bool
 ) -> None:
     """P4: an idle rank has no time limit, one that computes a longer one; the verdict is that of a plain model."""
-    watch, calls = EngineWatch(Patience(float("inf"), HUNG_SECONDS), 0.0), CallCount()
+    watch, calls = EngineWatch(LivenessTimeouts(float("inf"), HUNG_SECONDS), 0.0), CallCount()
     now = moved_at = 0.0
     runtime = num_answered = 0
     limit = HUNG_SECONDS * (COMPUTING_FACTOR if computes else 1)
@@ -66,9 +66,11 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
     assert isinstance(executor, RanksExecutor)
     try:
         initialize_kv_cache(executor)
-        executor.join_ranks(HangingRanks())
-        words = r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
-        with pytest.raises(WorkerLostError, match=words):
+        executor.set_connector(HangingRanks())
+        message = (
+            r"rank 1 of 2 \(process \d+\) was killed by signal 9: its loop of calls has made no progress"
+        )
+        with pytest.raises(WorkerLostError, match=message):
             executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": []}))
     finally:
         executor.shutdown()

@@ -1,4 +1,4 @@
-"""Rank processes: calls to all of them, errors with the rank's name, and what becomes of deaths and silence."""
+"""Rank processes: calls to all of them, errors with the rank's name, and the outcome of deaths and silence."""
 
 import logging
 import os
@@ -17,6 +17,7 @@ import torch
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
+from engine.connector import SingleRankConnector
 from engine.distributed.channel import SLOT_BYTES
 from engine.distributed.executor import RanksExecutor
 from engine.executors.executor import InProcessExecutor, create_executor
@@ -100,16 +101,16 @@ def test_payloads_small_and_large(ranks: RanksExecutor, num_bytes: int) -> None:
     assert ranks.collective_rpc("echo", b"after") == [b"after"] * 2
 
 
-def test_what_cannot_be_called_is_refused_here(ranks: RanksExecutor, model: Path) -> None:
-    """By both executors alike; the ranks hear nothing of it."""
+def test_an_impossible_call_is_refused_by_the_executor(ranks: RanksExecutor, model: Path) -> None:
+    """By both executors alike; nothing is sent to the ranks."""
     for executor in (ranks, InProcessExecutor(EngineSettings(model=model))):
         for method in ("fly", "_draw", "device"):
             with pytest.raises(InternalError, match=f"no method '{method}'"):
                 executor.collective_rpc(method)
-    with pytest.raises(InternalError, match="cannot travel"):
+    with pytest.raises(InternalError, match="cannot be sent"):
         ranks.collective_rpc("echo", object())
     with pytest.raises(SettingError, match="one rank only"):
-        ranks.set_connector(RecordingConnector())
+        ranks.set_connector(SingleRankConnector(RecordingConnector()))
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
 
 
@@ -132,7 +133,7 @@ def test_an_error_of_all_ranks_is_raised_as_its_kind(
 
 
 def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    """What every rank says alike is said once, with the setting's name; nothing is left behind."""
+    """An error that all ranks raise alike is raised once, with the setting's name; nothing is left behind."""
     folder = make_checkpoint(tmp_path / "model", num_key_value_heads=1)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(SettingError, match=r"^tensor_parallel_size is 2; it must divide") as refused:
@@ -157,7 +158,7 @@ def test_shutdown_leaves_nothing(model: Path) -> None:
     assert executor.execute_model(prompt_step()).sampled_token_ids[0]
     pids = executor.pids
     assert things()[0] == before[0]
-    assert_halves_are_joined(executor)
+    assert_halves_are_opened(executor)
     executor.shutdown()
     assert_ended(pids)
     assert things() == before
@@ -165,34 +166,34 @@ def test_shutdown_leaves_nothing(model: Path) -> None:
         executor.collective_rpc("echo", b"")
 
 
-def assert_halves_are_joined(executor: RanksExecutor) -> None:
-    """Each rank opens its half, by its own settings, on its own pool; orders reach all behind the step; all are closed."""
+def assert_halves_are_opened(executor: RanksExecutor) -> None:
+    """Each rank opens its half, by its own settings, on its own pool; orders reach all after the step; all are closed."""
     connector = EchoingRanks()
-    executor.join_ranks(connector)
+    executor.set_connector(connector)
     started = [["start", pid] for pid in executor.pids]
-    assert [[words[1], words[3]] for words in connector.said] == started
+    assert [[report[1], report[3]] for report in connector.reports] == started
     output = executor.execute_model(SchedulerOutput(kv_connector_metadata={"orders": [1, 2**64 - 1]}))
     assert (output.finished_sending, output.finished_recving) == ({"sent"}, None)
-    connector.hear()
+    connector.receive()
     executor.shutdown()
-    assert [words for words in connector.said if words[1] != "start"] == [
+    assert [report for report in connector.reports if report[1] != "start"] == [
         *([f"half {rank}", "execute", {"orders": [1, 2**64 - 1]}] for rank in range(2)),
         *([f"half {rank}", "close"] for rank in range(2)),
     ]
 
 
 def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
-    """Between two calls: whoever watches is woken, and the next call raises; the other rank is ended too."""
+    """Between two calls: the watcher is woken, and the next call raises; the other rank is ended too."""
     woken = threading.Semaphore(0)
     with closing(_Ended(start(model))) as ended:
         executor = ended.executor
         executor.watch(woken.release)
         os.kill(executor.pids[1], signal.SIGKILL)
-        words = rf"rank 1 of 2 \(process {executor.pids[1]}\) was killed by signal 9"
+        message = rf"rank 1 of 2 \(process {executor.pids[1]}\) was killed by signal 9"
         assert woken.acquire(timeout=60)
-        with pytest.raises(WorkerLostError, match=words):
+        with pytest.raises(WorkerLostError, match=message):
             executor.execute_model(prompt_step())
-        with pytest.raises(WorkerLostError, match=words):
+        with pytest.raises(WorkerLostError, match=message):
             executor.collective_rpc("echo", b"")
     assert not woken.acquire(blocking=False)
 
@@ -202,13 +203,13 @@ def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
     """P4: after peer_timeout_seconds without time on a processor, long before rank_timeout_seconds."""
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
         os.kill(ended.executor.pids[rank], signal.SIGSTOP)
-        words = rf"rank {rank} of 2 \(process \d+\) was killed by signal 9: its process has not run for"
-        with pytest.raises(WorkerLostError, match=words):
+        message = rf"rank {rank} of 2 \(process \d+\) was killed by signal 9: its process has not run for"
+        with pytest.raises(WorkerLostError, match=message):
             ended.executor.execute_model(prompt_step())
 
 
 def test_a_rank_that_is_stopped_while_the_engine_is_idle_wakes_it(model: Path) -> None:
-    """P4: nobody asks anything of the ranks."""
+    """P4: no call is made to the ranks."""
     woken = threading.Semaphore(0)
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
         ended.executor.watch(woken.release)
@@ -224,13 +225,13 @@ def test_a_rank_that_runs_and_does_not_answer_is_noticed(model: Path) -> None:
     seconds = {"rank_timeout_seconds": SILENT_SECONDS, "peer_timeout_seconds": 1000.0}
     with closing(_Ended(start(model, **seconds))) as ended:
         os.kill(ended.executor.pids[1], signal.SIGSTOP)
-        words = r"rank 1 of 2 \(process \d+\) has not answered execute_model; rank 0 of 2"
-        with pytest.raises(WorkerLostError, match=words):
+        message = r"rank 1 of 2 \(process \d+\) has not answered execute_model; rank 0 of 2"
+        with pytest.raises(WorkerLostError, match=message):
             ended.executor.execute_model(prompt_step())
 
 
 class _Ended:
-    """Ends an executor and looks that its ranks are gone."""
+    """Ends an executor and checks that its ranks are gone."""
 
     def __init__(self, executor: RanksExecutor) -> None:
         self.executor = executor

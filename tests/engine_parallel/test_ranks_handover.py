@@ -72,7 +72,7 @@ async def pair_of(
 
 
 async def alone(model: Path) -> list[list[int]]:
-    """What one engine of one rank answers."""
+    """Return the answers of one engine of one rank."""
     client = await InProcessClient.start(settings(model, 1))
     try:
         requests = [

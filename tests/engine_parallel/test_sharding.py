@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from contract.errors import SettingError
 from contract.requests import SamplingParams
 from engine.distributed.group import rank_device
-from engine.distributed.local import LocalRankGroup, LocalRanksExecutor, MeetingPlace
+from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -97,7 +97,7 @@ def test_nan_stays_with_its_request(tmp_path: Path) -> None:
 
 
 def load_rank(folder: Path, rank: int, size: int) -> Any:
-    return load(folder, "auto", None, torch.device("cpu"), LocalRankGroup(rank, MeetingPlace(size)))
+    return load(folder, "auto", None, torch.device("cpu"), LocalRankGroup(rank, Exchange(size)))
 
 
 def test_a_rank_reads_only_its_own_part(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_shapes_are_compared_whole(tmp_path: Path) -> None:
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 100}))
     with pytest.raises(
-        SettingError, match=r"gate_proj\.weight is \[96, 64\]; config\.json asks for \[100, 64\]"
+        SettingError, match=r"gate_proj\.weight is \[96, 64\]; config\.json requires \[100, 64\]"
     ):
         load_rank(folder, 1, 2)
     save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")

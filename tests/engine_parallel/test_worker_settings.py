@@ -34,12 +34,12 @@ def test_roles_that_hand_over_may_have_several_ranks(tmp_path: Path, role: Role)
 async def test_a_connector_for_one_rank_is_refused_by_an_engine_of_several() -> None:
     """Before anything is handed over, and by the setting's name."""
 
-    class RanksAlike(FakeExecutor):
-        def join_ranks(self, connector: RanksConnector) -> None:
-            raise NotImplementedError
+    class TwoRanks(FakeExecutor):
+        def set_connector(self, connector: RanksConnector) -> None:
+            connector.connect([], [0, 1])
 
     def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-        executor = RanksAlike(settings)
+        executor = TwoRanks(settings)
         return executor, executor.memory.num_blocks
 
     several = EngineSettings(model=Path("fake"), tensor_parallel_size=2)

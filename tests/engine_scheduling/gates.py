@@ -1,4 +1,4 @@
-"""Step gates for tests: the product's own, and one that starts a step only when another thread says so."""
+"""Step gates for tests: the product's own, and one that starts a step only when another thread allows it."""
 
 import math
 import threading
@@ -6,29 +6,29 @@ from collections.abc import Callable
 
 import pytest
 
+from engine.stepping.dispatch import WAKE, Inbox
 from engine.stepping.gate import StepGate, Work
-from engine.stepping.loop import WAKE, Inbox
 
 
-class ToldGate:
-    """Starts no step before ``tell`` was called for it, as ranks that start their steps together do.
+class AllowingGate:
+    """Starts no step before ``allow`` was called for it, as ranks that start their steps together do.
 
-    ask: called when a step could start that was not told.
+    ask: called when a step could start that was not allowed.
     """
 
-    def __init__(self, ask: Callable[["ToldGate"], None]) -> None:
+    def __init__(self, ask: Callable[["AllowingGate"], None]) -> None:
         self._ask = ask
-        self._is_told = threading.Event()
+        self._is_allowed = threading.Event()
         self.num_started = 0
 
-    def tell(self) -> None:
+    def allow(self) -> None:
         """Allow one step. From any thread."""
-        self._is_told.set()
+        self._is_allowed.set()
 
     def seconds_to_start(self, work: Work) -> float | None:
         if not work.needs_step():
             return None
-        if self._is_told.is_set():
+        if self._is_allowed.is_set():
             return 0.0
         self._ask(self)
         return math.inf
@@ -40,8 +40,8 @@ class ToldGate:
         return False
 
     def started(self) -> float:
-        assert self._is_told.is_set()
-        self._is_told.clear()
+        assert self._is_allowed.is_set()
+        self._is_allowed.clear()
         self.num_started += 1
         return 0.0
 
@@ -54,17 +54,17 @@ MakeGate = Callable[[Inbox], Callable[[], StepGate] | None]
 
 
 def paced(_: Inbox) -> None:
-    """The product's own."""
+    """Use the product's own gate."""
 
 
-def told(inbox: Inbox) -> Callable[[], StepGate]:
-    """One that another thread tells, each time that it asks."""
+def allowed(inbox: Inbox) -> Callable[[], StepGate]:
+    """Return a maker of gates of which another thread allows a step each time that they ask."""
 
-    def tell(gate: ToldGate) -> None:
-        gate.tell()
+    def allow(gate: AllowingGate) -> None:
+        gate.allow()
         inbox.put(WAKE)
 
-    return lambda: ToldGate(lambda gate: threading.Thread(target=tell, args=(gate,)).start())
+    return lambda: AllowingGate(lambda gate: threading.Thread(target=allow, args=(gate,)).start())
 
 
-GATES = pytest.mark.parametrize("make_gate", [paced, told])
+GATES = pytest.mark.parametrize("make_gate", [paced, allowed])

@@ -1,4 +1,4 @@
-"""A program with an engine in a process of its own: says the engine's pid, then waits to be killed."""
+"""A program with an engine in a process of its own: prints the engine's pid, then waits to be killed."""
 
 import asyncio
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
-from engine.connector import ConnectorPair
+from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.scheduling.inspection import check_integrity
@@ -27,7 +27,7 @@ RECEIVE = ReceiveTransfer("t", peer_worker_id="p", peer_boot_id="boot", peer_con
 
 
 def fake_settings(**changes: Any) -> EngineSettings:
-    """Small: blocks of 4 tokens, 64 of them, 32 tokens a step."""
+    """Return settings of a small engine: 64 blocks of 4 tokens, 32 tokens a step."""
     small = {"model": Path("fake"), "block_size": 4, "kv_cache_bytes": 64, "max_num_batched_tokens": 32}
     return EngineSettings(**{**small, **changes})
 
@@ -41,7 +41,7 @@ def fake_request(
     sampling: dict[str, Any] | None = None,
     **fields: Any,
 ) -> EngineRequest:
-    """A request; the decode leg of a hand-over starts with token 1. SEND and RECEIVE get a transfer of their own."""
+    """Return a request; a decode leg starts with the second token. SEND and RECEIVE get a transfer of their own."""
     first_index = 1 if isinstance(transfer, ReceiveTransfer) else 0
     if transfer in (SEND, RECEIVE):
         transfer = msgspec.structs.replace(transfer, transfer_id=f"t-{request_id}.{fields.get('choice', 0)}")
@@ -58,11 +58,10 @@ def fake_request(
 
 
 class SteppedEngine:
-    """Collects what each request was told, and checks the books after every step.
+    """Collects the outputs of each request, and checks the scheduler's integrity after every step.
 
-    woken: counts how often another thread wanted the core to be stepped. hear_connector: what the core gave the connector
-    to be woken by. num_gone_on: steps that began before the results
-    of the one before were taken in.
+    woken: counts how often another thread has requested a step. on_connector_event: the callback that the core gave to the
+    connector. num_started_early: steps that started before the results of the one before were processed.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class SteppedEngine:
         **changes: Any,
     ) -> None:
         self.now = 0.0
-        self.num_gone_on = 0
+        self.num_started_early = 0
         self.woken = threading.Semaphore(0)
-        self.hear_connector: Callable[[], None] = lambda: None
+        self.on_connector_event: Callable[[], None] = lambda: None
         self.connector = connector or FakeConnector()
         executor: list[FakeExecutor] = []
 
@@ -98,23 +97,23 @@ class SteppedEngine:
         self.executor = executor[0]
         self.scheduler = self.core.scheduler
         self.pool = self.core.scheduler.pool
-        self.heard: dict[str, list[EngineOutput]] = {}
+        self.outputs: dict[str, list[EngineOutput]] = {}
 
     def add(self, *requests: EngineRequest) -> None:
-        """Enqueue."""
+        """Queue requests."""
         for request in requests:
             self.core.add_request(request)
 
     def step(
-        self, times: int = 1, *, goes_on: bool = True, meanwhile: Callable[[], None] = lambda: None
+        self, times: int = 1, *, starts_early: bool = True, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """Step, hear, check. Of several steps each may begin while the one before is taken in."""
+        """Step, collect outputs, check. starts_early: a step may start before the last one's results are processed."""
         for number in range(times):
-            may_go_on = goes_on and number + 1 < times
-            for outputs in self.core.step(meanwhile, partial(bool, may_go_on)).values():
+            may_start_early = starts_early and number + 1 < times
+            for outputs in self.core.step(meanwhile, partial(bool, may_start_early)).values():
                 for output in outputs:
-                    self._hear(output)
-            self.num_gone_on += self.core.is_under_way
+                    self._collect(output)
+            self.num_started_early += self.core.step_in_flight
             check_integrity(self.scheduler)
 
     def run(self) -> None:
@@ -126,26 +125,26 @@ class SteppedEngine:
         raise AssertionError(f"the engine is still busy after {MAX_STEPS} steps")
 
     def tokens(self, key: str) -> list[int]:
-        """All tokens of a request so far."""
-        return [token for output in self.heard.get(key, []) for token in output.token_ids]
+        """Return all tokens of a request so far."""
+        return [token for output in self.outputs.get(key, []) for token in output.token_ids]
 
     def end(self, key: str) -> EngineOutput:
-        """The request's last output. Raises LookupError while there is none."""
-        outputs = self.heard.get(key, [])
+        """Return the request's last output. Raises LookupError while there is none."""
+        outputs = self.outputs.get(key, [])
         if not outputs or not outputs[-1].is_leg_finished:
             raise LookupError(f"{key} has not ended")
         return outputs[-1]
 
-    def _hear(self, output: EngineOutput) -> None:
-        outputs = self.heard.setdefault(f"{output.request_id}#{output.choice}.{output.attempt}", [])
-        assert not (outputs and outputs[-1].is_leg_finished), "something was said after the end"
+    def _collect(self, output: EngineOutput) -> None:
+        outputs = self.outputs.setdefault(f"{output.request_id}#{output.choice}.{output.attempt}", [])
+        assert not (outputs and outputs[-1].is_leg_finished), "an output came after the last one"
         if outputs:
             assert output.first_index == outputs[-1].first_index + len(outputs[-1].token_ids)
         outputs.append(output)
 
-    def _connect(self, layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-        self.hear_connector = wake
-        return ConnectorPair(self.connector, self.connector.rank, "127.0.0.1:9")
+    def _connect(self, side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+        self.on_connector_event = wake
+        return ConnectorPair(self.connector, SingleRankConnector(self.connector.rank), "127.0.0.1:9")
 
 
 def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT, max_tokens: int = 4) -> str:
@@ -154,7 +153,7 @@ def receiving(engine: SteppedEngine, name: str = "d", prompt: list[int] = PROMPT
 
 
 def arrive(engine: SteppedEngine, key: str) -> None:
-    """Published, reserved, landed, taken in."""
+    """Let the KV of a request arrive: published, reserved, landed, processed."""
     engine.connector.publish_peer(key)
     engine.step()
     engine.connector.land(key)

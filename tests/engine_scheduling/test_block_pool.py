@@ -96,8 +96,8 @@ def test_shared_blocks_are_counted_per_holder() -> None:
     assert pool.num_free_blocks == pool.num_usable_blocks
 
 
-def test_quarantine_keeps_blocks_from_everybody() -> None:
-    """Law 2: a destination block is nobody's until the read into it is terminal."""
+def test_quarantined_blocks_are_not_allocated() -> None:
+    """Law 2: a destination block has no owner until the read into it is terminal."""
     pool = BlockPool(5, SIZE)
     fill(pool, "other", list(range(4)))
     cached = pool.find_cached(hashes(list(range(4))))

@@ -1,4 +1,4 @@
-"""Both clients of an engine: same tokens, same endings; and what becomes of a process that dies."""
+"""Both clients of an engine: same tokens, same endings, and the death of a process."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ Started = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 class FrozenExecutor(FakeExecutor):
-    """At its end it tells how many objects garbage collections left out, in the file that is its model."""
+    """Writes at its end how many objects garbage collections left out, into the file that is its model."""
 
     def __init__(self, settings: EngineSettings) -> None:
         super().__init__(settings)
@@ -111,7 +111,7 @@ async def test_leaving_a_stream_aborts_only_that_choice(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_abort_ends_all_choices_up_to_an_attempt(kind: Any) -> None:
-    """B12: abort(request_id, attempt) spares later attempts and other requests; the end is heard."""
+    """B12: abort(request_id, attempt) spares later attempts and other requests; each aborted choice gets its last output."""
     async with started(kind) as client:
         waiting = [
             fake_request("r", [1, 2], transfer=RECEIVE, choice=choice, attempt=attempt)
@@ -129,7 +129,7 @@ async def test_abort_ends_all_choices_up_to_an_attempt(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_errors_come_back_as_they_are(kind: Any) -> None:
+async def test_errors_reach_the_caller_unchanged(kind: Any) -> None:
     """A9: start-up errors, bad requests, keys in use, and wrong utilities."""
     with pytest.raises(SettingError, match="give the name of a fake") as refused:
         await kind.start(fake_settings(model=Path()), start=start_fake_executor)
@@ -161,8 +161,8 @@ async def test_shutdown_ends_what_runs(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_exception_in_a_step_is_the_engines_death(kind: Any) -> None:
-    """Every request ends once with "internal", and the client says that the engine died."""
+async def test_exception_in_a_step_ends_the_engine(kind: Any) -> None:
+    """Every request ends once with "internal", and the client reports that the engine died."""
     async with started(kind) as client:
         waiting = asyncio.create_task(answer_of(client, fake_request("d", [1], transfer=RECEIVE)))
         await client.call("stats")
@@ -175,7 +175,7 @@ async def test_exception_in_a_step_is_the_engines_death(kind: Any) -> None:
 
 
 async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> None:
-    """A8: the client notices the death; nobody waits for ever; the sockets' folder is gone since the handshake."""
+    """A8: the client notices the death, every call ends, and the sockets' folder is gone since the handshake."""
     plan = EnginePlan(
         settings=fake_settings(), connector_factory=fake_connector_factory, start=start_fake_executor
     )
@@ -194,7 +194,7 @@ async def test_killed_process_ends_every_request_and_call(tmp_path: Path) -> Non
     await client.shutdown()
 
 
-async def test_process_that_cannot_start_says_why() -> None:
+async def test_process_that_cannot_start_reports_the_reason() -> None:
     with pytest.raises(SettingError):
         await ProcessClient.start(
             fake_settings(kv_cache_bytes=4, max_model_len=99), start=start_fake_executor
@@ -223,12 +223,12 @@ def test_engine_dies_with_its_parent() -> None:
     assert alive == [] or engine.status() == psutil.STATUS_ZOMBIE
 
 
-def test_talking_to_an_engine_does_not_load_torch() -> None:
+def test_a_client_does_not_load_torch() -> None:
     code = "import sys, engine.client; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_garbage_collections_of_an_engine_leave_out_what_it_started_with(tmp_path: Path) -> None:
+async def test_garbage_collection_skips_what_an_engine_started_with(tmp_path: Path) -> None:
     """All of it takes a tenth of a second, in the middle of a step."""
     file = tmp_path / "frozen"
     client = await ProcessClient.start(fake_settings(model=file), start=start_frozen)

@@ -1,4 +1,4 @@
-"""The next step is drafted while one is computed, and may begin before its results are taken in: nobody can tell."""
+"""The next step is drafted while one is computed, and may start before its results are processed: answers do not change."""
 
 from collections.abc import Callable
 from random import Random
@@ -16,13 +16,13 @@ NUM_STEPS = 120
 
 
 class Watched:
-    """A small engine whose orders are taken down, step by step. goes_on: steps may begin before the last one's results."""
+    """A small engine whose orders are recorded. starts_early: steps may start before the last one's results."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, drafts: bool, goes_on: bool = False, **changes: Any
+        self, monkeypatch: pytest.MonkeyPatch, *, drafts: bool, starts_early: bool = False, **changes: Any
     ) -> None:
         self.engine = SteppedEngine(with_connector=False, **changes)
-        self.goes_on = goes_on
+        self.starts_early = starts_early
         self.orders: list[SchedulerOutput] = []
         begin = self.engine.executor.begin
 
@@ -43,12 +43,12 @@ class Watched:
                 self.engine.add(fake_request(f"r{number}", prompt, length, sampling=stop))
             if rng.random() < 0.03 and self.engine.scheduler.requests:
                 self.engine.core.abort([rng.choice(sorted(self.engine.scheduler.requests))])
-            self.engine.step(rng.randint(1, 5), goes_on=self.goes_on)
+            self.engine.step(rng.randint(1, 5), starts_early=self.starts_early)
         self.engine.run()
 
 
 def plain(order: SchedulerOutput) -> dict[str, Any]:
-    """An order in the order of names: a batch's rows may come in any."""
+    """Return an order sorted by key: the rows of a batch may come in any order."""
     cached = order.scheduled_cached_reqs
     columns = (
         cached.resumed_from_preemption,
@@ -71,7 +71,7 @@ def plain(order: SchedulerOutput) -> dict[str, Any]:
 def test_drafts_change_no_order_and_no_answer(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int
 ) -> None:
-    """Nor does going on. Also where blocks and places are short, and requests are preempted, aborted and stopped."""
+    """Starting early changes none either; also if blocks and places are short, and requests are preempted or aborted."""
     changes: dict[str, Any] = {
         "kv_cache_bytes": num_blocks,
         "max_num_seqs": max_num_seqs,
@@ -80,15 +80,15 @@ def test_drafts_change_no_order_and_no_answer(
     for seed in range(5):
         plainly = Watched(monkeypatch, drafts=False, **changes)
         plainly.live(Random(seed))
-        for goes_on in (False, True):
-            one = Watched(monkeypatch, drafts=True, goes_on=goes_on, **changes)
+        for starts_early in (False, True):
+            one = Watched(monkeypatch, drafts=True, starts_early=starts_early, **changes)
             one.live(Random(seed))
-            assert (one.engine.num_gone_on > 20) is goes_on
+            assert (one.engine.num_started_early > 20) is starts_early
             assert list(map(plain, one.orders)) == list(map(plain, plainly.orders))
-            assert one.engine.heard == plainly.engine.heard
+            assert one.engine.outputs == plainly.engine.outputs
 
 
-def test_a_draft_is_the_next_step_while_nobody_ends_or_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_the_next_step_while_no_request_ends_or_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     drafted: list[SchedulerOutput] = []
     draft = StepPlan.drafted
 
@@ -114,7 +114,7 @@ def test_a_draft_is_the_next_step_while_nobody_ends_or_comes(monkeypatch: pytest
 
 
 def test_the_next_step_is_drafted_while_the_model_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what others have to do meanwhile is done meanwhile."""
+    """``meanwhile`` is called during that time as well."""
     engine, happened = SteppedEngine(with_connector=False), list[str]()
     begin, draft = engine.executor.begin, engine.scheduler.batcher.draft
 

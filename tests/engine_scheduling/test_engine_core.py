@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from contract.errors import NotFoundError, SettingError, TransferError
-from contract.layout import KVLayout
+from contract.layout import Side
 from contract.requests import EngineRequest, FinishReason
-from engine.connector import ConnectorPair
+from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.hosting.messages import (
     AddRequest,
@@ -28,7 +28,7 @@ from engine.hosting.messages import (
 from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.stepping.loop import Inbox
+from engine.stepping.dispatch import Inbox
 from engine.testing.fakes import (
     CRASH_TOKEN,
     FAKE_EOS,
@@ -47,17 +47,17 @@ def test_start_up_order() -> None:
     happened = []
 
     class WatchedExecutor(FakeExecutor):
-        def set_connector(self, rank: Any) -> None:
+        def set_connector(self, connector: Any) -> None:
             happened.append("rank started")
-            super().set_connector(rank)
+            super().set_connector(connector)
 
     def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
         happened.append("executor, weights, KV cache")
         return WatchedExecutor(settings), 20
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
-        happened.append(f"connector for {layout.block_size} tokens of {fingerprint}")
-        return fake_connector_factory(layout, fingerprint, wake)
+    def connect(side: Side, fingerprint: str, wake: Any) -> ConnectorPair:
+        happened.append(f"connector for {side.layout.block_size} tokens of {fingerprint}")
+        return fake_connector_factory(side, fingerprint, wake)
 
     core = EngineCore(fake_settings(), connect, start=start)
     assert happened == ["executor, weights, KV cache", "connector for 4 tokens of fake:fake", "rank started"]
@@ -73,7 +73,7 @@ def test_failed_start_ends_the_executor() -> None:
         made.append(FakeExecutor(settings))
         return made[0], 20
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Any) -> ConnectorPair:
+    def connect(side: Side, fingerprint: str, wake: Any) -> ConnectorPair:
         raise TransferError("port taken")
 
     with pytest.raises(TransferError, match="port taken"):
@@ -141,7 +141,7 @@ def test_loop_drains_input_steps_and_sends_outputs(make_gate: MakeGate) -> None:
 
 
 def test_outputs_are_sent_while_the_next_step_is_computed() -> None:
-    """Nobody's tokens hold up a step; those of the last one are sent before the loop waits."""
+    """Sending tokens delays no step; those of the last step are sent before the loop waits."""
     inbox, happened = Inbox(), list[str]()
 
     class WatchedExecutor(FakeExecutor):
@@ -217,7 +217,7 @@ def test_deadline_wakes_an_idle_loop(make_gate: MakeGate) -> None:
 
 
 class WatchedConnector(FakeConnector):
-    """Says when the scheduler has asked and when it has reserved."""
+    """Records when the scheduler has asked and when it has reserved."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         super().__init__(wake)
@@ -237,9 +237,9 @@ def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     """B8: events and completions reach an idle core through its input queue."""
     inbox, connectors, heard = Inbox(), list[WatchedConnector](), list[FromEngine]()
 
-    def connect(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+    def connect(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         connectors.append(WatchedConnector(wake))
-        return ConnectorPair(connectors[0], connectors[0].rank, "127.0.0.1:9")
+        return ConnectorPair(connectors[0], SingleRankConnector(connectors[0].rank), "127.0.0.1:9")
 
     is_up = threading.Event()
 
@@ -273,7 +273,7 @@ def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
 def test_exception_in_a_step_ends_every_request_once(
     make_gate: MakeGate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The broad boundary: it is logged, every request hears "internal", the loop says that it did not end well."""
+    """The broad boundary: it is logged, every request ends with "internal", and the loop returns False."""
     inbox = Inbox()
     inbox.put(AddRequest(fake_request("ok", [1, 2])))
     inbox.put(AddRequest(fake_request("crash", [CRASH_TOKEN])))
@@ -287,7 +287,7 @@ def test_exception_in_a_step_ends_every_request_once(
     assert "the engine failed" in caplog.text
 
 
-def test_start_errors_are_told_as_they_are() -> None:
+def test_start_errors_are_reported_unchanged() -> None:
     """A SettingError arrives with its kind and the name of the setting."""
     heard = loop_with(Inbox(), fake_settings(model=Path()))
     assert heard == [StartFailed("invalid_setting", "model is '.'; give the name of a fake", "model")]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.scheduling.fair_steps import MIN_ROWS, RECENT_SECONDS, RowLimit
+from engine.scheduling.fair_steps import RECENT_SECONDS
+from engine.scheduling.row_limit import MIN_ROWS, RowLimit
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked
@@ -65,7 +66,7 @@ class TimedEngine(SteppedEngine):
 
 
 def crowded(per_row: float, **changes: Any) -> TimedEngine:
-    """Mallory's 40 answers are under way, and have been alone; then Alice's begins."""
+    """Return an engine in which Mallory's 40 answers have run alone; then Alice's starts."""
     engine = TimedEngine(per_row, **changes)
     engine.ask("mallory", 0, 200)
     engine.step(3)
@@ -120,7 +121,7 @@ def test_a_limited_client_leaves_the_machine_idle_most_of_the_time() -> None:
 
 
 def test_answers_take_turns() -> None:
-    """While Alice's answer goes on all 40 get as many turns, or nearly, and all say what they would have said."""
+    """While Alice's answer runs, all 40 get nearly as many turns, and no answer changes."""
     engine = crowded(BASE_SECONDS / 8)
     first = len(engine.keys)
     engine.step(50)
@@ -135,10 +136,10 @@ def test_rows_that_cost_nothing_are_not_held_back() -> None:
     """Every step holds every answer, as on a GPU; the next step still begins before the last one's tokens are processed."""
     engine = crowded(0.0)
     engine.step(30)
-    before = engine.num_gone_on
+    before = engine.num_started_early
     engine.step(20)
     assert all(rows == {"alice": 1, "mallory": 40} for rows in engine.rows[-20:])
-    assert engine.num_gone_on - before > 15
+    assert engine.num_started_early - before > 15
 
 
 def test_it_can_be_turned_off() -> None:
@@ -147,7 +148,7 @@ def test_it_can_be_turned_off() -> None:
     assert engine.rows[-1] == {"alice": 1, "mallory": 40}
 
 
-def test_who_is_alone_gets_every_row() -> None:
+def test_a_client_alone_gets_every_row() -> None:
     """Also without API keys, where all are one client."""
     engine = TimedEngine(BASE_SECONDS / 8)
     engine.ask("", 0, 50)
@@ -172,7 +173,7 @@ def test_equals_are_not_held_back() -> None:
 
 @pytest.mark.parametrize("per_row", [0.0001, 0.0005, 0.002])
 def test_the_limit_follows_what_rows_cost(per_row: float) -> None:
-    """Whatever they cost, and where that changes: the mean step of 100 is about as long as allowed, or has few rows."""
+    """At any cost, also if it changes: the mean step of 100 is about as long as allowed, or has few rows."""
     limit = RowLimit(MAX_SLOWDOWN)
     for cost in (per_row, per_row * 3, per_row / 2):
         for _ in range(60):
@@ -220,10 +221,10 @@ def test_the_client_that_was_served_least_begins_next() -> None:
     rows=st.sampled_from([4.0, 9.0, 99.0]),
     num_blocks=st.sampled_from([12, 40, 400]),
 )
-def test_whoever_sits_out_ends_with_the_same_tokens(
+def test_answers_that_sit_out_end_with_the_same_tokens(
     asked: list[tuple[str, int]], steps: list[int], rows: float, num_blocks: int
 ) -> None:
-    """In any order of arrival, with and without preemption, every answer ends, and the books are right."""
+    """In any order of arrival, with and without preemption, every answer ends, and the integrity check holds."""
     engine = TimedEngine(0.0005, num_blocks=num_blocks, max_num_seqs=24)
     fair = engine.scheduler.batcher.fair_steps
     fair.answers._rows = fair.prompts._rows = rows
@@ -236,7 +237,7 @@ def test_whoever_sits_out_ends_with_the_same_tokens(
         assert engine.tokens(key) == fake_answer([1 + number % 7, 2], max_tokens)
 
 
-def test_a_client_gets_some_rows_however_dear_they_are() -> None:
+def test_a_client_gets_some_rows_at_any_cost() -> None:
     engine = crowded(BASE_SECONDS)
     engine.step(10)
     assert engine.rows[-1] == {"alice": 1, "mallory": MIN_ROWS}

@@ -12,7 +12,7 @@ from contract.errors import TransferError
 from contract.requests import FinishReason, Grammar, ReceiveTransfer, SendTransfer
 from engine.connector import FirstToken, Received
 from engine.grammar.vocabulary import load_vocabulary
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SEND, SteppedEngine, fake_request
 from tests.text.tiny_model import END, byte_ids, write_model
@@ -24,7 +24,7 @@ REMOTE = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class Peer(FakeConnector):
-    """Its prompts' token 0 is what the test says."""
+    """A peer that samples a given first token."""
 
     first_token = byte_ids(b"a")[0]
 
@@ -66,7 +66,7 @@ class Engine(SteppedEngine):
         return self.scheduler.requests[key].status
 
     def compile(self) -> None:
-        """Let the compiler go on, wait until it has something, and have the engine hear of it."""
+        """Let the compiler continue, wait for an outcome, and step the engine."""
         self.gate.set()
         self.until_woken()
         self.step()
@@ -78,12 +78,12 @@ class Engine(SteppedEngine):
     def until_heard(self, *keys: str) -> None:
         """Run, and wait for the compiler, until these have been answered."""
         self.run()
-        while not all(key in self.heard for key in keys):
+        while not all(key in self.outputs for key in keys):
             self.until_woken()
             self.run()
 
     def arrive(self, key: str) -> None:
-        """Published, reserved, landed, heard of."""
+        """Let the KV of a request arrive: published, reserved, landed, processed."""
         self.connector.publish_peer(key)
         self.step()
         self.connector.land(key)
@@ -94,7 +94,7 @@ class Engine(SteppedEngine):
         return bytes(token - 5 for token in self.tokens(key) if token != END).decode()
 
     def assert_empty(self) -> None:
-        """Nobody waits, nothing is held."""
+        """Assert that no request waits and no block is held."""
         for key in [key for key, send in self.connector.sends.items() if send.end]:
             self.connector.end_lease(key)
         self.run()
@@ -121,7 +121,7 @@ def test_it_waits_without_blocks_then_matches(engine: Engine) -> None:
     engine.run()
     assert len(engine.tokens("plain#0.0")) == 2, "others go on"
     assert engine.status(key) is FSM and engine.pool.num_blocks_of(key) == 0
-    assert engine.scheduler.get_request_counts() == (0, 1) and not engine.core.needs_step()
+    assert engine.scheduler.load.get_request_counts() == (0, 1) and not engine.core.needs_step()
     engine.compile()
     engine.run()
     assert engine.tokens(key)[-1] == END and engine.end(key).finish_reason is FinishReason.STOP
@@ -146,7 +146,7 @@ def test_masks_come_with_the_steps_that_draw(engine: Engine) -> None:
     assert output.grammar_bitmask is not None and output.grammar_bitmask.shape == (1, 32)
 
 
-def test_prefill_leg_waits_and_its_token_0_matches(engine: Engine) -> None:
+def test_prefill_leg_waits_and_its_first_token_matches(engine: Engine) -> None:
     key = engine.ask(transfer=SEND)
     engine.run()
     assert engine.status(key) is FSM and engine.connector.sends == {}
@@ -156,7 +156,7 @@ def test_prefill_leg_waits_and_its_token_0_matches(engine: Engine) -> None:
     engine.assert_empty()
 
 
-def test_prefill_leg_whose_answer_is_complete_at_token_0_needs_no_decode_leg(engine: Engine) -> None:
+def test_prefill_leg_whose_answer_is_complete_at_its_first_token_needs_no_decode_leg(engine: Engine) -> None:
     key = engine.ask(grammar=Grammar("regex", "[ab]"), transfer=SEND, sampling={"ignore_eos": True})
     engine.compile()
     engine.run()
@@ -167,7 +167,7 @@ def test_prefill_leg_whose_answer_is_complete_at_token_0_needs_no_decode_leg(eng
 
 @pytest.mark.parametrize("is_kv_first", [True, False], ids=["KV first", "grammar first"])
 def test_decode_leg_needs_both(engine: Engine, is_kv_first: bool) -> None:
-    """In either order; its matcher stands behind token 0, so five letters and the end are left."""
+    """In either order; its matcher has taken the first token, so five letters and the end are left."""
     key = engine.ask(transfer=RECEIVE)
     engine.step()
     assert engine.status(key) is REMOTE and key in engine.connector.fetches
@@ -187,7 +187,7 @@ def test_decode_leg_needs_both(engine: Engine, is_kv_first: bool) -> None:
 
 
 @pytest.mark.parametrize("is_kv_first", [True, False], ids=["KV first", "grammar first"])
-def test_token_0_that_does_not_match_is_refused(engine: Engine, is_kv_first: bool) -> None:
+def test_first_token_that_does_not_match_is_refused(engine: Engine, is_kv_first: bool) -> None:
     """Two workers with unlike grammars: an error, never a text that does not match."""
     engine.connector.first_token = byte_ids(b"z")[0]  # type: ignore[attr-defined]
     key = engine.ask(transfer=RECEIVE)
@@ -250,7 +250,7 @@ def test_what_does_not_compile_ends_its_request_alone(engine: Engine) -> None:
 @pytest.mark.parametrize("state", ["waiting", "prefill leg", "asked", "arrived"])
 @pytest.mark.parametrize("end", ["abort", "own deadline", "compile time", "shutdown"])
 def test_every_end_while_it_compiles(engine: Engine, state: str, end: str) -> None:
-    """Once, with its error where it is one; what comes of the compilation later is nobody's."""
+    """Each request ends once, with its error if there is one; a later outcome of the compilation is dropped."""
     transfer = {"waiting": None, "prefill leg": SEND}.get(state, RECEIVE)
     key = engine.ask(transfer=transfer, deadline_seconds=5.0 if end == "own deadline" else 100.0)
     engine.step()
@@ -281,7 +281,7 @@ def test_every_end_while_it_compiles(engine: Engine, state: str, end: str) -> No
     engine.assert_empty()
 
 
-def test_who_waits_behind_other_grammars_may_come_again(engine: Engine) -> None:
+def test_a_request_that_waited_for_other_grammars_may_try_again(engine: Engine) -> None:
     """Two threads: the third one's turn has not come when its time is over."""
     third = [engine.ask(name, Grammar("regex", name)) for name in ("one", "two", "three")][-1]
     engine.now = 10.0
@@ -291,12 +291,12 @@ def test_who_waits_behind_other_grammars_may_come_again(engine: Engine) -> None:
 
 
 def test_a_key_that_lives_again_gets_its_own_matcher(engine: Engine) -> None:
-    """What was compiled for the first life comes when the second one waits."""
+    """The outcome for the first life comes while the second one waits."""
     key = engine.ask(grammar=Grammar("regex", "a{3}"))
     engine.core.abort([key])
     engine.step()
     assert engine.ask(grammar=Grammar("regex", "b{4}")) == key
-    engine.heard.clear()
+    engine.outputs.clear()
     engine.gate.set()
     engine.until_heard(key)
     assert engine.text(key) == "bbbb"
@@ -313,7 +313,7 @@ def test_grammar_that_is_too_long_for_this_worker(model: Path) -> None:
 
 
 def test_refused_fetch_leaves_no_wait(engine: Engine) -> None:
-    """The connector does not know the peer: the request was never here."""
+    """The connector rejects the peer: no trace of the request is left."""
     engine.connector.refusal = TransferError("by the test")
     key = engine.ask(transfer=RECEIVE)
     engine.run()

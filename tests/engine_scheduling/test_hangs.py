@@ -13,9 +13,9 @@ import psutil
 import pytest
 
 from contract.errors import UnavailableError
-from contract.layout import KVLayout
+from contract.layout import Side
 from engine.client import ProcessClient
-from engine.connector import ConnectorPair
+from engine.connector import ConnectorPair, SingleRankConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 from engine.testing.fakes import FakeExecutor, fake_answer
@@ -55,9 +55,9 @@ class StuckConnector(FakeConnector):
         return {"thread that publishes KV": 3}
 
 
-def stuck_factory(layout: KVLayout, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+def stuck_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
     connector = StuckConnector(wake)
-    return ConnectorPair(connector, connector.rank, "127.0.0.1:9")
+    return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")
 
 
 @asynccontextmanager

@@ -28,7 +28,7 @@ def test_first_in_first_out() -> None:
 
 
 @pytest.mark.parametrize("timeout_seconds", [None, 30.0])
-def test_who_waits_is_woken(timeout_seconds: float | None) -> None:
+def test_a_waiting_reader_is_woken(timeout_seconds: float | None) -> None:
     box, got = Mailbox[str](), list[str]()
     getter = threading.Thread(target=lambda: got.append(box.get(timeout_seconds)))
     timer = threading.Timer(0.05, box.put, ["late"])

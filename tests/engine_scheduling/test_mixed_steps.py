@@ -5,7 +5,7 @@ from tests.engine_scheduling.stepping import SteppedEngine, fake_request, receiv
 
 
 def test_prompts_beside_answers_get_less_of_a_step() -> None:
-    """Tokens of answers wait for a prompt's chunk; where nobody waits, the chunk is as large as a step."""
+    """Answers wait for a prompt's chunk, so it is small beside them; without answers it is as large as a step."""
     engine = SteppedEngine(max_num_batched_tokens=16, max_num_mixed_tokens=5)
     engine.add(fake_request("first", list(range(1, 21)), max_tokens=3))
     engine.step(2)

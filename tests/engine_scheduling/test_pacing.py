@@ -43,7 +43,7 @@ def step(pacing: StepPacing, clock: Clock) -> float:
 @pytest.mark.parametrize(
     ("until_due", "hold"),
     [
-        (-0.2, 0.0),  # it is late, and nobody knows how late
+        (-0.2, 0.0),  # it is late, by an unknown time
         (-0.1, 0.05),  # a little late: it must be here any moment
         (0.2, 0.35),  # it comes first, even if it is a little late
         (0.5, 0.5),
@@ -53,7 +53,7 @@ def step(pacing: StepPacing, clock: Clock) -> float:
         (2.0, 0.0),  # it comes when two steps are over
         (3.8, 0.2),
         (8.8, 0.8 / 9),
-        (9.5, 0.0),  # too far away to know
+        (9.5, 0.0),  # too far away for a good estimate
     ],
 )
 def test_the_smaller_one_of_both_gaps_is_chosen(until_due: float, hold: float) -> None:
@@ -63,7 +63,7 @@ def test_the_smaller_one_of_both_gaps_is_chosen(until_due: float, hold: float) -
 @machine_settings(300, 1)
 @given(until_due=st.floats(0, 8.99))
 def test_no_gap_grows_by_more_than_half_a_step(until_due: float) -> None:
-    """And by less, the earlier it is known when somebody comes."""
+    """It grows by less, the earlier an arrival is known."""
     most, left = 0.0, until_due
     while left > 0:
         hold = min(steps_to_delay(left), left)
@@ -84,7 +84,7 @@ def test_a_step_is_held_until_the_one_that_is_expected_is_there() -> None:
     assert pacing.seconds_to_delay(due) == 0, "it has not come"
 
 
-def test_who_comes_first_after_a_rest_waits_for_those_who_come_with_it() -> None:
+def test_the_first_request_after_a_rest_waits_for_those_that_come_with_it() -> None:
     pacing, clock = stepping(share=0.1)
     clock.now += 50 * STEP_SECONDS
     pacing.idle_ended()
@@ -104,7 +104,7 @@ def test_no_more_than_its_share_of_the_time_is_spent(share: float) -> None:
     assert held >= 0.95 * 1000 * share * STEP_SECONDS
 
 
-def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_steps_take() -> None:
+def test_an_interrupted_step_counts_as_held_and_is_not_measured() -> None:
     pacing, clock = stepping(share=0.1)
     for _ in range(3):
         pacing.started()
@@ -115,7 +115,7 @@ def test_a_step_that_was_cut_short_counts_as_held_and_says_nothing_of_how_long_s
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
-def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
+def test_a_step_is_interrupted_in_its_first_half_only(share: float) -> None:
     pacing, clock = stepping(share)
     pacing.started()
     clock.now += 0.49 * STEP_SECONDS
@@ -124,30 +124,30 @@ def test_a_step_is_cut_short_in_its_first_half_alone(share: float) -> None:
     assert not pacing.may_interrupt()
 
 
-def test_steps_are_not_cut_short_for_ever() -> None:
+def test_steps_are_not_interrupted_for_ever() -> None:
     """Each counts as held, and what may be spent on that is saved up slowly."""
     pacing, clock = stepping(share=0.1)
-    num_cut = 0
+    num_interrupted = 0
     for _ in range(100):
         pacing.started()
         clock.now += 0.4 * STEP_SECONDS
         if pacing.may_interrupt():
-            num_cut += 1
+            num_interrupted += 1
             pacing.interrupted()
             step(pacing, clock)
         else:
             clock.now += 0.6 * STEP_SECONDS
             pacing.ended(is_empty=False)
-    assert 10 <= num_cut <= (4 + 100 * 0.1) / 0.4
+    assert 10 <= num_interrupted <= (4 + 100 * 0.1) / 0.4
 
 
-def test_nobody_knows_a_first_step_well_enough_to_cut_it_short() -> None:
+def test_a_first_step_is_not_interrupted() -> None:
     pacing = StepPacing(0.1, Clock())
     pacing.started()
     assert not pacing.may_interrupt()
 
 
-def test_a_step_that_computed_nothing_says_nothing_of_how_long_steps_take() -> None:
+def test_an_empty_step_is_not_measured() -> None:
     pacing, clock = stepping(share=0.1)
     for _ in range(20):
         pacing.started()
@@ -180,11 +180,11 @@ def test_a_core_holds_a_step_for_kv_that_is_about_to_arrive() -> None:
     engine.connector.expected = None
     assert engine.core.seconds_to_start() == 0, "it is here"
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.scheduler.load.get_request_counts() == (2, 0)
     assert engine.core.call("counters", [])["step_held_seconds_total"] == pytest.approx(0.2 * STEP_SECONDS)
 
 
-def test_blocks_are_given_to_who_is_waited_for_before_the_step() -> None:
+def test_an_expected_request_gets_its_blocks_before_the_step() -> None:
     """Else it would be waited for in vain."""
     engine = SteppedEngine()
     answering(engine)
@@ -208,7 +208,7 @@ def test_a_core_holds_nothing_where(what: str) -> None:
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
-def test_no_step_begins_early_that_somebody_is_about_to_join(is_expected: bool) -> None:
+def test_no_step_starts_early_that_a_request_is_about_to_join(is_expected: bool) -> None:
     engine = SteppedEngine()
     answering(engine)
 
@@ -217,34 +217,34 @@ def test_no_step_begins_early_that_somebody_is_about_to_join(is_expected: bool) 
         engine.connector.expected = engine.now + 0.2 * STEP_SECONDS if is_expected else None
 
     engine.step(2, meanwhile=compute)
-    assert engine.num_gone_on == (0 if is_expected else 1)
+    assert engine.num_started_early == (0 if is_expected else 1)
 
 
 def landing(engine: SteppedEngine, part_of_step: float) -> Callable[[], None]:
-    """What happens while a step is computed: the KV of request ``d`` arrives after so much of it."""
+    """Return a callback for a step: the KV of request ``d`` arrives after this part of it."""
 
     def compute() -> None:
         engine.now += part_of_step * STEP_SECONDS
         if "d#0.0" in engine.connector.fetches:
             engine.connector.land("d#0.0")
-            engine.now += (1 - part_of_step) * STEP_SECONDS * (not engine.executor.runner.is_cut_short)
+            engine.now += (1 - part_of_step) * STEP_SECONDS * (not engine.executor.runner.is_interrupted)
 
     return compute
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.7])
-def test_a_step_begins_anew_for_who_arrives_early_in_it(part: float) -> None:
-    """Who goes on anyway has the same tokens, and no later than the part that was computed in vain."""
+def test_a_step_restarts_for_a_request_that_arrives_early_in_it(part: float) -> None:
+    """Running answers have the same tokens, later only by the part that was computed in vain."""
     engine = SteppedEngine()
     answering(engine)
-    engine.connector.attach(engine.hear_connector)
+    engine.connector.attach(engine.on_connector_event)
     num_tokens, passes = len(engine.tokens("r#0.0")), engine.executor.runner.num_forward_passes
     engine.step(meanwhile=landing(engine, part))
     is_early = part < 0.5
     assert len(engine.tokens("r#0.0")) == num_tokens + (0 if is_early else 1)
     assert engine.executor.runner.num_forward_passes == passes + (0 if is_early else 1)
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 0)
+    assert engine.scheduler.load.get_request_counts() == (2, 0)
     held = engine.core.call("counters", [])["step_held_seconds_total"]
     assert held == pytest.approx(part * STEP_SECONDS if is_early else 0.0)
     engine.connector.attach(lambda: None)
@@ -260,7 +260,7 @@ def test_no_step_begins_anew_where(what: str) -> None:
         max_num_seqs=1 if what == "all seats are taken" else 8,
     )
     answering(engine)
-    engine.connector.attach(engine.hear_connector)
+    engine.connector.attach(engine.on_connector_event)
     num_tokens = len(engine.tokens("r#0.0"))
-    engine.step(meanwhile=engine.hear_connector if what.startswith("only") else landing(engine, 0.1))
+    engine.step(meanwhile=engine.on_connector_event if what.startswith("only") else landing(engine, 0.1))
     assert len(engine.tokens("r#0.0")) == num_tokens + 1

@@ -15,7 +15,7 @@ class PoolMachine(RuleBasedStateMachine):
     """Holders come, share, grow, compute, end, lend and are quarantined, in any order.
 
     The model: each holder's table; the chain of hashes that it will fill; how many of its blocks are full; what every
-    block contains (written when it is entered, lost when somebody takes the block).
+    block contains (written when it is entered, lost when the block is taken).
     """
 
     def __init__(self) -> None:
@@ -44,10 +44,10 @@ class PoolMachine(RuleBasedStateMachine):
         return self.tables.pop(holder)
 
     def take(self, holder: str, num_new: int, cached: list[int]) -> bool:
-        """Ask, allocate, and compare with the model; False when the pool said no, rightly."""
-        num_wanted = num_new + len(self.free & set(cached))
-        assert self.pool.can_allocate(num_new, cached) is (num_wanted <= len(self.free))
-        if num_wanted > len(self.free):
+        """Allocate if the pool can, and compare with the model; return whether it could."""
+        num_needed = num_new + len(self.free & set(cached))
+        assert self.pool.can_allocate(num_new, cached) is (num_needed <= len(self.free))
+        if num_needed > len(self.free):
             return False
         free = self.free
         got = self.pool.allocate(holder, num_new, cached)

@@ -4,7 +4,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.requests import EngineRequest, FinishReason, PoolingParams, SendTransfer
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_MAX_MODEL_LEN, FAKE_VOCAB_SIZE, NAN_TOKEN, fake_answer, fake_embedding
 from tests.engine_scheduling.stepping import PROMPT, SEND, SteppedEngine, fake_request
 
@@ -22,12 +22,12 @@ def test_a_prompt_becomes_an_embedding_and_no_token(pooling: PoolingParams, prom
     engine = SteppedEngine()
     engine.add(embedding_request("e", prompt, pooling))
     engine.run()
-    (output,) = engine.heard["e#0.0"]
+    (output,) = engine.outputs["e#0.0"]
     assert output.pooled == fake_embedding(prompt, pooling.kind)
     assert (output.token_ids, output.finish_reason, output.is_leg_finished) == ([], FinishReason.STOP, True)
     assert (output.num_cached_tokens, output.timings is not None) == (0, True)
     assert engine.executor.runner.num_forward_passes == -(-len(prompt) // 32)
-    assert not engine.scheduler.has_requests()
+    assert not engine.scheduler.load.has_requests()
     assert engine.pool.usage == 0
 
 
@@ -44,7 +44,7 @@ def test_the_last_token_uses_the_cache_and_the_mean_does_not() -> None:
         assert [engine.end(f"{name}#0.0").num_cached_tokens for name in ("last", "mean")] == [68, 0]
         assert engine.end("last#0.0").pooled == fake_embedding(LONG)
         assert engine.end("mean#0.0").pooled == fake_embedding(LONG, "mean")
-        assert engine.heard["g#0.0"][0].num_cached_tokens == 68
+        assert engine.outputs["g#0.0"][0].num_cached_tokens == 68
         assert engine.tokens("g#0.0") == fake_answer(LONG, 4)
 
 
@@ -64,20 +64,20 @@ def test_beside_answers_and_prefill_legs() -> None:
 
 
 def test_it_waits_for_blocks_that_are_lent() -> None:
-    """Of 19 usable blocks a prefill leg lends 15; the embedding of 30 tokens needs 8, and never takes lent ones."""
+    """A prefill leg lends 15 of 19 usable blocks; the embedding of 30 tokens needs 8, and never takes lent ones."""
     engine = SteppedEngine(kv_cache_bytes=20)
     engine.add(fake_request("p", LONG[:60], transfer=SEND))
     engine.run()
     engine.add(embedding_request("e", LONG[30:60], MEAN))
     engine.run()
-    assert "e#0.0" not in engine.heard
+    assert "e#0.0" not in engine.outputs
     engine.connector.end_lease("p#0.0")
     engine.run()
     assert engine.end("e#0.0").pooled == fake_embedding(LONG[30:60], "mean")
 
 
 @pytest.mark.parametrize("pooling", [LAST, MEAN])
-def test_a_short_pool_preempts_it_and_it_comes_back_whole(pooling: PoolingParams) -> None:
+def test_a_short_pool_preempts_it_and_the_embedding_does_not_change(pooling: PoolingParams) -> None:
     """19 usable blocks of 4: the answer grows while the embedding's long prompt is computed in small chunks."""
     engine = SteppedEngine(kv_cache_bytes=20, max_num_batched_tokens=4)
     engine.add(fake_request("g", PROMPT, 40))
@@ -147,7 +147,7 @@ def test_no_more_than_max_num_seqs_run() -> None:
     engine = SteppedEngine(max_num_seqs=2)
     engine.add(*(embedding_request(str(number), PROMPT) for number in range(5)))
     engine.step()
-    assert sum(bool(engine.heard.get(f"{number}#0.0")) for number in range(5)) == 2
+    assert sum(bool(engine.outputs.get(f"{number}#0.0")) for number in range(5)) == 2
     engine.run()
     assert all(engine.end(f"{number}#0.0").pooled == fake_embedding(PROMPT) for number in range(5))
     assert RequestStatus.FINISHED_STOPPED.is_finished

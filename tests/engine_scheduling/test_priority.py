@@ -1,10 +1,10 @@
-"""Who is served first and who is preempted: priority, then arrival; and that nobody waits for ever (law 4)."""
+"""The order of service and of preemption: priority, then arrival; and no request waits for ever (law 4)."""
 
 from typing import Any
 
 import pytest
 
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import (
     RECEIVE,
@@ -22,10 +22,10 @@ def cramped(num_blocks: int = 8, **changes: Any) -> SteppedEngine:
 
 
 def until_preempted(engine: SteppedEngine) -> set[str]:
-    """Step until somebody is preempted; whom."""
+    """Step until a request is preempted; return the keys of the preempted ones."""
     while True:
         engine.step()
-        waiting = engine.scheduler.batcher.waiting
+        waiting = engine.scheduler.queues.waiting
         if victims := {r.key for r in waiting if r.status is RequestStatus.PREEMPTED}:
             return victims
 
@@ -73,7 +73,7 @@ def test_preempted_requests_come_back_by_priority_then_arrival() -> None:
     came_back: list[str] = []
     while engine.core.needs_step():
         engine.step()
-        for request in engine.scheduler.batcher.running:
+        for request in engine.scheduler.queues.running:
             if request.key not in came_back and engine.scheduler.totals.num_preemptions:
                 came_back.append(request.key)
     assert engine.scheduler.totals.num_preemptions >= 2
@@ -95,7 +95,7 @@ def test_kv_that_arrived_starts_by_priority_then_arrival() -> None:
         engine.connector.land(f"{name}#0.0")
     engine.add(fake_request("urgent", [1, 2], 2, priority=2), fake_request("new", [1, 2], 2))
     engine.run()
-    assert list(engine.heard) == [f"{name}#0.0" for name in ("runs", "urgent", "b", "a", "c", "new")]
+    assert list(engine.outputs) == [f"{name}#0.0" for name in ("runs", "urgent", "b", "a", "c", "new")]
 
 
 def test_reservations_go_by_priority_then_arrival() -> None:
@@ -124,7 +124,7 @@ def test_a_big_decode_leg_is_not_passed_by_small_ones_for_ever() -> None:
             receiving(engine, "big", [1] * 27, max_tokens=4)
         serve_fetches(engine)
         engine.step()
-        if big in engine.heard and len(engine.tokens(big)) == 3:
+        if big in engine.outputs and len(engine.tokens(big)) == 3:
             break
     assert engine.tokens(big) == fake_answer([1] * 27, 4)[1:]
     assert step < 60 and num_added > 8
@@ -142,7 +142,7 @@ def test_a_long_local_prompt_is_not_starved_by_kv_that_keeps_arriving() -> None:
             num_added += 1
         serve_fetches(engine, land_every=3, step=step)
         engine.step()
-        if local in engine.heard and len(engine.tokens(local)) == 4:
+        if local in engine.outputs and len(engine.tokens(local)) == 4:
             break
     assert engine.tokens(local) == fake_answer([1] * 30, 4)
     assert engine.scheduler.totals.num_preemptions == 0 and num_added > 4
@@ -161,13 +161,13 @@ def test_local_prompts_do_not_starve_kv_that_waits() -> None:
             receiving(engine, "d", [1] * 27, max_tokens=4)
         serve_fetches(engine)
         engine.step()
-        if key in engine.heard and len(engine.tokens(key)) == 3:
+        if key in engine.outputs and len(engine.tokens(key)) == 3:
             break
     assert engine.tokens(key) == fake_answer([1] * 27, 4)[1:]
     assert step < 60 and num_added > 8
 
 
-def test_a_request_that_does_not_wait_for_blocks_holds_up_nobody() -> None:
+def test_a_request_that_does_not_wait_for_blocks_holds_up_no_other() -> None:
     """A fetch whose sender has not published stands in no line: later ones of every kind pass it."""
     engine = cramped(7)
     silent = receiving(engine, "silent", [1] * 23)
@@ -191,7 +191,7 @@ def test_kv_that_arrived_gives_way_to_a_running_request_before_it() -> None:
     engine.run()
     assert engine.tokens("first#0.0") == fake_answer([1] * 8, 12)
     assert engine.tokens(key) == fake_answer([2] * 10, 6)[1:]
-    assert engine.heard[key][0].first_index == 1
+    assert engine.outputs[key][0].first_index == 1
 
 
 def test_a_prefill_leg_is_never_preempted_for_a_higher_priority() -> None:

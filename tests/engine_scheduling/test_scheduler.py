@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason, SamplingParams
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 
@@ -14,7 +14,7 @@ def test_add_request_only_enqueues_and_each_step_advances_by_one_token() -> None
     engine.add(fake_request("a", [1, 2, 3], max_tokens=3, priority=2, client_index=0, cache_salt="s"))
     assert engine.executor.runner.num_forward_passes == 0
     request = engine.scheduler.requests["a#0.0"]
-    assert (request.priority, request.client_index, request.cache_salt) == (2, 0, "s")
+    assert (request.priority, request.client_index, request.asked.cache_salt) == (2, 0, "s")
     assert request.structured_output_request is None
     for num_tokens in (1, 2, 3):
         engine.step()
@@ -86,18 +86,20 @@ def test_long_prompt_is_computed_in_chunks_between_decodes() -> None:
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
-    """A27, B15: the others wait; counts say so."""
+    """A27, B15: the others wait, and are counted as waiting."""
     engine = SteppedEngine(max_num_seqs=2)
     engine.add(*(fake_request(f"r{n}", [n + 1], max_tokens=2) for n in range(3)))
-    assert engine.scheduler.get_request_counts() == (0, 3)
+    assert engine.scheduler.load.get_request_counts() == (0, 3)
     engine.step()
-    assert engine.scheduler.get_request_counts() == (2, 1)
-    assert engine.scheduler.get_num_unfinished_requests() == 3
-    assert engine.scheduler.has_unfinished_requests() and not engine.scheduler.has_finished_requests()
+    assert engine.scheduler.load.get_request_counts() == (2, 1)
+    assert engine.scheduler.load.get_num_unfinished_requests() == 3
+    assert (
+        engine.scheduler.load.has_unfinished_requests() and not engine.scheduler.load.has_finished_requests()
+    )
     engine.step()
-    assert engine.scheduler.has_finished_requests() and engine.scheduler.has_requests()
+    assert engine.scheduler.load.has_finished_requests() and engine.scheduler.load.has_requests()
     engine.run()
-    assert not engine.scheduler.has_requests()
+    assert not engine.scheduler.load.has_requests()
 
 
 def test_higher_priority_starts_earlier() -> None:
@@ -108,7 +110,7 @@ def test_higher_priority_starts_earlier() -> None:
     for name, priority in (("low", -1), ("a", 0), ("high", 5), ("b", 0)):
         engine.add(fake_request(name, [1], 2, priority=priority))
     engine.run()
-    assert list(engine.heard) == [f"{name}#0.0" for name in ("first", "high", "a", "b", "low")]
+    assert list(engine.outputs) == [f"{name}#0.0" for name in ("first", "high", "a", "b", "low")]
 
 
 def test_blocks_are_handed_out_on_demand() -> None:
@@ -124,7 +126,7 @@ def test_blocks_are_handed_out_on_demand() -> None:
 
 
 def test_prompt_too_long_or_too_big_is_answered_at_once() -> None:
-    """A27, A28: FINISHED_IGNORED with an error that says the sizes; the others are not held up."""
+    """A27, A28: FINISHED_IGNORED with an error that names the sizes; the others are not held up."""
     engine = SteppedEngine(kv_cache_bytes=9, max_model_len=30)
     engine.add(fake_request("long", [1] * 30), fake_request("ok", [1] * 29))
     engine.run()
@@ -191,7 +193,7 @@ def test_replay_counts_the_delivered_tokens() -> None:
     assert (new.num_prompt_tokens, len(new.prompt_token_ids)) == (2, 4)
     engine.scheduler.update_from_output(scheduled, engine.executor.execute_model(scheduled))
     engine.run()
-    assert engine.heard["a#0.1"][0].first_index == 3
+    assert engine.outputs["a#0.1"][0].first_index == 3
     assert engine.tokens("a#0.1") == answer[3:]
 
 
@@ -203,14 +205,14 @@ def test_second_request_finds_the_first_ones_blocks() -> None:
     engine.run()
     engine.add(fake_request("b", prompt, max_tokens=2), fake_request("c", prompt, 2, cache_salt="x"))
     engine.run()
-    assert [engine.heard[f"{name}#0.0"][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
+    assert [engine.outputs[f"{name}#0.0"][0].num_cached_tokens for name in "abc"] == [0, 8, 0]
     assert engine.tokens("b#0.0") == engine.tokens("a#0.0") == fake_answer(prompt, 2)
-    stats = engine.scheduler.make_stats().prefix_cache_stats
+    stats = engine.scheduler.load.make_stats().prefix_cache_stats
     assert (stats.requests, stats.queries, stats.hits, stats.reset) == (3, 36, 8, False)
     assert engine.scheduler.totals.num_cached_tokens == 8
 
 
-def test_of_a_prompt_that_is_half_computed_only_that_half_is_found() -> None:
+def test_only_the_computed_half_of_a_prompt_is_found() -> None:
     """Law 1: its other blocks are reserved and scheduled, but hold nothing yet."""
     engine = SteppedEngine(max_num_batched_tokens=6)
     prompt = list(range(1, 15))
@@ -227,7 +229,7 @@ def test_of_a_prompt_that_is_half_computed_only_that_half_is_found() -> None:
 
 
 def test_reset_prefix_cache() -> None:
-    """B16: refused while requests hold blocks; afterwards nothing is found, and the stats say that it happened."""
+    """B16: refused while requests hold blocks; afterwards nothing is found, and the stats record it."""
     engine = SteppedEngine()
     engine.add(fake_request("a", list(range(1, 13)), max_tokens=2))
     engine.step()
@@ -236,11 +238,11 @@ def test_reset_prefix_cache() -> None:
     assert engine.core.call("reset_prefix_cache", []) is True
     engine.add(fake_request("b", list(range(1, 13)), max_tokens=2))
     engine.run()
-    assert engine.heard["b#0.0"][0].num_cached_tokens == 0
+    assert engine.outputs["b#0.0"][0].num_cached_tokens == 0
     assert engine.core.call("stats", [])["prefix_cache_stats"]["reset"] is True
 
 
-def test_short_pool_preempts_the_youngest_and_every_answer_is_whole() -> None:
+def test_short_pool_preempts_the_youngest_and_no_answer_changes() -> None:
     """B6, B13: the victim comes back with all its tokens and blocks replaced; nothing is lost or repeated."""
     engine = SteppedEngine(kv_cache_bytes=8, enable_prefix_caching=False)
     prompts = {"old": [1, 2, 3, 4, 5, 6], "young": [6, 5, 4, 3, 2, 1]}
@@ -258,7 +260,7 @@ def test_short_pool_preempts_the_youngest_and_every_answer_is_whole() -> None:
         output = engine.executor.execute_model(scheduled)
         for said in engine.scheduler.update_from_output(scheduled, output).values():
             for each in said:
-                engine.heard.setdefault(f"{each.request_id}#0.0", []).append(each)
+                engine.outputs.setdefault(f"{each.request_id}#0.0", []).append(each)
         engine.core.call("check_integrity", [])
     assert "young#0.0" in resumed and "old#0.0" not in resumed
     for name, prompt in prompts.items():
@@ -284,13 +286,13 @@ def test_nan_logits_end_the_request_and_its_kv_is_not_reused() -> None:
     engine.run()
     assert engine.end("bad#0.0").error_kind == "internal"
     assert engine.tokens("good#0.0") == fake_answer([1, 2], 4)
-    assert engine.scheduler.make_stats().num_corrupted_reqs == 1
+    assert engine.scheduler.load.make_stats().num_corrupted_reqs == 1
     engine.add(fake_request("again", list(range(1, 10))))
     engine.run()
-    assert engine.heard["again#0.0"][0].num_cached_tokens == 0
+    assert engine.outputs["again#0.0"][0].num_cached_tokens == 0
 
 
-def test_nan_in_a_later_chunk_takes_the_earlier_ones_out_of_the_cache() -> None:
+def test_nan_in_a_later_chunk_removes_the_earlier_ones_from_the_cache() -> None:
     """Law 1: they were entered when they were computed; where one chunk is corrupt, none is reused."""
     engine = SteppedEngine(max_num_batched_tokens=4)
     engine.add(fake_request("bad", [1, 2, 3, 4, NAN_TOKEN]))
@@ -322,7 +324,7 @@ def test_deadline_of_an_ended_request_does_not_end_its_namesake() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("a", [1, 2], max_tokens=2, deadline_seconds=10.0))
     engine.run()
-    del engine.heard["a#0.0"]
+    del engine.outputs["a#0.0"]
     engine.now = 8.0
     engine.add(fake_request("a", [1, 2], max_tokens=8, deadline_seconds=100.0))
     engine.step()
@@ -359,15 +361,15 @@ def test_timings_and_logprobs_come_with_the_first_tokens() -> None:
     engine.step()
     engine.now = 3.0
     engine.step()
-    first = engine.heard["a#0.0"][0]
+    first = engine.outputs["a#0.0"][0]
     assert first.timings is not None and first.logprobs is not None
     assert (first.timings.queue_seconds, first.timings.prefill_seconds) == (1.0, 2.0)
     entry = first.logprobs[0]
     assert (entry.token_id, entry.rank) == (first.token_ids[0], first.token_ids[0] + 1)
     assert (entry.top_token_ids, entry.top_logprobs) == ((0, 1), (0.0, -1.0))
     engine.run()
-    assert engine.heard["a#0.0"][1].timings is None
-    assert engine.heard["b#0.0"][0].logprobs is None
+    assert engine.outputs["a#0.0"][1].timings is None
+    assert engine.outputs["b#0.0"][0].logprobs is None
 
 
 def test_status_names_and_what_counts_as_finished() -> None:

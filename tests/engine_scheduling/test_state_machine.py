@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(times=st.integers(1, 3))
     def cut_steps_short(self, times: int) -> None:
-        self.engine.step(times, meanwhile=self.engine.executor.cut_short)
+        self.engine.step(times, meanwhile=self.engine.executor.interrupt)
 
     @rule()
     def run(self) -> None:
@@ -201,19 +201,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == answer[request.first_index :][: len(tokens)]
 
     def assert_idle_for_a_reason(self) -> None:
-        """Nobody waits although he could go on: the first in line lacks blocks, and no KV lies there unused."""
-        batcher, receiver, pool = (
-            self.engine.scheduler.batcher,
-            self.engine.scheduler.receiver,
-            self.engine.pool,
-        )
+        """No request waits that could run: the first in the queue lacks blocks, and no received KV is unused."""
+        queues = self.engine.scheduler.queues
+        receiver = self.engine.scheduler.remote_kv.receiver
+        pool = self.engine.pool
         assert receiver is not None
-        assert not batcher.running and not batcher.arrived
-        in_line = [request for request in (batcher.waiting.first, receiver.unserved) if request]
-        if in_line:
-            first = min(in_line, key=lambda request: request.precedence)
+        assert not queues.running and not queues.arrived
+        queued = [request for request in (queues.waiting.first, receiver.unserved) if request]
+        if queued:
+            first = min(queued, key=lambda request: request.precedence)
             is_fetched = first is receiver.unserved
-            cached = pool.find_cached(first.block_hashes if is_fetched else first.reusable_hashes())
+            cached = pool.find_cached(first.block_hashes if is_fetched else first.reusable_hashes)
             num_blocks = blocks_needed(first.num_tokens + is_fetched, pool.block_size)
             assert not pool.can_allocate(num_blocks - len(cached), cached)
 
@@ -239,7 +237,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._check_end(key, request)
         states = engine.pool.count_by_state()
         assert (states["held"], states["quarantined"]) == (0, 0)
-        assert not engine.scheduler.has_requests() and engine.core.seconds_to_deadline() is None
+        assert not engine.scheduler.load.has_requests() and engine.core.seconds_to_deadline() is None
 
     def _check_end(self, key: str, request: EngineRequest) -> None:
         end, num_tokens = self.engine.end(key), len(self.engine.tokens(key))

@@ -1,4 +1,4 @@
-"""The loop around a core: steps follow each other while nobody says anything, and input is taken between two steps."""
+"""The loop around a core: steps follow each other while no input waits, and input is processed between two steps."""
 
 from collections.abc import Callable
 from typing import cast
@@ -10,17 +10,18 @@ from engine.core import EngineCore
 from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutputs
 from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
-from engine.stepping.loop import WAKE, Inbox, StepLoop
+from engine.stepping.dispatch import WAKE, Inbox
+from engine.stepping.loop import StepLoop
 from engine.testing.fakes import fake_answer, start_fake_executor
-from tests.engine_scheduling.gates import ToldGate
+from tests.engine_scheduling.gates import AllowingGate
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 
 
 class BusyCore:
-    """Always has work, goes on where it may, and hears of a request in its third step."""
+    """Always has work, starts steps early where it may, and gets a request in its third step."""
 
     def __init__(self, inbox: Inbox) -> None:
-        self.is_under_way = False
+        self.step_in_flight = False
         self.happened: list[str] = []
         self._inbox = inbox
 
@@ -28,55 +29,55 @@ class BusyCore:
         return 0.0
 
     def step(
-        self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
+        self, meanwhile: Callable[[], None], may_start_early: Callable[[], bool]
     ) -> dict[int, list[EngineOutput]]:
         meanwhile()
-        self.happened.append("goes on" if self.is_under_way else "begins")
+        self.happened.append("starts early" if self.step_in_flight else "starts")
         if len(self.happened) == 3:
             self._inbox.put(AddRequest(fake_request("late", [1, 2, 3])))
         if len(self.happened) == 5:
             self._inbox.put(Shutdown())
-        self.is_under_way = may_go_on()
+        self.step_in_flight = may_start_early()
         return {}
 
     def add_request(self, request: EngineRequest) -> None:
-        assert not self.is_under_way
+        assert not self.step_in_flight
         self.happened.append(request.request_id)
 
 
-def test_a_step_goes_on_until_input_waits_which_is_taken_between_two_steps() -> None:
+def test_steps_start_early_until_input_waits_which_is_processed_between_two_steps() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = BusyCore(inbox)
     StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
-    assert core.happened == ["begins", "goes on", "goes on", "late", "begins"]
+    assert core.happened == ["starts", "starts early", "starts early", "late", "starts"]
     assert isinstance(inbox, Mailbox) and not inbox.num_waiting and not said
 
 
 class HoldingCore(BusyCore):
-    """Holds its second step until somebody has come."""
+    """Delays its second step until a request has come."""
 
     def seconds_to_start(self) -> float:
-        if self.happened != ["begins"]:
+        if self.happened != ["starts"]:
             return 0.0
-        self.happened.append("holds")
+        self.happened.append("delays")
         self._inbox.put(AddRequest(fake_request("late", [1, 2, 3])))
         return 600.0
 
     def step(
-        self, meanwhile: Callable[[], None], may_go_on: Callable[[], bool]
+        self, meanwhile: Callable[[], None], may_start_early: Callable[[], bool]
     ) -> dict[int, list[EngineOutput]]:
         meanwhile()
-        self.happened.append("begins")
+        self.happened.append("starts")
         if "late" in self.happened:
             self._inbox.put(Shutdown())
         return {}
 
 
-def test_a_step_is_held_until_there_is_news() -> None:
+def test_a_step_is_delayed_until_a_message_comes() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = HoldingCore(inbox)
     StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=1.0).run()
-    assert core.happened == ["begins", "holds", "late", "begins"]
+    assert core.happened == ["starts", "delays", "late", "starts"]
 
 
 class LongDelayCore(HoldingCore):
@@ -85,7 +86,7 @@ class LongDelayCore(HoldingCore):
     num_asked = 0
 
     def seconds_to_start(self) -> float:
-        if self.happened != ["begins"]:
+        if self.happened != ["starts"]:
             return 0.0
         self.num_asked += 1
         if self.num_asked == 3:
@@ -97,20 +98,20 @@ def test_a_delay_is_not_over_when_an_idle_loop_would_report() -> None:
     inbox, said = Inbox(), list[FromEngine]()
     core = LongDelayCore(inbox)
     StepLoop(cast("EngineCore", core), inbox, said.append, idle_seconds=0.01).run()
-    assert core.happened == ["begins", "late", "begins"]
+    assert core.happened == ["starts", "late", "starts"]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5])
-def test_a_gate_that_is_told_starts_a_step_for_each_word_and_no_other(num_tokens: int) -> None:
+def test_a_gate_starts_one_step_each_time_that_it_is_allowed(num_tokens: int) -> None:
     """Issue 25: ranks that step together need a second gate; the engine's answers are the same."""
-    inbox, said, gates = Inbox(), list[FromEngine](), list[ToldGate]()
+    inbox, said, gates = Inbox(), list[FromEngine](), list[AllowingGate]()
 
-    def ask(gate: ToldGate) -> None:
-        gate.tell()
+    def ask(gate: AllowingGate) -> None:
+        gate.allow()
         inbox.put(WAKE)
 
-    def make() -> ToldGate:
-        gates.append(ToldGate(ask))
+    def make() -> AllowingGate:
+        gates.append(AllowingGate(ask))
         return gates[0]
 
     def emit(message: FromEngine) -> None:

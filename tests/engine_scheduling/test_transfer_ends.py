@@ -1,4 +1,4 @@
-"""How the legs of a hand-over end before their time: aborts and refusals, in each state."""
+"""The legs of a hand-over that end before their time: aborts and refusals, in each state."""
 
 import hypothesis.strategies as st
 import pytest
@@ -6,7 +6,7 @@ from hypothesis import assume, given
 
 from contract.errors import InternalError
 from contract.requests import FinishReason, SendTransfer
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,
     RECEIVE,
@@ -19,7 +19,7 @@ from tests.engine_scheduling.stepping import (
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_abort_of_a_prefill_leg(num_steps: int) -> None:
-    """B12: before it is lent nothing is lent; afterwards it is abandoned and leased until nobody reads."""
+    """B12: before its first step it lends nothing; afterwards it is abandoned, and leased until its last read ends."""
     engine = SteppedEngine(max_num_batched_tokens=4)
     engine.add(fake_request("p", PROMPT, transfer=SEND))
     engine.step(num_steps)
@@ -36,7 +36,7 @@ def test_abort_of_a_prefill_leg(num_steps: int) -> None:
 
 @pytest.mark.parametrize(("max_tokens", "num_shown"), [(1, 0), (2, 4)])
 def test_an_answer_of_one_token_is_never_shown_to_the_receiver(max_tokens: int, num_shown: int) -> None:
-    """Its loan is opened, so that the receiver hears that it is not needed; nothing is published that it might read."""
+    """Its transfer is opened, so that the receiver learns that it is not needed; nothing is published that it might read."""
     engine = SteppedEngine(max_num_batched_tokens=4)
     engine.add(fake_request("p", PROMPT, max_tokens, transfer=SEND))
     engine.step()
@@ -57,7 +57,7 @@ def test_an_answer_of_one_token_is_never_shown_to_the_receiver(max_tokens: int, 
         (9, 0, 12, True),
     ],
 )
-def test_blocks_that_nobody_needs_are_not_shown_though_they_are_cached(
+def test_cached_blocks_that_are_not_needed_are_not_published(
     max_tokens: int, first_index: int, max_model_len: int, is_needed: bool
 ) -> None:
     """P1: one token was asked for, one is left for a replay, or the model is full: computed or cached, nothing is lent."""
@@ -102,7 +102,7 @@ def test_what_is_shown_is_needed_and_what_is_needed_is_shown(
 
 @pytest.mark.parametrize("num_steps", [0, 20])
 def test_a_transfer_serves_one_request_at_a_time(num_steps: int) -> None:
-    """Whether the first still waits or has ended and lends, the second is refused; a later attempt is not."""
+    """The second is refused while the first waits, and while it has ended and lends; a later attempt is not."""
     engine = SteppedEngine()
     same = SendTransfer("same")
     engine.add(fake_request("a", PROMPT, transfer=same))
@@ -123,12 +123,12 @@ def test_a_fetch_that_the_connector_refuses_is_one_error() -> None:
     engine.connector.refusal = None
     engine.run()
     assert engine.end("d#0.0").error_message == refuse.message
-    del engine.heard["d#0.0"]
+    del engine.outputs["d#0.0"]
     engine.add(fake_request("d", PROMPT, transfer=RECEIVE))
     assert engine.scheduler.requests["d#0.0"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
-def test_abort_after_token_0_takes_the_loan_back() -> None:
+def test_abort_after_the_first_token_ends_the_lease() -> None:
     """B12: the prefill leg has ended, its blocks are still lent; an abort of a later attempt's request spares them."""
     engine = SteppedEngine()
     engine.add(fake_request("p", PROMPT, transfer=SEND, attempt=1))

@@ -3,7 +3,7 @@
 import pytest
 
 from contract.requests import FinishReason
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (
     PROMPT,
@@ -29,11 +29,11 @@ def test_prefill_leg_reserves_its_whole_prompt_then_publishes_each_chunk_and_len
         assert engine.pool.num_blocks_of("p#0.0") == 3
         outputs = engine.scheduler.update_from_output(scheduled, engine.executor.execute_model(scheduled))
     assert published == [[("p#0.0", 4)], [("p#0.0", 8)], [("p#0.0", 10)]]
-    (token_0,) = outputs[0]
-    assert token_0.token_ids == fake_answer(PROMPT, 1) and token_0.is_leg_finished
-    assert token_0.finish_reason is None and token_0.num_cached_tokens == 0 and token_0.timings is not None
+    (first,) = outputs[0]
+    assert first.token_ids == fake_answer(PROMPT, 1) and first.is_leg_finished
+    assert first.finish_reason is None and first.num_cached_tokens == 0 and first.timings is not None
     send = engine.connector.sends["p#0.0"]
-    assert send.end == "finished" and [t.token_id for t in send.first_tokens] == token_0.token_ids
+    assert send.end == "finished" and [t.token_id for t in send.first_tokens] == first.token_ids
     assert engine.pool.holders() == {"lease:p#0.0": 3}
     engine.run()
     assert not engine.core.needs_step()
@@ -70,18 +70,18 @@ def test_running_prefill_leg_outlives_an_aggregated_request_that_needs_blocks() 
     assert engine.tokens("a#0.0") == fake_answer([1, 2, 3], 25)
 
 
-def test_cached_tokens_are_told_when_the_send_opens() -> None:
+def test_cached_tokens_are_published_when_the_send_opens() -> None:
     engine = SteppedEngine()
     engine.add(fake_request("a", PROMPT, 1))
     engine.run()
     engine.add(fake_request("p", PROMPT, transfer=SEND))
     engine.step()
-    assert engine.heard["p#0.0"][0].num_cached_tokens == 8
+    assert engine.outputs["p#0.0"][0].num_cached_tokens == 8
     assert engine.connector.sends["p#0.0"].num_published == 10
 
 
 @pytest.mark.parametrize("how", ["max_tokens", "eos"])
-def test_answer_that_ends_at_token_0_is_not_needed_elsewhere(how: str) -> None:
+def test_answer_that_ends_at_its_first_token_is_not_needed_elsewhere(how: str) -> None:
     engine = SteppedEngine()
     if how == "eos":
         engine.add(fake_request("p", PROMPT, 5, transfer=SEND, eos_token_ids=tuple(fake_answer(PROMPT, 1))))
@@ -114,7 +114,7 @@ def test_key_of_a_lease_is_in_use() -> None:
 
 
 def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
-    """B8, B13: WAITING_FOR_REMOTE_KVS → (published: blocks) → WAITING → RUNNING; token 0 is input, 1 is emitted."""
+    """B8, B13: WAITING_FOR_REMOTE_KVS → (published: blocks) → WAITING → RUNNING; the second token is emitted first."""
     engine = SteppedEngine()
     key = receiving(engine)
     request = engine.scheduler.requests[key]
@@ -137,20 +137,20 @@ def test_decode_leg_waits_without_blocks_then_reserves_then_runs() -> None:
     for outputs in engine.scheduler.update_from_output(
         scheduled, engine.executor.execute_model(scheduled)
     ).values():
-        engine.heard[key] = outputs
+        engine.outputs[key] = outputs
     engine.run()
-    assert engine.heard[key][0].first_index == 1
+    assert engine.outputs[key][0].first_index == 1
     assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
     assert engine.end(key).finish_reason is FinishReason.LENGTH
-    timings = engine.heard[key][0].timings
+    timings = engine.outputs[key][0].timings
     assert timings is not None
     assert (timings.transfer.exposed_seconds, timings.transfer.hidden_seconds) == (0.25, 0.5)
     assert timings.prefill_seconds == 0.0
     assert engine.pool.holders() == {}
 
 
-def test_what_has_arrived_joins_the_step_that_hears_of_it() -> None:
-    """No step without work stands between the last byte and the token after token 0."""
+def test_kv_that_has_arrived_joins_the_next_step() -> None:
+    """No empty step runs between the last byte and the second token."""
     engine = SteppedEngine()
     key = receiving(engine)
     engine.connector.publish_peer(key)
@@ -162,17 +162,17 @@ def test_what_has_arrived_joins_the_step_that_hears_of_it() -> None:
     assert engine.tokens(key) == fake_answer(PROMPT, 2)[1:]
 
 
-def test_token_0_is_the_decode_legs_input_and_is_not_said_again() -> None:
+def test_the_first_token_is_the_decode_legs_input_and_is_not_emitted_again() -> None:
     """Law 5: the router has delivered it already."""
     engine = SteppedEngine()
     key = receiving(engine)
     arrive(engine, key)
     engine.run()
-    assert engine.heard[key][0].first_index == 1
+    assert engine.outputs[key][0].first_index == 1
     assert engine.tokens(key) == fake_answer(PROMPT, 4)[1:]
 
 
-def test_reservation_includes_the_place_of_token_0() -> None:
+def test_reservation_includes_the_place_of_the_first_token() -> None:
     """Law 4: ceil((prompt + 1) / block_size) blocks, of which the prompt's are read into."""
     engine = SteppedEngine()
     key = receiving(engine, prompt=PROMPT[:8])
@@ -196,7 +196,7 @@ def test_fetched_and_verified_blocks_are_cached_and_not_fetched_again() -> None:
     engine.connector.land(second)
     engine.run()
     assert engine.tokens(second) == engine.tokens(first) == fake_answer(prompt, 4)[1:]
-    assert [engine.heard[key][0].num_cached_tokens for key in (first, second)] == [0, 12]
+    assert [engine.outputs[key][0].num_cached_tokens for key in (first, second)] == [0, 12]
 
 
 def test_blocks_in_flight_are_not_cached() -> None:
@@ -267,10 +267,10 @@ def test_failed_transfer_ends_with_its_error() -> None:
 
 
 def test_not_needed_is_no_error() -> None:
-    """Token 0 ended the answer at the prefill leg: the decode leg ends without a word of its own."""
+    """The first token ended the answer at the prefill leg: the decode leg ends without an output of its own."""
     engine = SteppedEngine()
     key = receiving(engine)
-    engine.connector.fail(key, "not_needed", "the answer ended at token 0")
+    engine.connector.fail(key, "not_needed", "the answer ended at its first token")
     engine.run()
     end = engine.end(key)
     assert (end.finish_reason, end.error_kind, end.token_ids) == (None, None, [])
@@ -308,10 +308,10 @@ def test_two_deadlines_at_once_end_a_request_once() -> None:
     engine.add(fake_request("d", PROMPT, transfer=RECEIVE, deadline_seconds=7.0))
     engine.now = 9.0
     engine.run()
-    assert [output.error_kind for output in engine.heard["d#0.0"]] == ["deadline"]
+    assert [output.error_kind for output in engine.outputs["d#0.0"]] == ["deadline"]
 
 
-def test_abort_before_the_failure_was_heard() -> None:
+def test_abort_before_the_failure_was_processed() -> None:
     """A transfer may fail while its cancellation is on the way: one end, and the blocks are free."""
     engine = SteppedEngine()
     key = receiving(engine)
@@ -320,7 +320,7 @@ def test_abort_before_the_failure_was_heard() -> None:
     engine.connector.fail(key)
     engine.core.abort([key])
     engine.run()
-    assert [output.finish_reason for output in engine.heard[key]] == [FinishReason.ABORT]
+    assert [output.finish_reason for output in engine.outputs[key]] == [FinishReason.ABORT]
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
 
 

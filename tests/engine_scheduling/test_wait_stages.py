@@ -1,4 +1,4 @@
-"""A stage that requests wait in is added from outside: the scheduler knows nothing of it, and every way out works."""
+"""A wait stage that is added from outside, without a change of the scheduler; every way out of it works."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,8 +6,9 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.requests import EngineRequest, FinishReason
-from engine.scheduling.ending import Ending, RequestStatus, ended_by_error
+from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
+from engine.scheduling.status import RequestStatus
 from engine.scheduling.waits import Ready
 from engine.testing.fakes import fake_answer
 from tests.engine_scheduling.stepping import PROMPT, RECEIVE, SteppedEngine, arrive, fake_request
@@ -32,16 +33,16 @@ class AdapterStage:
         return bool(self._ready)
 
     def needs_wait(self, request: Request) -> bool:
-        return bool(request.cache_salt)
+        return bool(request.asked.cache_salt)
 
     def start(self, request: Request) -> None:
-        if request.cache_salt == "too large":
+        if request.asked.cache_salt == "too large":
             raise OverloadedError("no room for this adapter")
         self.loading[request.key] = request
 
-    def load(self, key: str, ending: Ending | None = None) -> None:
-        """The adapter is there, or never will be."""
-        self._ready.append(Ready(self.loading[key] if ending else self.loading.pop(key), ending))
+    def load(self, key: str, finish: Finish | None = None) -> None:
+        """End the load of an adapter. finish: how its request finishes, if it failed."""
+        self._ready.append(Ready(self.loading[key] if finish else self.loading.pop(key), finish))
 
     def take_ready(self) -> Sequence[Ready]:
         ready, self._ready = self._ready, []
@@ -52,8 +53,8 @@ class AdapterStage:
         self.given_up.append(request.key)
         return False
 
-    def overdue(self, request: Request, seconds: float) -> Ending:
-        return ended_by_error("overloaded", f"no adapter after {seconds:g} s")
+    def overdue(self, request: Request, seconds: float) -> Finish:
+        return Finish.with_error("overloaded", f"no adapter after {seconds:g} s")
 
     def check_integrity(self, requests: Mapping[str, Request]) -> None:
         assert all(requests[key] is request for key, request in self.loading.items())
@@ -121,7 +122,7 @@ def test_it_runs_into_its_deadline_there() -> None:
     engine.step()
     end = engine.end("a#0.0")
     assert (end.error_kind, end.error_message) == ("overloaded", "no adapter after 7 s")
-    assert stage.given_up == ["a#0.0"] and not engine.scheduler.has_requests()
+    assert stage.given_up == ["a#0.0"] and not engine.scheduler.load.has_requests()
 
 
 def test_the_time_in_a_stage_begins_when_the_earlier_one_is_left() -> None:
@@ -139,7 +140,7 @@ def test_the_time_in_a_stage_begins_when_the_earlier_one_is_left() -> None:
 def test_a_stage_ends_a_request_that_cannot_go_on() -> None:
     engine, stage = staged()
     engine.add(adapted())
-    stage.load("a#0.0", ended_by_error("internal", "the adapter is damaged"))
+    stage.load("a#0.0", Finish.with_error("internal", "the adapter is damaged"))
     engine.run()
     assert engine.end("a#0.0").error_message == "the adapter is damaged" and stage.given_up == ["a#0.0"]
 

@@ -6,7 +6,7 @@ import pytest
 
 from contract.requests import EngineOutput
 from engine.connector import FirstToken, Received
-from engine.scheduling.ending import RequestStatus
+from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_VOCAB_SIZE
 from engine.testing.transfer import FakeConnector
 from tests.engine_scheduling.stepping import (
@@ -92,7 +92,7 @@ def test_quarantined_blocks_hold_up_only_those_that_need_them() -> None:
     assert engine.end(key).error_kind == "deadline"
     engine.add(fake_request("small", [1] * 6, max_tokens=4), fake_request("big", [1] * 20, max_tokens=1))
     engine.run()
-    assert len(engine.tokens("small#0.0")) == 4 and "big#0.0" not in engine.heard
+    assert len(engine.tokens("small#0.0")) == 4 and "big#0.0" not in engine.outputs
     wind_up(engine)
     assert len(engine.tokens("big#0.0")) == 1
 
@@ -108,7 +108,7 @@ def test_blocks_of_a_finished_prefill_leg_come_back_with_the_end_of_its_lease() 
     engine.run()
     engine.now = 5.0
     engine.step()
-    assert engine.end("late#0.0").error_kind == "deadline" and "next#0.0" not in engine.heard
+    assert engine.end("late#0.0").error_kind == "deadline" and "next#0.0" not in engine.outputs
     wind_up(engine)
     assert len(engine.tokens("next#0.0")) == 1
 
@@ -126,7 +126,7 @@ def wind_up(engine: SteppedEngine) -> None:
 
 
 class BadPeer(FakeConnector):
-    """Everything arrives and is verified, but the first tokens are what the test says."""
+    """Everything arrives and is verified, but with first tokens that the test sets."""
 
     first_tokens: list[FirstToken]
 
@@ -146,8 +146,8 @@ def test_first_token_outside_the_vocabulary_fails_the_transfer(token: int | None
     arrive(engine, "d#0.0")
     end: EngineOutput = engine.end("d#0.0")
     assert (end.error_kind, end.token_ids) == ("transfer_failed", [])
-    assert ("with 0 tokens" if token is None else f"token id {token}") in (end.error_message or "")
+    assert ("with 0 first tokens" if token is None else f"token id {token}") in (end.error_message or "")
     wind_up(engine)
     engine.add(fake_request("again", PROMPT, max_tokens=1))
     engine.run()
-    assert engine.heard["again#0.0"][0].num_cached_tokens == 0
+    assert engine.outputs["again#0.0"][0].num_cached_tokens == 0

@@ -1,4 +1,4 @@
-"""What proves that an engine works: counts that move with the work, and time on a processor. Nothing else does."""
+"""The signs that an engine works: counts that grow with the work, and time on a processor. Nothing else is one."""
 
 import os
 import signal
@@ -9,21 +9,21 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from engine.hosting.processor_time import processor_nanoseconds
-from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, Patience
+from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, LivenessTimeouts
 
-PATIENCE = Patience(stopped_seconds=3.0, hung_seconds=30.0)
+TIMEOUTS = LivenessTimeouts(stopped_seconds=3.0, hung_seconds=30.0)
 SECOND = 10**9
 OTHER = "thread that publishes KV"
 
 
 def watched(now: float = 0.0) -> EngineWatch:
-    watch = EngineWatch(PATIENCE, now)
+    watch = EngineWatch(TIMEOUTS, now)
     watch.ran(0, now)
     watch.answered({STEP_LOOP: 0, OTHER: 0}, now)
     return watch
 
 
-def test_a_process_that_does_not_run_is_stopped_whatever_it_did_before() -> None:
+def test_a_process_that_does_not_run_counts_as_stopped() -> None:
     """P4: no time on a processor for the patience of a peer."""
     watch = watched()
     watch.ran(1, 1.0)
@@ -71,7 +71,7 @@ def test_a_watch_that_was_away_itself_begins_anew() -> None:
 
 def test_where_time_on_a_processor_is_not_counted_silence_counts() -> None:
     """P4: other systems than Linux."""
-    watch = EngineWatch(PATIENCE, 0.0)
+    watch = EngineWatch(TIMEOUTS, 0.0)
     watch.ran(None, 0.0)
     watch.answered({STEP_LOOP: 0}, 0.0)
     watch.ran(None, 29.0)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contract.identity import Role
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, TransferReport
 from engine.connector import (
     ConnectorFactory,
@@ -22,6 +22,7 @@ from engine.connector import (
     KVMemory,
     Published,
     Received,
+    SingleRankConnector,
     TransferEvent,
 )
 
@@ -30,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass
 class Shelf:
-    """Where prompts' KV lies between the legs, by transfer id; one for both engines."""
+    """Stores prompts' KV between the legs, by transfer id; one for both engines."""
 
     kv: dict[str, Tensor] = field(default_factory=dict)
     tokens: dict[str, list[FirstToken]] = field(default_factory=dict)
@@ -38,9 +39,9 @@ class Shelf:
     def connect(self, role: Role) -> ConnectorFactory:
         """A factory of either side's connector."""
 
-        def factory(layout: KVLayout, _fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-            connector = PlainConnector(self, layout, wake)
-            return ConnectorPair(connector, PlainRank(connector), f"{role}:1")
+        def factory(side: Side, _fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
+            connector = PlainConnector(self, side.layout, wake)
+            return ConnectorPair(connector, SingleRankConnector(PlainRank(connector)), f"{role}:1")
 
         return factory
 
@@ -58,18 +59,26 @@ class PlainConnector:
         self._events: list[TransferEvent] = []
         self._ready: list[str] = []
 
+    @property
+    def sender(self) -> "PlainConnector":
+        return self
+
+    @property
+    def receiver(self) -> "PlainConnector":
+        return self
+
     def open_send(self, request: EngineRequest, block_ids: list[int], _num_cached_tokens: int) -> None:
         self._lent[request.key] = request, block_ids
 
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
-        if num_computed_tokens == len(self._lent[request_id][0].prompt_token_ids):
-            self._ready.append(request_id)
+    def publish(self, key: str, num_computed_tokens: int) -> None:
+        if num_computed_tokens == len(self._lent[key][0].prompt_token_ids):
+            self._ready.append(key)
 
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
-        transfer = self._lent.pop(request_id)[0].transfer
+    def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
+        transfer = self._lent.pop(key)[0].transfer
         assert transfer is not None
         self.shelf.tokens[transfer.transfer_id] = first_tokens
-        self.sent.add(request_id)
+        self.sent.add(key)
         self._wake()
 
     def start_fetch(self, request: EngineRequest) -> None:
@@ -77,18 +86,18 @@ class PlainConnector:
         self._events.append(Published(request.key))
         self._wake()
 
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
-        kv = self.shelf.kv[self._transfer_of(request_id)]
+    def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
+        kv = self.shelf.kv[self._transfer_of(key)]
         for index in range(num_cached_blocks, len(block_ids)):
             start, end = index * self.layout.block_size, (index + 1) * self.layout.block_size
             tokens = kv[:, :, :, start:end]
             self._block(block_ids[index])[:, :, :, : tokens.shape[3]] = tokens.to(DTYPES[self.layout.dtype])
-        self.received.add(request_id)
+        self.received.add(key)
         self._wake()
 
-    def take_received(self, request_id: str) -> Received:
-        tokens = self.shelf.tokens[self._transfer_of(request_id)]
-        del self._fetched[request_id]
+    def take_received(self, key: str) -> Received:
+        tokens = self.shelf.tokens[self._transfer_of(key)]
+        del self._fetched[key]
         return Received(tokens, TransferReport())
 
     def take_events(self) -> list[TransferEvent]:
@@ -108,11 +117,11 @@ class PlainConnector:
     def has_work(self) -> bool:
         return bool(self._events or self._ready or self.sent or self.received)
 
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
-        raise AssertionError(f"{request_id} was abandoned: {kind}: {message}")
+    def abandon_send(self, key: str, kind: str, message: str) -> None:
+        raise AssertionError(f"{key} was abandoned: {kind}: {message}")
 
-    def cancel_fetch(self, request_id: str) -> bool:
-        raise AssertionError(f"{request_id} was cancelled")
+    def cancel_fetch(self, key: str) -> bool:
+        raise AssertionError(f"{key} was cancelled")
 
     def debug_state(self) -> dict[str, Any]:
         return {}
@@ -123,16 +132,16 @@ class PlainConnector:
     def close(self) -> None:
         return
 
-    def keep(self, request_id: str) -> None:
+    def keep(self, key: str) -> None:
         """The prompt is computed: put its KV on the shelf."""
-        request, block_ids = self._lent[request_id]
+        request, block_ids = self._lent[key]
         assert request.transfer is not None
         whole = torch.cat([self._block(block_id) for block_id in block_ids], dim=3)
         num_tokens = len(request.prompt_token_ids)
         self.shelf.kv[request.transfer.transfer_id] = whole[:, :, :, :num_tokens]
 
-    def _transfer_of(self, request_id: str) -> str:
-        transfer = self._fetched[request_id].transfer
+    def _transfer_of(self, key: str) -> str:
+        transfer = self._fetched[key].transfer
         assert transfer is not None
         return transfer.transfer_id
 
@@ -153,11 +162,11 @@ class PlainRank:
         self._connector.memory = memory
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """See RankConnector. Nothing is watched."""
 
     def execute(self, metadata: Any) -> None:
-        for request_id in metadata:
-            self._connector.keep(request_id)
+        for key in metadata:
+            self._connector.keep(key)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         connector = self._connector

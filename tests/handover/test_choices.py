@@ -27,7 +27,7 @@ SAMPLING = SamplingParams(
     temperature=1.3, seed=77, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2, presence_penalty=0.5
 )
 LENGTHS = [41, 48, 47, 5]
-"""Tokens of a prompt: the last block of 16 is partly full, full, full with token 0; and there is only one."""
+"""Tokens of a prompt: the last block of 16 is partly full, full, full with the first token; and there is only one."""
 Answer = tuple[list[int], list[TokenLogprobs], FinishReason | None]
 
 
@@ -74,7 +74,7 @@ async def start_engine(model: Path, **settings: object) -> EngineClient:
 
 
 async def alone(model: Path, length: int, sampling: SamplingParams = SAMPLING) -> dict[int, Answer]:
-    """Each choice by an engine that knows nothing of the others."""
+    """Compute each choice with an engine that has none of the others."""
     engine = await start_engine(model, enable_prefix_caching=False)
     try:
         found = {}
@@ -144,7 +144,7 @@ async def test_where_blocks_run_short_choices_are_computed_again_and_equal(model
         await engine.shutdown()
 
 
-async def test_choices_whose_token_0_is_the_whole_answer_are_not_decoded(model: Path) -> None:
+async def test_choices_whose_first_token_is_the_whole_answer_are_not_decoded(model: Path) -> None:
     """Some end at the prefill worker, the others go on; where all end there, nothing crosses."""
     first = {choice: answer[0][0] for choice, answer in (await alone(model, 41)).items()}
     ends = first[1]

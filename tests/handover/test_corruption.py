@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 from contract.errors import ErrorKind
 from contract.requests import FinishReason, SamplingParams
 from examples.demo_model.data import DemoData
-from kv_transfer.testing import CorruptingReceiver
 from tests.engine_pair import running_pair, tokens_of
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 NUM_TOKENS, NUM_BLOCKS = 72, 5
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)

@@ -38,7 +38,7 @@ async def aggregated(model: Path, prompt: list[int], sampling: SamplingParams) -
 
 
 async def test_chunked_hand_over_equals_one_engine(model: Path) -> None:
-    """A prompt in chunks of 32 tokens; exactly its blocks cross; token 0 comes from the prefill leg alone."""
+    """A prompt in chunks of 32 tokens; exactly its blocks cross; the first token comes from the prefill leg only."""
     async with running_pair(model, max_num_batched_tokens=32) as pair:
         first, rest = await pair.ask("chunked", PROMPT, SAMPLED)
         counters = await pair.decode.call("counters")
@@ -85,7 +85,7 @@ async def test_a_cached_prefix_does_not_cross_again(model: Path) -> None:
     assert [before[needed], after[needed]] == [7, 8]
 
 
-async def test_an_answer_that_ends_at_token_0_moves_nothing(model: Path) -> None:
+async def test_an_answer_that_ends_at_its_first_token_moves_nothing(model: Path) -> None:
     """max_tokens 1: the prefill leg finishes the answer, and the transfer is closed as not needed."""
     one = SamplingParams(temperature=0.0, max_tokens=1)
     async with running_pair(model) as pair:
@@ -100,8 +100,8 @@ async def test_an_answer_that_ends_at_token_0_moves_nothing(model: Path) -> None
     assert tokens_of(rest) == []
 
 
-async def test_an_answer_that_ends_at_token_0_is_no_error_at_the_decode_leg(model: Path) -> None:
-    """Its end may reach the router before token 0 does: an error would take the place of the answer."""
+async def test_an_answer_that_ends_at_its_first_token_is_no_error_at_the_decode_leg(model: Path) -> None:
+    """Its end may reach the router before the first token does: an error would take the place of the answer."""
     async with running_pair(model) as pair:
         first, rest = await pair.ask("short", PROMPT, SamplingParams(temperature=0.0, max_tokens=1))
         counters = await pair.decode.call("counters")
@@ -111,7 +111,7 @@ async def test_an_answer_that_ends_at_token_0_is_no_error_at_the_decode_leg(mode
 
 
 async def test_abort_before_anybody_fetched_frees_the_loan(model: Path) -> None:
-    """The prefill leg has ended with token 0 and no decode leg ever came: its blocks do not wait for the lease's end."""
+    """The prefill leg has ended with its first token and no decode leg came: its blocks do not wait for the lease's end."""
     async with running_pair(model) as pair:
         send, _ = pair.legs("alone", PROMPT, SAMPLED)
         assert len(tokens_of(await outputs_of(pair.prefill, send))) == 1

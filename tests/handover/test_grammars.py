@@ -1,4 +1,4 @@
-"""Answers that match a grammar cross the hand-over, preemption and replays: valid, and as one engine says them."""
+"""Answers that match a grammar cross the hand-over, preemption and replays: valid, and as one engine computes them."""
 
 import asyncio
 import json
@@ -87,7 +87,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 def assert_matches(name: str, outputs: list[EngineOutput]) -> None:
-    """Valid, by somebody else's judgement; ended by the model's own end token."""
+    """Assert that an independent checker accepts the answer, and that the model's own end token ended it."""
     assert [output.error_message for output in outputs if output.error_message] == []
     tokens = tokens_of(outputs)
     text = text_of(tokens)
@@ -108,7 +108,7 @@ def assert_matches(name: str, outputs: list[EngineOutput]) -> None:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 async def test_valid_and_equal_over_the_hand_over(model: Path, name: str) -> None:
-    """At temperature 1, for several seeds at once: token 0 is masked at one side, the others at the other."""
+    """At temperature 1, for several seeds at once: the first token is masked at one side, the others at the other."""
     async with one_engine(model) as engine, running_pair(model, max_num_batched_tokens=16) as pair:
         params = [sampling_of(name, seed) for seed in SEEDS]
         wholes = [await alone(engine, sampling) for sampling in params]

@@ -35,7 +35,7 @@ def expected(model: Path) -> torch.Tensor:
 
 
 def told_by(outputs: list[EngineOutput]) -> list[TokenLogprobs]:
-    """Those of the one output that has them, which is the first."""
+    """Return the prompt logprobs, which only the first output has."""
     first, *others = outputs
     assert all(output.prompt_logprobs is None for output in others)
     assert first.prompt_logprobs is not None
@@ -76,7 +76,7 @@ async def test_in_chunks_and_with_a_warm_cache(model: Path, expected: torch.Tens
         await engine.shutdown()
 
 
-async def test_over_the_hand_over_they_come_with_token_0_from_the_prefill_worker(
+async def test_over_the_hand_over_they_come_with_the_first_token_from_the_prefill_worker(
     model: Path, expected: torch.Tensor
 ) -> None:
     async with running_pair(model, max_num_batched_tokens=16) as pair:

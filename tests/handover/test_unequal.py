@@ -1,6 +1,6 @@
 """Hand-overs between engines with other block sizes and dtypes: what arrives is what the sender computed, rounded once.
 
-The reference is the same two engines joined by a connector that knows neither blocks nor plans (``plain_connector``).
+The reference is the same two engines joined by a connector without blocks and plans (``plain_connector``).
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from contract.errors import ErrorKind
 from contract.requests import EngineRequest, FinishReason, SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
-from kv_transfer.testing import CorruptingReceiver
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, tokens_of
 from tests.handover.plain_connector import Shelf
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 _RNG = random.Random(5)
 SHARED = [_RNG.randrange(5, 250) for _ in range(96)]

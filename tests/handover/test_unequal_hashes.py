@@ -5,7 +5,7 @@ import msgspec
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams
 from engine.connector import Published
 from engine.scheduling.block_pool import BlockPool
-from engine.scheduling.remote_kv import KVReceiver
+from engine.scheduling.kv_receiver import KVReceiver
 from engine.scheduling.request import Request
 from engine.testing.transfer import FakeConnector
 

@@ -1,4 +1,4 @@
-"""Builders of the transfer tests: layouts, requests, connected pairs of workers."""
+"""Builders for the transfer tests: layouts, requests, connected pairs of workers."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.identity import Role, new_boot_id
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import ByteMemory, TransferDriver
 from kv_transfer.transports.local import LocalHub
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 MODEL = "model-fingerprint"
@@ -115,7 +115,7 @@ def worker(
 ) -> Iterator[Worker]:
     """Run a connector, closed at the end."""
     driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
-    driver.attach(TransferFactory(settings)(layout, model, driver.wake))
+    driver.attach(TransferFactory(settings)(Side(layout), model, driver.wake))
     try:
         yield Worker(settings, driver)
     finally:
@@ -150,10 +150,10 @@ def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> Non
     pair.prefill.lend(f"t-{name}", list(source))
     pair.prefill.driver.send_all(send, list(source), TOKENS)
     decode = pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: fetch.key in decode.published, "published")
-    decode.scheduler.receive_into(fetch.key, list(target), 0)
+    decode.receiver.receive_into(fetch.key, list(target), 0)
     decode.wait_for(lambda: fetch.key in decode.received, "received")
-    num_bytes = decode.scheduler.take_received(fetch.key).report.num_bytes
+    num_bytes = decode.receiver.take_received(fetch.key).report.num_bytes
     assert num_bytes == reads * num_blocks * decode.memory.layout.block_bytes
     pair.prefill.driver.wait_for(lambda: send.key in pair.prefill.driver.sent, "sent")

@@ -1,8 +1,8 @@
 """Both roles of ``nixl`` without control links, and a process that plays the sender.
 
-As a program: ``BOOT_ID``, told what to do by lines on standard input: it lends its pool, the last block first, says by
-which grant, and an empty line ends that; ``end`` ends the session. ``UCX_TLS=self,tcp`` in its environment leaves only the
-lane on which its help is needed.
+As a program: ``BOOT_ID``. It lends its pool, the last block first, and prints the grant. Each line on standard input is a
+command: an empty one ends the lease, ``end`` ends the session. ``UCX_TLS=self,tcp`` in its environment leaves only the lane
+on which its help is needed.
 """
 
 import base64
@@ -14,14 +14,14 @@ from typing import Any
 
 from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import write_views
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.binding import NixlLibrary, load
+from kv_transfer.transports.nixl.agent import NixlLibrary, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
+from kv_transfer.transports.transport import TransportContext
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")
@@ -59,7 +59,7 @@ class NixlPort:
         self.grants: dict[LeaseName, tuple[RangeGrant, ...]] = {}
 
     def until_resting(self) -> None:
-        """Until the word that no help is needed has come."""
+        """Wait until no reader needs help."""
         while self.nixl_thread.is_driving():
             time.sleep(0.001)
 
@@ -124,7 +124,7 @@ BEFORE_POST, BEHIND_POST = 2, 3
 
 
 def from_words(words: object) -> tuple[RangeGrant, ...]:
-    """The grant that a sender's process has said."""
+    """Return the grant that a sender's process has printed."""
     return (RangeGrant(0, NUM_BLOCKS, {"nixl": base64.b64decode(str(words))}),)
 
 

@@ -1,4 +1,4 @@
-"""A worker of several ranks without processes: each rank's half of the connector in this one, over a torch-free pool."""
+"""A worker of several ranks without processes: each rank's half is in this one, over a torch-free pool."""
 
 import socket
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from typing import Any
 import msgspec
 
 from contract.layout import KVLayout, Side
-from engine.connector import ConnectorPair, KVMemory, RanksConnector
+from engine.connector import ConnectorPair, KVMemory, RanksConnector, SingleRankConnector
 from kv_transfer.connector import TransferFactory
-from kv_transfer.links.framing import FrameBuffer, encode_frame
-from kv_transfer.ranks import words
-from kv_transfer.ranks.rank_half import RankHalf, open_rank_half
+from kv_transfer.links.framing import FrameBuffer
+from kv_transfer.ranks import rank_messages as messages
+from kv_transfer.ranks.rank_half import RankHalf
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 SHARE = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
 """What each of two ranks has of ``LAYOUT``."""
@@ -25,35 +25,38 @@ _MAX_BYTES = 2**20
 
 
 class PlayedRanks:
-    """What an executor of several ranks does with a connector, as a ``RankConnector`` for a ``TransferDriver``."""
+    """The work of an executor of several ranks, as a ``RankConnector`` for a ``TransferDriver``."""
 
     def __init__(self, connector: RanksConnector, memories: list[ByteMemory]) -> None:
         self._connector, self._memories = connector, memories
         self.halves: list[RankHalf] = []
 
     def start(self, memory: KVMemory) -> None:
-        """Open every rank's half on its own pool; ``memory`` is nobody's."""
+        """Open every rank's half on its own pool; ``memory`` is not used."""
         pairs = [socket.socketpair() for _ in self._memories]
-        self._connector.connect([ours for ours, _ in pairs])
+        ours, theirs = zip(*pairs, strict=True)
+        plans = self._connector.connect(ours, [each.fileno() for each in theirs])
         with ExitStack() as unused:
-            for _, theirs in pairs:
-                unused.callback(theirs.close)
-            for rank, (memory_of_rank, (_, theirs)) in enumerate(zip(self._memories, pairs, strict=True)):
-                line = socket.socket(fileno=theirs.detach())
-                self.halves.append(open_rank_half(self._connector.settings_of(rank), line))
-                self.halves[-1].start(memory_of_rank)
+            for each in theirs:
+                unused.callback(each.close)
+            for rank, (memory_of_rank, plan) in enumerate(zip(self._memories, plans, strict=True)):
+                theirs[rank].detach()
+                half = plan.open()
+                assert isinstance(half, RankHalf)
+                self.halves.append(half)
+                half.start(memory_of_rank)
         self._connector.begin()
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """See RankConnector."""
 
     def execute(self, metadata: Any) -> None:
-        """As it arrives in another process."""
+        """Have every half carry out the orders as they arrive in another process."""
         for half in self.halves:
             half.execute(msgspec.msgpack.decode(msgspec.msgpack.encode(metadata)))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """What is finished on all ranks."""
+        """Return what is finished on all ranks."""
         return self._connector.take_finished()
 
     def close(self) -> None:
@@ -64,25 +67,26 @@ class PlayedRanks:
 
 
 class PlayedRank:
-    """A rank's end of its line: what it hears, and what a test has it say."""
+    """A rank's end of its socket, played by a test."""
 
     def __init__(self, end: socket.socket) -> None:
-        self._end, self._frames = end, FrameBuffer(_MAX_BYTES)
-        self._heard: list[bytes] = []
+        self._end = end
+        self._frames = FrameBuffer(_MAX_BYTES)
+        self._received: list[bytes] = []
         end.settimeout(30)
 
-    def hear(self) -> Any:
-        """The next word."""
-        while not self._heard:
-            self._heard += self._frames.feed(self._end.recv(_MAX_BYTES))
-        return words.to_rank.decode(self._heard.pop(0))
+    def receive(self) -> Any:
+        """Return the next message."""
+        while not self._received:
+            self._received += self._frames.feed(self._end.recv(_MAX_BYTES))
+        return messages.to_rank.decode(self._received.pop(0))
 
-    def say(self, word: words.FromRank) -> None:
-        """Tell the control half."""
-        self._end.sendall(encode_frame(word, _MAX_BYTES))
+    def send(self, message: messages.FromRank) -> None:
+        """Send a message to the control half."""
+        self._end.sendall(messages.to_frame(message))
 
     def close(self) -> None:
-        """Die."""
+        """End, as when the process dies."""
         self._end.close()
 
 
@@ -90,12 +94,12 @@ class PlayedRank:
 def worker_of_ranks(
     settings: TransferSettings, memories: list[ByteMemory], layout: KVLayout = SHARE
 ) -> Iterator[Worker]:
-    """A running connector of ``len(memories)`` ranks, closed at the end; its driver's own memory is not used."""
+    """Run a connector of ``len(memories)`` ranks; its driver's own memory is not used."""
     driver = TransferDriver(ByteMemory(layout, 1))
-    pair = TransferFactory(settings).for_ranks(Side(layout, len(memories)), MODEL, driver.wake)
+    pair = TransferFactory(settings)(Side(layout, len(memories)), MODEL, driver.wake)
     ranks = PlayedRanks(pair.ranks, memories)
     with ExitStack() as stack:
         stack.callback(ranks.close)
         stack.callback(pair.scheduler.close)
-        driver.attach(ConnectorPair(pair.scheduler, ranks, pair.address))
+        driver.attach(ConnectorPair(pair.scheduler, SingleRankConnector(ranks), pair.address))
         yield Worker(settings, driver)

@@ -1,7 +1,7 @@
-"""A prefill worker in a process of its own, without torch: told what to do by JSON lines on its standard input.
+"""A prefill worker in a process of its own, without torch; its commands are JSON lines on standard input.
 
 Commands: {"do": "open", "name", "num_tokens"}, {"do": "publish", "num_tokens"}, {"do": "finish"}, {"do": "wait_sent"}.
-Each is answered by one JSON line; the first line says where the worker is.
+Each is answered by one JSON line; the first line has the worker's address.
 """
 
 import json
@@ -11,11 +11,12 @@ from operator import contains
 from typing import Any
 
 from contract.identity import Role
+from contract.layout import Side
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.connector import create_connector
-from kv_transfer.testing import ByteMemory, TransferDriver
 from tests.kv_transfer.builders import LAYOUT, MODEL, block_content, request_of, settings_for
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 
 def say(**words: Any) -> None:
@@ -26,7 +27,7 @@ def say(**words: Any) -> None:
 def main() -> None:
     settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]), transport=sys.argv[2])
     driver = TransferDriver(ByteMemory(LAYOUT, 64))
-    driver.attach(create_connector(settings, LAYOUT, MODEL, driver.wake))
+    driver.attach(create_connector(settings, Side(LAYOUT), MODEL, driver.wake))
     say(address=driver.address, boot_id=settings.boot_id, torch="torch" in sys.modules)
     request: EngineRequest | None = None
     for line in sys.stdin:
@@ -38,12 +39,12 @@ def main() -> None:
                 blocks = list(range(5, 5 + -(-len(tokens) // LAYOUT.block_size)))
                 for index, block_id in enumerate(blocks):
                     driver.memory.fill(block_id, block_content(f"t-{command['name']}", index))
-                driver.scheduler.open_send(request, blocks, 0)
+                driver.sender.open_send(request, blocks, 0)
             case "publish" if request is not None:
-                driver.scheduler.publish(request.key, command["num_tokens"])
+                driver.sender.publish(request.key, command["num_tokens"])
                 driver.step()
             case "finish" if request is not None:
-                driver.scheduler.finish_send(request.key, [FirstToken(42)])
+                driver.sender.finish_send(request.key, [FirstToken(42)])
             case "wait_sent" if request is not None:
                 driver.wait_for(partial(contains, driver.sent, request.key), "sent")
         say(done=command["do"], sent=driver.sent)

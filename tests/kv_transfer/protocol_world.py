@@ -15,7 +15,8 @@ import xxhash
 from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
@@ -25,10 +26,10 @@ from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
+from tests.kv_transfer.fakes import ByteMemory
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
 LEASE_SECONDS = 10.0
@@ -48,7 +49,7 @@ def num_blocks_of(number: int) -> int:
 
 
 class Pool:
-    """Blocks of one worker: a block that is handed out holds junk."""
+    """Blocks of one worker; a free block contains junk."""
 
     def __init__(self) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
@@ -67,7 +68,7 @@ class Pool:
 
 @dataclass
 class LentRequest:
-    """The prefill scheduler's view of a request. num_ordered: tokens whose step was made."""
+    """A request in the prefill scheduler. num_ordered: tokens whose step was made."""
 
     request: EngineRequest
     number: int
@@ -111,7 +112,7 @@ class Lender:
         blocks = self.pool.take(num_blocks_of(number))
         self.requests[request.key] = LentRequest(request, number, blocks)
         self.opened.add((number, attempt))
-        self.sends.open(request, blocks, 0)
+        self.sends.open_send(request, blocks, 0)
         self.saw(f"t{number}", attempt)
 
     def saw(self, transfer_id: str, attempt: int) -> None:
@@ -143,7 +144,7 @@ class Lender:
         self.sends.send_event(order.key, outcome)
 
     def collect(self, read_blocks: set[int]) -> None:
-        """Take in what was sent; ``read_blocks`` are being read now."""
+        """Take what was sent, in the step thread; ``read_blocks`` are being read at this moment."""
         for key in self.completions.take()[0]:
             lent = self.requests.pop(key)
             assert lent.is_over, "reported before the scheduler had finished with it"
@@ -170,7 +171,7 @@ class Reading:
 
 @dataclass
 class FetchedRequest:
-    """The decode scheduler's view of a request."""
+    """A request in the decode scheduler."""
 
     request: EngineRequest
     number: int
@@ -247,10 +248,10 @@ class Fetcher:
         transfer = ReceiveTransfer(f"t{number}", "p", boot_id, "127.0.0.1:1")
         request = request_of(f"d{next(self._numbers)}", prompt_of(number), transfer, attempt)
         self.requests[request.key] = FetchedRequest(request, number, boot_id)
-        self.fetches.start(request)
+        self.fetches.start_fetch(request)
 
     def step(self) -> None:
-        """Take the scheduler's events and what was received."""
+        """Take the events, and what was received."""
         for key in self.completions.take()[1]:
             fetched = self.requests.pop(key)
             received = self.fetches.take_received(key)
@@ -262,9 +263,9 @@ class Fetcher:
             self.num_received += 1
         for event in self.fetches.take_events():
             if isinstance(event, Published):
-                self.requests[event.request_id].is_published = True
+                self.requests[event.key].is_published = True
                 continue
-            fetched = self.requests.pop(event.request_id)
+            fetched = self.requests.pop(event.key)
             assert fetched.is_given_up or isinstance(event, Failed)
             self._give_back(fetched)
 
@@ -279,7 +280,7 @@ class Fetcher:
     def cancel(self, key: str) -> None:
         fetched = self.requests[key]
         fetched.is_given_up = True
-        if self.fetches.cancel(key):
+        if self.fetches.cancel_fetch(key):
             del self.requests[key]
             self._give_back(fetched)
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sender:
-    """The other end of ``nixl_port`` or ``nccl_port``. source: where it is read. said: its first words."""
+    """The other end of ``nixl_port`` or ``nccl_port``. source: where it is read. said: its first message."""
 
     def __init__(self, process: "subprocess.Popen[str]", boot_id: str, token: str, transport: str) -> None:
         self.process = process

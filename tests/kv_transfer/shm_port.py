@@ -1,8 +1,8 @@
 """Both roles of ``shm`` without control links, and a process that plays one of them.
 
-As a program: ``sender FOLDER`` or ``receiver ADDRESS TOKEN BOOT_ID GRANT``, told what to do by lines on standard input.
-A sender lends blocks 0..NUM_BLOCKS-1 of its pool; a line ends that. A receiver hears a grant of them, reads them all, says
-``{"middle": true}`` before block GATED_BLOCK, goes on after a line, and says how the read ended.
+As a program: ``sender FOLDER`` or ``receiver ADDRESS TOKEN BOOT_ID GRANT``, controlled by lines on standard input. A sender
+lends blocks 0..NUM_BLOCKS-1 of its pool; a line ends that. A receiver gets a grant of them, reads them all, prints
+``{"middle": true}`` before block GATED_BLOCK, continues after a line, and prints how the read ended.
 """
 
 import base64
@@ -15,11 +15,11 @@ from typing import Any
 from contract.errors import KvbatonError
 from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory, GatedRead
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.receiver import ShmReceiver
 from kv_transfer.transports.shm.sender import ShmSender
+from kv_transfer.transports.transport import TransportContext
+from tests.kv_transfer.fakes import ByteMemory, GatedRead
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")

@@ -1,4 +1,4 @@
-"""Estimates of when a forward pass ends, on the sender's side, and when its KV arrives, on the receiver's."""
+"""A sender estimates when its forward pass ends, and the receiver when the KV arrives."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,8 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
-from kv_transfer.testing import ByteMemory
 from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, request_of
+from tests.kv_transfer.fakes import ByteMemory
 
 NUM_LAYERS = 16
 PEER, OTHER = PeerRef("boot", is_dialed=True), PeerRef("other", is_dialed=True)
@@ -123,17 +123,17 @@ def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> N
     settings = SendSettings(MODEL, LAYOUT.block_size, 9.0, 9.0)
     transfers = SendTransfers(settings, ports, Counters(), Completions(), new_lease=lambda: "lease")
     request = request_of("r", prompt_of(2), SendTransfer("t"))
-    transfers.open(request, [1, 2], 0)
+    transfers.open_send(request, [1, 2], 0)
     transfers.announce_end(request.key, 0.7)
-    transfers.fetch_asked("boot", FetchBlocks("t", 0))
+    transfers.on_fetch("boot", FetchBlocks("t", 0))
     transfers.announce_end(request.key, 0.5)
-    transfers.peer_gone("boot", "gone")
+    transfers.on_peer_gone("boot", "gone")
     transfers.announce_end(request.key, 0.1)
     assert posted == [(PeerRef("boot", is_dialed=False), EndExpected("t", 0, "lease", 0.5))]
 
 
 class FlatPool(ByteMemory):
-    """A pool as on a CPU: a layer is written when it is reported."""
+    """A pool as on a CPU: layers are written when they are reported."""
 
     @property
     def pool_view(self) -> memoryview:
@@ -146,7 +146,7 @@ class FlatPool(ByteMemory):
 def test_the_receiver_knows_when_while_the_last_blocks_are_computed(
     transport: str, num_blocks: int, is_flat: bool
 ) -> None:
-    """On a device a layer is reported when it is launched, so no end can be estimated."""
+    """On a device a layer is reported when it is launched, from which no end can be estimated."""
     source, target = list(range(1, 1 + num_blocks)), list(range(40, 40 + num_blocks))
     expected: list[float | None] = []
     with pair_of(transport=transport, memory=FlatPool(LAYOUT, 64) if is_flat else None) as pair:
@@ -156,21 +156,21 @@ def test_the_receiver_knows_when_while_the_last_blocks_are_computed(
 
         def compute_layer(number: int) -> None:
             if number == LAYOUT.num_layers and is_flat:
-                decode.wait_for(lambda: decode.scheduler.next_arrival() is not None, "word of the end")
-            expected.append(decode.scheduler.next_arrival())
+                decode.wait_for(lambda: decode.receiver.next_arrival() is not None, "word of the end")
+            expected.append(decode.receiver.next_arrival())
 
         driver.compute_layer = compute_layer
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         pair.prefill.lend("t-b", source)
-        driver.scheduler.open_send(send, source, 0)
+        driver.sender.open_send(send, source, 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["leases"][0]["peer"], "the fetch")
-        driver.scheduler.publish(send.key, len(prompt))
+        driver.sender.publish(send.key, len(prompt))
         driver.step()
         decode.wait_for(lambda: fetch.key in decode.published, "the start")
-        decode.scheduler.receive_into(fetch.key, target, 0)
-        driver.scheduler.finish_send(send.key, TOKENS)
+        decode.receiver.receive_into(fetch.key, target, 0)
+        driver.sender.finish_send(send.key, TOKENS)
         decode.wait_for(lambda: fetch.key in decode.received, "received")
-        assert decode.scheduler.next_arrival() is None, "it is here"
+        assert decode.receiver.next_arrival() is None, "it is here"
     assert [each is not None for each in expected[1:]] == ([True] if is_flat else [False] * (num_blocks > 2))
 
 
@@ -180,16 +180,16 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
         hand_over(pair, "a", num_blocks)
         prompt, driver, decode = prompt_of(num_blocks), pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("b", prompt), pair.fetch_request("b", prompt)
-        decode.scheduler.start_fetch(fetch)
-        decode.scheduler.start_fetch(pair.fetch_request("c", prompt))  # nothing is announced of it
-        driver.scheduler.open_send(send, [1, 2, 3], 0)
+        decode.receiver.start_fetch(fetch)
+        decode.receiver.start_fetch(pair.fetch_request("c", prompt))  # no estimate comes for this one
+        driver.sender.open_send(send, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["leases"][0]["peer"], "the fetch")
-        driver.scheduler.publish(send.key, len(prompt))
+        driver.sender.publish(send.key, len(prompt))
         driver.step()
-        decode.wait_for(lambda: decode.scheduler.next_arrival() is not None, "word of the end")
-        driver.scheduler.abandon_send(send.key, "cancelled", "the client left")
+        decode.wait_for(lambda: decode.receiver.next_arrival() is not None, "word of the end")
+        driver.sender.abandon_send(send.key, "cancelled", "the client left")
         decode.wait_for(lambda: fetch.key in decode.failed, "the failure")
-        assert decode.scheduler.next_arrival() is None
+        assert decode.receiver.next_arrival() is None
 
 
 @pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan"), 1e9])

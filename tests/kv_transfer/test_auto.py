@@ -1,4 +1,4 @@
-"""Which transport two workers agree on, and that the choice is real, counted and logged."""
+"""The transport that two workers agree on: the choice is real, counted and logged."""
 
 import logging
 import os
@@ -13,15 +13,15 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
+from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.lending import IdleTogether
+from kv_transfer.transports.senders import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -33,10 +33,11 @@ from tests.kv_transfer.builders import (
     settings_for,
     worker,
 )
+from tests.kv_transfer.fakes import ByteMemory
 
 
 def chosen(pair: Pair) -> dict[str, float]:
-    """What the decode worker counted about its choices."""
+    """Return what the decode worker counted about its choices."""
     counters = pair.decode.driver.scheduler.counters()
     return {name: value for name, value in counters.items() if name.startswith("transfer_transport_chosen")}
 
@@ -53,13 +54,13 @@ def test_on_one_machine_it_is_shm(caplog: pytest.LogCaptureFixture) -> None:
         hand_over(pair, "again")
         assert moved(pair) == {"shm": 6, "tcp": 0}
         assert chosen(pair) == {"transfer_transport_chosen_total{reason=probed,transport=shm}": 1}
-    assert "worker p is read over shm: it was tried and works" in caplog.text
+    assert "worker p is read over shm: its probe succeeded" in caplog.text
 
 
 def test_where_no_folder_is_shared_it_falls_back_to_tcp_which_is_counted_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As between two machines: the address of the other's socket leads nowhere here."""
+    """The address of the peer's socket does not exist here, like between two machines."""
     caplog.set_level(logging.INFO, "kv_transfer")
     folder = tmp_path / "p"
     with pair_of(Sides(prefill={"shm_dir": folder}), transport="auto") as pair:
@@ -84,7 +85,7 @@ def test_a_forced_name_is_honoured_by_the_other_side(prefill: str, decode: str, 
 def test_two_different_forced_names_are_refused() -> None:
     with pair_of(Sides(prefill={"transport": "tcp"}, decode={"transport": "shm"})) as pair:
         decode, fetch = pair.decode.driver, pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         failed = decode.failed[fetch.key]
         assert failed.kind == "incompatible"
@@ -92,7 +93,7 @@ def test_two_different_forced_names_are_refused() -> None:
 
 
 def test_a_pool_that_cannot_be_mapped_goes_over_tcp() -> None:
-    """As on a device: shm is not offered at all."""
+    """A pool on a device is not offered over shm at all."""
     memory = ByteMemory(LAYOUT, 64)
     memory.memfd = None
     with pair_of(transport="auto", memory=memory) as pair:
@@ -108,7 +109,7 @@ def test_auto_does_without_shm_where_its_folder_will_not_do(
     with pair_of(Sides(prefill={"shm_dir": tmp_path / "file"}), transport="auto") as pair:
         hand_over(pair, "r")
         assert moved(pair) == {"shm": 0, "tcp": 3}
-    assert "transport auto does without shm" in caplog.text
+    assert "transport auto leaves shm out" in caplog.text
 
 
 @pytest.mark.parametrize("port", ["data_port", "control_port"])
@@ -117,7 +118,7 @@ def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> 
         changes: dict[str, Any] = {port: taken.getsockname()[1], "shm_dir": tmp_path, "transport": "auto"}
         before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
         with pytest.raises(OSError, match="Address already in use"):
-            TransferFactory(settings_for("p", Role.PREFILL, **changes))(LAYOUT, MODEL, lambda: None)
+            TransferFactory(settings_for("p", Role.PREFILL, **changes))(Side(LAYOUT), MODEL, lambda: None)
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         assert threading.active_count() == threads
         assert list(tmp_path.iterdir()) == []
@@ -134,19 +135,19 @@ def test_a_lease_is_idle_once_every_sender_says_so() -> None:
     idle: list[LeaseName] = []
     name, other = LeaseName("t", 0, "a"), LeaseName("t", 0, "b")
     together = IdleTogether(("shm", "tcp"), idle.append)
-    together.say("shm", name)
-    together.say("shm", name)
-    together.say("shm", other)
+    together.report("shm", name)
+    together.report("shm", name)
+    together.report("shm", other)
     assert idle == []
-    together.say("tcp", name)
+    together.report("tcp", name)
     assert idle == [name]
-    together.say("tcp", name)
-    together.say("tcp", other)
+    together.report("tcp", name)
+    together.report("tcp", other)
     assert idle == [name, name, other]
 
 
 class Shelf:
-    """A receiver that remembers what it was asked; a probe waits for ``gate`` and then fails if told so."""
+    """A receiver that records its calls; a probe waits for ``gate`` and may fail then."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.gate, self.error = threading.Event(), error

@@ -1,4 +1,4 @@
-"""Blocks from pool to pool by lists of addresses: the same bytes as one by one, and no other byte."""
+"""Blocks from pool to pool: the loop in C and Python copy the same bytes, and no other byte."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from kv_transfer.native.compiling import load_copy_blocks
-from kv_transfer.protocol.reads import BlockPart
+from kv_transfer.protocol.reads import BlockPart, Read
 from kv_transfer.transports.block_views import BlockViews
-from kv_transfer.transports.shm.block_copy import BlockCopier
+from kv_transfer.transports.shm.block_copy import Copy, copy_each, copy_natively
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160
 RUN = list(range(40, 40 + NUM_BLOCKS // 2))
@@ -19,15 +19,16 @@ TWO_RUNS = [*range(100, 130), *range(20, 70)]
 CONTENT = random.Random(6).randbytes(BLOCK_BYTES * NUM_BLOCKS)
 
 
-Copying = Callable[[BlockViews, BlockViews], Callable[[int, int], None]]
+Copying = Callable[[BlockViews, BlockViews], Copy]
 
 
 @pytest.fixture(scope="module", params=["past caches", "through caches", "Python"])
 def copying(request: pytest.FixtureRequest) -> Copying:
-    """One for all tests: its lists of addresses are used again for fewer blocks, for more, and for other sizes."""
-    copy_blocks = load_copy_blocks() if request.param != "Python" else None
-    assert copy_blocks is not None or request.param == "Python", "these tests need a C compiler"
-    return partial(BlockCopier(copy_blocks).copying, past_caches=request.param == "past caches")
+    if request.param == "Python":
+        return partial(copy_each, read=Read())
+    copy_blocks = load_copy_blocks()
+    assert copy_blocks is not None, "these tests need a C compiler"
+    return partial(copy_natively, copy_blocks, past_caches=request.param == "past caches")
 
 
 def copied(
@@ -37,7 +38,7 @@ def copied(
     part: BlockPart | None,
     block_bytes: int = BLOCK_BYTES,
 ) -> bytes:
-    """The target pool after a copy in two pieces, out of a pool that nobody may write to."""
+    """Return the target pool after a copy in two pieces, out of a read-only pool."""
     target, middle = bytearray(len(CONTENT)), len(source_ids) // 3
     copy = copying(
         BlockViews(memoryview(CONTENT), block_bytes, source_ids, part),
@@ -63,7 +64,7 @@ def expected(
 
 
 def differing_bytes(found: bytes, wanted: bytes) -> list[int]:
-    """Where two pools differ, in bytes, of which pytest can make a message: of whole pools it needs minutes."""
+    """Return the first differing offsets: comparing whole pools takes pytest minutes for its message."""
     assert len(found) == len(wanted)
     differs = np.frombuffer(found, np.uint8) != np.frombuffer(wanted, np.uint8)
     return [int(at) for at in np.flatnonzero(differs)[:8]]
@@ -79,7 +80,7 @@ def test_every_byte_arrives_where_it_should_and_no_other_changes(
     assert not differing_bytes(found, expected(source_ids, target_ids, part))
 
 
-def test_one_copier_serves_one_read_after_the_other(copying: Copying) -> None:
+def test_many_small_blocks_and_parts_are_copied_as_well(copying: Copying) -> None:
     small = BLOCK_BYTES // 32
     many, others = (random.Random(seed).sample(range(32 * NUM_BLOCKS), 1100) for seed in (7, 8))
     reads: list[tuple[list[int], list[int], BlockPart | None, int]] = [

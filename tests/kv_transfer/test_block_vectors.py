@@ -10,8 +10,8 @@ import pytest
 
 from kv_transfer.links.framing import ShortReadError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks, vectors_behind
 from kv_transfer.transports.block_views import BlockViews
+from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks, vectors_after
 
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 CONTENT = random.Random(3).randbytes(BLOCK_BYTES * NUM_BLOCKS)
@@ -37,7 +37,7 @@ def blocks_of(pool: memoryview, ids: list[int], part: BlockPart | None, is_flat:
 def test_every_block_arrives_in_its_place(
     ends: Ends, part: BlockPart | None, sends_flat: bool, receives_flat: bool
 ) -> None:
-    """In two goes, each behind its words, out of a pool that nobody may write to."""
+    """In several calls, some with frames before the blocks, out of a read-only pool."""
     target = bytearray(BLOCK_BYTES * NUM_BLOCKS)
     lent = blocks_of(memoryview(CONTENT), LENT, part, sends_flat)
     into = blocks_of(memoryview(target), INTO, part, receives_flat)
@@ -85,5 +85,5 @@ def test_what_is_left_of_a_call_that_ended_early(count: int) -> None:
     """Byte by byte: every address that was not reached, in order."""
     vectors = [(100, 20), (500, 1), (300, 39)]
     everything = [address + at for address, size in vectors for at in range(size)]
-    rest = vectors_behind(np.array(vectors, np.uint64), count) if count else np.array(vectors, np.uint64)
+    rest = vectors_after(np.array(vectors, np.uint64), count) if count else np.array(vectors, np.uint64)
     assert [int(address) + at for address, size in rest for at in range(int(size))] == everything[count:]

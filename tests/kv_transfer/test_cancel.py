@@ -2,8 +2,8 @@
 
 import pytest
 
-from kv_transfer.testing import GatedMemory
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, hand_over, pair_of, prompt_of
+from tests.kv_transfer.fakes import GatedMemory
 
 
 def gated() -> GatedMemory:
@@ -17,22 +17,22 @@ def stall_in_the_middle(pair: Pair, memory: GatedMemory) -> str:
     decode, prefill = pair.decode.driver, pair.prefill.driver
     pair.prefill.lend("t-r", [0, 1, 2])
     prefill.send_all(send, [0, 1, 2], TOKENS)
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: decode.published, "published")
     memory.gated_block = 2
-    decode.scheduler.receive_into(fetch.key, [10, 11, 12], 0)
+    decode.receiver.receive_into(fetch.key, [10, 11, 12], 0)
     assert memory.is_waiting.wait(30)
     return fetch.key
 
 
 @pytest.mark.parametrize("transport", ["tcp", "local"])
 def test_in_the_middle_of_a_read(transport: str) -> None:
-    """cancel_fetch says False, Drained follows once, late bytes land nowhere, and nothing leaks on either side."""
+    """cancel_fetch returns False, Drained follows once, late bytes land nowhere, and nothing leaks on either side."""
     memory = gated()
     with pair_of(transport=transport, memory=memory) as pair:
         decode, prefill = pair.decode.driver, pair.prefill.driver
         key = stall_in_the_middle(pair, memory)
-        assert decode.scheduler.cancel_fetch(key) is False
+        assert decode.receiver.cancel_fetch(key) is False
         if transport == "local":
             decode.step()
             assert decode.drained == []
@@ -61,11 +61,11 @@ def test_cancelling_twice_gives_one_drained() -> None:
     with pair_of(memory=memory) as pair:
         decode = pair.decode.driver
         key = stall_in_the_middle(pair, memory)
-        assert decode.scheduler.cancel_fetch(key) is False
-        assert decode.scheduler.cancel_fetch(key) is False
+        assert decode.receiver.cancel_fetch(key) is False
+        assert decode.receiver.cancel_fetch(key) is False
         decode.wait_for(lambda: decode.drained, "drained")
         memory.gate.set()
-        assert decode.scheduler.cancel_fetch(key) is True
+        assert decode.receiver.cancel_fetch(key) is True
         decode.step()
         assert decode.drained == [key]
 
@@ -77,40 +77,40 @@ def test_without_an_outstanding_read_the_blocks_are_free_at_once(state: str) -> 
         prompt, decode, prefill = prompt_of(2), pair.decode.driver, pair.prefill.driver
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         if state != "unknown":
-            decode.scheduler.start_fetch(fetch)
-        prefill.scheduler.open_send(send, [0, 1], 0)
+            decode.receiver.start_fetch(fetch)
+        prefill.sender.open_send(send, [0, 1], 0)
         if state in ("published", "reserved", "received", "taken"):
-            prefill.scheduler.publish(send.key, 4)
+            prefill.sender.publish(send.key, 4)
             prefill.step()
             decode.wait_for(lambda: decode.published, "published")
         if state == "reserved":
-            decode.scheduler.receive_into(fetch.key, [10, 11], 2)
+            decode.receiver.receive_into(fetch.key, [10, 11], 2)
         if state in ("received", "taken"):
-            decode.scheduler.receive_into(fetch.key, [10, 11], 0)
-            prefill.scheduler.publish(send.key, 8)
+            decode.receiver.receive_into(fetch.key, [10, 11], 0)
+            prefill.sender.publish(send.key, 8)
             prefill.step()
-            prefill.scheduler.finish_send(send.key, TOKENS)
+            prefill.sender.finish_send(send.key, TOKENS)
             decode.wait_for(lambda: decode.received, "received")
         if state == "taken":
-            decode.scheduler.take_received(fetch.key)
-        assert decode.scheduler.cancel_fetch(fetch.key) is True
+            decode.receiver.take_received(fetch.key)
+        assert decode.receiver.cancel_fetch(fetch.key) is True
         decode.step()
         assert (decode.drained, decode.failed) == ([], {})
         assert pair.decode.count("fetches_active") == 0
-        prefill.scheduler.abandon_send(send.key, "cancelled", "aborted")
+        prefill.sender.abandon_send(send.key, "cancelled", "aborted")
         prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
 
 
 def test_a_failure_that_nobody_took_is_taken_back_by_a_cancel() -> None:
-    """The scheduler hears of a request either by the answer of cancel_fetch or by an event, never by both."""
+    """A request ends either by what cancel_fetch returns or by an event, never by both."""
     with pair_of() as pair:
         decode, prefill = pair.decode.driver, pair.prefill.driver
         send, fetch = pair.send_request("r", prompt_of(2)), pair.fetch_request("r", prompt_of(2))
-        prefill.scheduler.open_send(send, [0, 1], 0)
-        prefill.scheduler.abandon_send(send.key, "internal", "bug")
-        decode.scheduler.start_fetch(fetch)
+        prefill.sender.open_send(send, [0, 1], 0)
+        prefill.sender.abandon_send(send.key, "internal", "bug")
+        decode.receiver.start_fetch(fetch)
         while not decode.scheduler.has_work():
             decode._awake.wait(30)
-        assert decode.scheduler.cancel_fetch(fetch.key) is True
+        assert decode.receiver.cancel_fetch(fetch.key) is True
         decode.step()
         assert decode.failed == {}

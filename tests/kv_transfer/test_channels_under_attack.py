@@ -25,18 +25,19 @@ from kv_transfer.protocol.messages import (
     decode_message,
 )
 from kv_transfer.protocol.reads import Source
-from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.data_greeting import Lending, Reading
-from kv_transfer.transports.data_wire import (
+from kv_transfer.transports.data_handshake import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
     DataHello,
     DataProve,
     DataStatus,
+    LenderProofs,
+    ReaderProofs,
 )
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.sender import ShmSender
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 TOKEN, WAIT = "the token of a session", 30.0
@@ -56,7 +57,7 @@ class Lender:
 
     @contextmanager
     def dialed(self) -> Iterator[socket.socket]:
-        """Open a connection that has sent nothing."""
+        """Open a silent connection."""
         is_unix = self.transport == "shm"
         with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM) as sock:
             sock.settimeout(WAIT)
@@ -66,7 +67,7 @@ class Lender:
 
 @pytest.fixture(params=["tcp", "shm"])
 def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lender]:
-    """One of each."""
+    """Return a lender of each transport."""
     found = Lender(request.param, tmp_path)
     try:
         yield found
@@ -88,7 +89,7 @@ def challenged(sock: socket.socket, hello: DataHello) -> DataChallenge:
 
 
 def test_an_honest_reader_is_let_in(lender: Lender) -> None:
-    reading = Reading(lender.source)
+    reading = ReaderProofs(lender.source)
     with lender.dialed() as sock:
         prove = reading.prove(challenged(sock, reading.hello))
         assert TOKEN not in str((reading.hello, prove))
@@ -97,8 +98,8 @@ def test_an_honest_reader_is_let_in(lender: Lender) -> None:
 
 
 def replayed(lender: Lender) -> tuple[DataHello, DataProve]:
-    """Return what an honest reader has sent, on its own connection."""
-    reading = Reading(lender.source)
+    """Return what an honest reader has sent on a connection of its own."""
+    reading = ReaderProofs(lender.source)
     with lender.dialed() as sock:
         prove = reading.prove(challenged(sock, reading.hello))
         write_frame(sock, prove, MAX_DATA_FRAME_BYTES)
@@ -118,7 +119,7 @@ def test_a_replayed_greeting_is_refused(lender: Lender) -> None:
 def test_the_lenders_own_proof_sent_back_is_refused(lender: Lender) -> None:
     """H3: the directions are under different labels."""
     with lender.dialed() as sock:
-        challenge = challenged(sock, Reading(lender.source).hello)
+        challenge = challenged(sock, ReaderProofs(lender.source).hello)
         write_frame(sock, DataProve(challenge.proof), MAX_DATA_FRAME_BYTES)
         assert not is_let_in(sock)
 
@@ -127,7 +128,7 @@ def test_the_lenders_own_proof_sent_back_is_refused(lender: Lender) -> None:
 def test_a_forged_proof_is_refused(lender: Lender, proof: str) -> None:
     """H3: on the data ports, too."""
     with lender.dialed() as sock:
-        challenged(sock, Reading(lender.source).hello)
+        challenged(sock, ReaderProofs(lender.source).hello)
         write_frame(sock, DataProve(proof), MAX_DATA_FRAME_BYTES)
         assert not is_let_in(sock)
 
@@ -141,12 +142,12 @@ def test_a_proof_for_another_transport_or_another_session_is_refused(lender: Len
         msgspec.structs.replace(lender.source, token="no session's token"),
     ):
         with lender.dialed() as sock:
-            challenge = challenged(sock, Reading(source).hello)
+            challenge = challenged(sock, ReaderProofs(source).hello)
             assert (challenge.status, challenge.proof) == (DataStatus.DENIED, "")
             assert not is_let_in(sock)
     with lender.dialed() as sock:
-        hello = Reading(lender.source).hello
-        mine = Reading(msgspec.structs.replace(lender.source, token="another session's token"))
+        hello = ReaderProofs(lender.source).hello
+        mine = ReaderProofs(msgspec.structs.replace(lender.source, token="another session's token"))
         challenge = challenged(sock, hello)
         with pytest.raises(PeerUnreachableError):
             mine.prove(challenge)
@@ -161,26 +162,28 @@ def test_another_order_is_refused(lender: Lender, first: DataProve | DataChallen
 
 
 def test_a_rogue_that_listens_at_the_lenders_address_is_given_nothing() -> None:
-    """H4: a listener at a data port's address was handed the session's token."""
+    """H4: a process that listened at a data port was handed the session's token."""
     honest = Sessions()
     honest.begin(TOKEN)
     source = Source("p", "boot", "127.0.0.1:1", TOKEN, "tcp")
-    reading = Reading(source)
+    reading = ReaderProofs(source)
     guess = Sessions()
     guess.begin("a guess")
-    recorded = Lending(honest, "tcp").challenge(Reading(source).hello)
+    recorded = LenderProofs(honest, "tcp").challenge(ReaderProofs(source).hello)
     for challenge in (
         DataChallenge(DataStatus.OK, nonce="n", proof="0" * 64),
         DataChallenge(DataStatus.OK, nonce=reading.hello.nonce, proof=reading.hello.session),
         recorded,
-        Lending(guess, "tcp").challenge(Reading(msgspec.structs.replace(source, token="a guess")).hello),
+        LenderProofs(guess, "tcp").challenge(
+            ReaderProofs(msgspec.structs.replace(source, token="a guess")).hello
+        ),
     ):
         with pytest.raises(PeerUnreachableError, match="does not hold this session's token"):
             reading.prove(challenge)
     with pytest.raises(PeerUnreachableError, match="refused a data connection: so"):
         reading.prove(DataChallenge(DataStatus.DENIED, "so"))
     with pytest.raises(UnauthenticatedError):
-        Lending(honest, "tcp").check(DataProve(""))
+        LenderProofs(honest, "tcp").check(DataProve(""))
 
 
 class Wire:
@@ -279,7 +282,7 @@ def test_a_whole_recorded_link_that_is_replayed_opens_none() -> None:
 
 
 def test_a_rogue_at_the_address_of_a_dead_worker_is_told_nothing_about_the_model() -> None:
-    """H3: and nothing that it sends is believed, whatever proofs it gets from honest workers meanwhile."""
+    """H3: its answers are refused, whatever honest worker it relays to for proofs."""
     with (
         worker(settings_for("q", Role.PREFILL)) as other,
         socket.create_server(("127.0.0.1", 0)) as rogue,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from contract.identity import Role
+from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, Source
-from kv_transfer.testing import GatedMemory
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -21,10 +21,11 @@ from tests.kv_transfer.builders import (
     prompt_of,
     settings_for,
 )
+from tests.kv_transfer.fakes import GatedMemory
 
 
 def open_fds() -> set[str]:
-    """What every descriptor of this process stands for; the tests' own pools do not count."""
+    """Return the targets of this process's descriptors, without the tests' own pools."""
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -58,10 +59,10 @@ def test_in_the_middle_of_a_read() -> None:
         prompt, decode = prompt_of(3), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
         memory.gated_block = 2
-        decode.scheduler.receive_into(fetch.key, [10, 11, 12], 0)
+        decode.receiver.receive_into(fetch.key, [10, 11, 12], 0)
         assert memory.is_waiting.wait(30)
         decode.close()
         for block_id in (10, 11, 12):
@@ -87,11 +88,11 @@ class Endless:
         raise ReadStoppedError("the receiver was closed")
 
     def forget(self, source: Source) -> None:
-        """As the real one."""
+        """Forward to the real one."""
         self._inner.forget(source)
 
     def close(self) -> None:
-        """As the real one."""
+        """Forward to the real one."""
         self._inner.close()
         self._is_closed.set()
 
@@ -107,9 +108,9 @@ def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
         prompt, decode = prompt_of(1), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [10], 0)
+        decode.receiver.receive_into(fetch.key, [10], 0)
         (receiver,) = endless
         assert receiver.is_reading.wait(10)
     assert kv_threads() == []
@@ -119,8 +120,8 @@ def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
 def test_unused_and_twice(is_rank_first: bool) -> None:
     """A pair that was never started, in either order, and a second close."""
     before = open_fds()
-    pair = TransferFactory(settings_for("p", Role.PREFILL))(LAYOUT, MODEL, lambda: None)
-    closes = [pair.rank.close, pair.scheduler.close]
+    pair = TransferFactory(settings_for("p", Role.PREFILL))(Side(LAYOUT), MODEL, lambda: None)
+    closes = [pair.ranks.close, pair.scheduler.close]
     for close in (closes if is_rank_first else closes[::-1]) * 2:
         close()
     assert kv_threads() == []
@@ -131,7 +132,7 @@ def test_a_peer_sees_a_close_as_death() -> None:
     with pair_of() as pair:
         decode = pair.decode.driver
         fetch = pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         decode.wait_for(lambda: decode.failed, "failed")

@@ -21,13 +21,12 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
     blocks_per_piece,
 )
-from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transports import block_views
-from kv_transfer.transports.block_views import BlockViews, KeptViews, read_views, write_views
-from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.block_views import BlockViews, ViewCache, read_views, write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import Transport
+from kv_transfer.transports.transport import Transport, TransportContext
+from tests.kv_transfer.fakes import ByteMemory, GatedRead
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")
@@ -114,7 +113,7 @@ def test_scattered_blocks_land_where_they_should(
 def test_what_has_landed_is_told_piece_by_piece(
     transport: str, layout: KVLayout, num_blocks: int, tmp_path: Path
 ) -> None:
-    """When it is told, the bytes are there: whoever is told verifies them before the next piece has come."""
+    """The bytes of a reported piece have arrived: it is verified before the next piece arrives."""
     told, everything, step = list[int](), range(num_blocks), blocks_per_piece(layout.block_bytes)
     with port_of(transport, tmp_path, layout, num_blocks) as port:
         port.publish(NAME, everything)
@@ -159,7 +158,7 @@ def test_nobody_reads_outside_a_lease(transport: str, blocks: range, tmp_path: P
     ],
 )
 def test_nobody_reads_before_a_lease(transport: str, words: str, blocks: range, tmp_path: Path) -> None:
-    """Where it is asked for in words, these are none, and end the connection."""
+    """A request for such blocks is malformed, and ends the connection."""
     with port_of(transport, tmp_path, SMALL, 8) as port:
         port.publish(NAME, [7, 6])
         with pytest.raises(TransferError, match=words):
@@ -184,7 +183,7 @@ class EndingRead(Read):
 
 
 def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_them(tmp_path: Path) -> None:
-    """Law 3 with more on its way than sockets hold: the read fails, and its later answers reach nobody else."""
+    """Law 3 with more on its way than sockets hold: the read fails, and its later answers reach no other read."""
     with port_of("tcp", tmp_path, LARGE, 96) as port:
         sender, everything = port.opened.sender, range(96)
         port.publish(NAME, everything)
@@ -199,7 +198,7 @@ def test_a_lease_that_ends_while_pieces_of_it_are_asked_for_gives_no_more_of_the
 
 
 def test_a_lease_that_ends_between_two_pieces_of_shm_fails_the_read(tmp_path: Path) -> None:
-    """Law 3 where a piece is copied by one call: what had landed before is not told again, and nothing later counts."""
+    """Law 3 where a piece is copied by one call: earlier pieces are not reported again, and no later one counts."""
     step, everything, told = blocks_per_piece(SMALL.block_bytes), range(MANY), list[int]()
     with port_of("shm", tmp_path, SMALL, MANY) as port:
         sender = port.opened.sender
@@ -267,19 +266,19 @@ def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
 
 
 def test_kept_views_are_the_blocks_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_views, "MAX_KEPT_VIEWS", 3)
+    monkeypatch.setattr(block_views, "MAX_CACHED_VIEWS", 3)
     memory = filled(SMALL, 8)
-    kept = KeptViews(memory)
-    first = kept.of([5, 2, 5])
+    kept = ViewCache(memory)
+    first = kept.views([5, 2, 5])
     assert first == [memory.read_view(block_id) for block_id in (5, 2, 5)]
     memory.write_view(2)[:4] = b"here"
-    again = kept.of((2,))
+    again = kept.views((2,))
     assert again[0] is first[1] and again[0].readonly and bytes(again[0][:4]) == b"here"
     for block_id in range(8):
-        assert kept.of([block_id]) == [memory.read_view(block_id)]
+        assert kept.views([block_id]) == [memory.read_view(block_id)]
         assert len(kept) <= 4
     with pytest.raises(IndexError, match="block 8 is not in the pool of 8"):
-        kept.of([1, 8])
+        kept.views([1, 8])
 
 
 @pytest.mark.parametrize(("block_ids", "outside"), [([8], 8), ([0, -1], -1), ([3, 99, 4], 99), ([-9, 3], -9)])

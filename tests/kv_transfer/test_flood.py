@@ -13,11 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
-from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, LogLimiter, choose_displaced
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, LogLimiter, choose_displaced, listen_on
 from kv_transfer.protocol.reads import Source
-from kv_transfer.transports.data_greeting import Reading
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataChallenge, DataReply, DataStatus
+from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.data_handshake import (
+    MAX_DATA_FRAME_BYTES,
+    DataChallenge,
+    DataReply,
+    DataStatus,
+    ReaderProofs,
+)
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_unauthenticated import WAIT, data_port, silent_links
 
@@ -83,8 +88,8 @@ def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first
 def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
     """L7: on the data ports an unauthenticated peer cannot name a session."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (honest,) = silent_links(sender.address, 1, stack)
         write_frame(honest, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(honest, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -95,9 +100,9 @@ def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
 
 
 def test_an_unauthenticated_data_connection_has_no_thread() -> None:
-    """L7: 60 silent connections started 60 threads. A connection with a proved session has one."""
+    """L7: 60 silent connections started 60 threads. Only an authenticated connection has one."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
         before = threading.active_count()
         silent_links(sender.address, 60, stack)
@@ -107,10 +112,10 @@ def test_an_unauthenticated_data_connection_has_no_thread() -> None:
 
 
 @pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])
-def test_a_malformed_greeting_on_a_data_port_closes_its_connection(beginning: bytes) -> None:
-    """Also one that ends its side; an honest one is accepted after it."""
+def test_a_malformed_message_on_a_data_port_ends_its_connection(beginning: bytes) -> None:
+    """A peer that closes its side is dropped too; an honest one is accepted afterwards."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
+        sender._port._context.sessions.begin("token")
         (stranger,) = silent_links(sender.address, 1, stack)
         stranger.sendall(beginning)
         stranger.shutdown(socket.SHUT_WR)
@@ -120,11 +125,11 @@ def test_a_malformed_greeting_on_a_data_port_closes_its_connection(beginning: by
         dial(stack.enter_context(unconnected(source, WAIT)), source)
 
 
-def test_a_request_before_the_answer_to_the_proof_closes_the_connection() -> None:
-    """Its session may have ended."""
+def test_a_request_before_the_answer_to_the_proof_ends_the_connection() -> None:
+    """Its session may be over."""
     with data_port(300.0) as sender, ExitStack() as stack:
-        sender._port._sessions.begin("token")
-        reading = Reading(Source("p", "b", sender.address, "token"))
+        sender._port._context.sessions.begin("token")
+        reading = ReaderProofs(Source("p", "b", sender.address, "token"))
         (hasty,) = silent_links(sender.address, 1, stack)
         write_frame(hasty, reading.hello, MAX_DATA_FRAME_BYTES)
         challenge = read_frame(hasty, DataChallenge, MAX_DATA_FRAME_BYTES)
@@ -135,8 +140,8 @@ def test_a_request_before_the_answer_to_the_proof_closes_the_connection() -> Non
 
 
 def test_a_listener_rests_after_a_few_connections() -> None:
-    """L7: open connections are read between them, and an engine's step goes on."""
-    listener = Listener("127.0.0.1", 0)
+    """L7: open connections are read between them, and the step of an engine continues."""
+    listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         stack.callback(listener.close)
         silent_links(f"127.0.0.1:{listener.port}", 10, stack)

@@ -8,8 +8,8 @@ import pytest
 from contract.requests import TokenLogprobs
 from engine.connector import FirstToken
 from kv_transfer.protocol.orders import TransferMetadata
-from kv_transfer.testing import CorruptingReceiver
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "local"])
 NUM_BLOCKS = 5
@@ -24,23 +24,23 @@ def test_chunks_cross_while_later_ones_are_computed(transport: str) -> None:
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         prefill, decode = pair.prefill.driver, pair.decode.driver
         pair.prefill.lend("t-r", source)
-        decode.scheduler.start_fetch(fetch)
-        prefill.scheduler.open_send(send, source, 0)
-        prefill.scheduler.publish(send.key, 7)
+        decode.receiver.start_fetch(fetch)
+        prefill.sender.open_send(send, source, 0)
+        prefill.sender.publish(send.key, 7)
         prefill.step()
         decode.wait_for(lambda: decode.published == [fetch.key], "published")
-        decode.scheduler.receive_into(fetch.key, target, 0)
+        decode.receiver.receive_into(fetch.key, target, 0)
         decode.wait_for(lambda: pair.decode.count(crossed) == 1, "chunk 1")
-        prefill.scheduler.publish(send.key, 13)
+        prefill.sender.publish(send.key, 13)
         prefill.step()
         decode.wait_for(lambda: pair.decode.count(crossed) == 3, "chunk 2")
         assert decode.received == []
-        prefill.scheduler.publish(send.key, len(prompt))
+        prefill.sender.publish(send.key, len(prompt))
         prefill.step()
         logprobs = TokenLogprobs(42, -0.5, 1, (42, 7), (-0.5, -1.5))
-        prefill.scheduler.finish_send(send.key, [FirstToken(42, logprobs), FirstToken(7)])
+        prefill.sender.finish_send(send.key, [FirstToken(42, logprobs), FirstToken(7)])
         decode.wait_for(lambda: decode.received == [fetch.key], "received")
-        received = decode.scheduler.take_received(fetch.key)
+        received = decode.receiver.take_received(fetch.key)
         assert received.first_tokens == [FirstToken(42, logprobs), FirstToken(7)]
         assert received.report.num_bytes == 4 * LAYOUT.block_bytes
         assert received.report.hidden_seconds > 0
@@ -63,11 +63,11 @@ def test_only_missing_blocks_cross(transport: str) -> None:
         decode = pair.decode.driver
         pair.prefill.lend("t-r", source)
         pair.prefill.driver.send_all(send, source, TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, target, 3)
+        decode.receiver.receive_into(fetch.key, target, 3)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.scheduler.take_received(fetch.key).report.num_bytes == 2 * LAYOUT.block_bytes
+        assert decode.receiver.take_received(fetch.key).report.num_bytes == 2 * LAYOUT.block_bytes
         assert pair.decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2
         assert pair.decode.count(f"transfer_bytes_total{{transport={transport}}}") == 2 * LAYOUT.block_bytes
         assert pair.decode.holds("t-r", target, first=3)
@@ -81,28 +81,28 @@ def test_a_fully_cached_prompt_moves_nothing() -> None:
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         decode, prefill = pair.decode.driver, pair.prefill.driver
         prefill.send_all(send, source, TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [7, 8], 2)
+        decode.receiver.receive_into(fetch.key, [7, 8], 2)
         decode.wait_for(lambda: decode.received, "received")
-        assert decode.scheduler.take_received(fetch.key).report.num_bytes == 0
+        assert decode.receiver.take_received(fetch.key).report.num_bytes == 0
         prefill.wait_for(lambda: prefill.sent, "sent")
 
 
 def test_blocks_that_the_sender_had_cached_are_published_with_the_next_step() -> None:
-    """Publishing happens in ``execute`` only; the orders are plain data, and an idle core sees that it has some (B19)."""
+    """Publishing happens in ``execute`` only; the orders are plain data, and an idle core has work because of them (B19)."""
     with pair_of() as pair:
         prompt, source = prompt_of(3), [0, 1, 2]
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         decode, prefill = pair.decode.driver, pair.prefill.driver
-        prefill.scheduler.open_send(send, source, 9)
+        prefill.sender.open_send(send, source, 9)
         assert prefill.scheduler.has_work()
         metadata = prefill.scheduler.build_metadata()
         assert isinstance(metadata, TransferMetadata)
         assert [order.block_ids for order in metadata.orders] == [[0, 1]]
         assert not prefill.scheduler.has_work()
         assert prefill.scheduler.build_metadata() is None
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         wire = msgspec.msgpack.encode(metadata)
         prefill.rank.execute(msgspec.msgpack.decode(wire, type=TransferMetadata))
         decode.wait_for(lambda: decode.published, "published")
@@ -118,9 +118,9 @@ def test_a_block_overwritten_before_verification_fails_the_transfer(block_index:
         decode, prefill = pair.decode.driver, pair.prefill.driver
         pair.prefill.lend("t-r", source)
         prefill.send_all(send, source, TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, target, 0)
+        decode.receiver.receive_into(fetch.key, target, 0)
         decode.wait_for(lambda: decode.failed or decode.received, "an end")
         assert decode.received == []
         assert decode.failed[fetch.key].kind == "transfer_failed"
@@ -149,9 +149,9 @@ def test_right_bytes_of_a_wrong_prompt_fail(difference: str) -> None:
             )
         decode = pair.decode.driver
         pair.prefill.driver.send_all(pair.send_request("r", prompt), source, TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [7, 8], 0)
+        decode.receiver.receive_into(fetch.key, [7, 8], 0)
         decode.wait_for(lambda: decode.failed, "failed")
         wrong = 1 if difference == "tokens" else 0
         assert f"block {wrong} of transfer t-r" in decode.failed[fetch.key].message
@@ -161,7 +161,7 @@ def test_a_sender_with_another_number_of_blocks_is_refused() -> None:
     with pair_of() as pair:
         pair.prefill.driver.send_all(pair.send_request("r", prompt_of(2)), [0, 1], TOKENS)
         fetch, decode = pair.fetch_request("r", prompt_of(3)), pair.decode.driver
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         assert "ended with 2 blocks" in decode.failed[fetch.key].message
 
@@ -178,16 +178,16 @@ def test_many_transfers_share_one_link(transport: str) -> None:
             send, fetch = pair.send_request(name, prompt), pair.fetch_request(name, prompt)
             pair.prefill.lend(f"t-{name}", blocks[name])
             if number % 2:
-                decode.scheduler.start_fetch(fetch)
+                decode.receiver.start_fetch(fetch)
             prefill.send_all(send, blocks[name], TOKENS)
             if not number % 2:
-                decode.scheduler.start_fetch(fetch)
+                decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: len(decode.published) == len(names), "all published")
         for name in names:
-            decode.scheduler.receive_into(f"{name}#0.0", blocks[name][::-1], 0)
+            decode.receiver.receive_into(f"{name}#0.0", blocks[name][::-1], 0)
         decode.wait_for(lambda: len(decode.received) == len(names), "all received")
         for name in names:
-            assert decode.scheduler.take_received(f"{name}#0.0").report.num_bytes == 3 * LAYOUT.block_bytes
+            assert decode.receiver.take_received(f"{name}#0.0").report.num_bytes == 3 * LAYOUT.block_bytes
             assert pair.decode.holds(f"t-{name}", blocks[name][::-1])
         prefill.wait_for(lambda: len(prefill.sent) == len(names), "all sent")
         assert pair.decode.count("link_handshakes_total{result=ok}") == 1
@@ -206,11 +206,11 @@ def test_one_worker_may_hold_both_roles_towards_another() -> None:
 
 def test_debug_state_names_what_is_going_on() -> None:
     with pair_of() as pair:
-        pair.prefill.driver.scheduler.open_send(pair.send_request("r", prompt_of(2)), [0, 1], 0)
-        decode = pair.decode.driver.scheduler
-        decode.start_fetch(pair.fetch_request("r", prompt_of(2)))
+        pair.prefill.driver.sender.open_send(pair.send_request("r", prompt_of(2)), [0, 1], 0)
+        decode = pair.decode.driver
+        decode.receiver.start_fetch(pair.fetch_request("r", prompt_of(2)))
         (lease,) = pair.prefill.driver.scheduler.debug_state()["leases"]
         assert (lease["transfer_id"], lease["attempt"], lease["state"]) == ("t-r", 0, "open")
-        (fetch,) = decode.debug_state()["fetches"]
+        (fetch,) = decode.scheduler.debug_state()["fetches"]
         assert (fetch["request"], fetch["state"]) == ("r#0.0", "waiting")
         assert fetch["age_seconds"] >= 0

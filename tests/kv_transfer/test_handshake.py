@@ -56,7 +56,7 @@ def test_a_dialer_that_does_not_check_the_acceptor_is_still_checked_itself() -> 
 
 
 def test_a_dialer_says_nothing_to_one_without_the_secret() -> None:
-    """Neither its own proof nor the model: the listener at the address must prove itself first (law 8)."""
+    """It sends neither its proof nor the model: the listener must prove itself first (law 8)."""
     dialer, acceptor = dialing(), Accepting(identity("p", "another secret"))
     challenge = answer(acceptor, dialer.begin())
     with pytest.raises(

@@ -7,9 +7,10 @@ import pytest
 
 from contract.errors import TransferError
 from contract.requests import ReceiveTransfer
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data.digesting import split_points
+from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import RunningDigests
@@ -19,8 +20,7 @@ from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.protocol.send_side import Send, SendState, advance_send
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -33,6 +33,7 @@ from tests.kv_transfer.builders import (
     prompt_of,
     request_of,
 )
+from tests.kv_transfer.fakes import ByteMemory
 
 NUM_BLOCKS = 13
 SOURCE_IDS, TARGET_IDS = list(range(1, 1 + NUM_BLOCKS)), list(range(40, 40 + NUM_BLOCKS))
@@ -76,7 +77,7 @@ class SpoilingReceiver:
         if request.part is None or request.part.start_byte != (self._number - 1) * LAYER_BYTES:
             self._inner.fetch(source, request, views, read)
             return
-        self._inner.fetch(source, request, views, Read())  # a read that reports no landing
+        self._inner.fetch(source, request, views, Read())  # a Read that reports no landed blocks
         views[5][0] ^= 1
 
     def forget(self, source: Source) -> None:
@@ -91,21 +92,21 @@ def begin(pair: Pair) -> tuple[str, str]:
     prompt, driver = prompt_of(NUM_BLOCKS), pair.prefill.driver
     send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
     pair.prefill.lend("t-r", SOURCE_IDS[:1])
-    driver.scheduler.open_send(send, SOURCE_IDS, 0)
-    pair.decode.driver.scheduler.start_fetch(fetch)
-    driver.scheduler.publish(send.key, LAYOUT.block_size)
+    driver.sender.open_send(send, SOURCE_IDS, 0)
+    pair.decode.driver.receiver.start_fetch(fetch)
+    driver.sender.publish(send.key, LAYOUT.block_size)
     driver.step()
     pair.decode.driver.wait_for(lambda: pair.decode.driver.published, "published")
-    pair.decode.driver.scheduler.receive_into(fetch.key, TARGET_IDS, 0)
+    pair.decode.driver.receiver.receive_into(fetch.key, TARGET_IDS, 0)
     return send.key, fetch.key
 
 
 def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
     """Compute the blocks after block 0 in one step; return when all have crossed and were verified."""
     driver, decode = pair.prefill.driver, pair.decode.driver
-    driver.scheduler.publish(send, NUM_BLOCKS * LAYOUT.block_size)
+    driver.sender.publish(send, NUM_BLOCKS * LAYOUT.block_size)
     driver.step()
-    driver.scheduler.finish_send(send, TOKENS)
+    driver.sender.finish_send(send, TOKENS)
     decode.wait_for(lambda: fetch in decode.received, "received")
 
 
@@ -132,7 +133,7 @@ def test_layers_cross_while_later_ones_are_computed(transport: str) -> None:
         driver, decode = pair.prefill.driver, pair.decode.driver
         driver.compute_layer = partial(compute, pair)
         compute_and_receive(pair, send, fetch)
-        received = decode.scheduler.take_received(fetch)
+        received = decode.receiver.take_received(fetch)
         assert received.report.num_bytes == NUM_BLOCKS * LAYOUT.block_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         driver.wait_for(lambda: driver.sent == [send], "sent")
@@ -145,7 +146,7 @@ def test_a_read_ahead_that_fails_costs_nothing_but_time() -> None:
         decode = pair.decode.driver
         pair.prefill.lend("t-r", SOURCE_IDS)
         compute_and_receive(pair, send, fetch)
-        assert decode.scheduler.take_received(fetch).report.num_bytes == num_bytes(pair)
+        assert decode.receiver.take_received(fetch).report.num_bytes == num_bytes(pair)
         assert pair.decode.holds("t-r", TARGET_IDS)
         assert decode.failed == {}
 
@@ -252,19 +253,19 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     )
     fetch = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
     ref = PeerRef("b", is_dialed=True)
-    transfers.start(fetch)
+    transfers.start_fetch(fetch)
     transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.on_message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
     transfers.receive_into(fetch.key, [5, 6], 0)
     transfers.fetch_event(fetch.key, ev.PieceLanded(1, 0.0, 0.0))
     transfers.fetch_event(fetch.key, ev.PieceVerified(1, 0.0))
-    transfers.message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
+    transfers.on_message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
     ahead = jobs[1].ahead
     assert ahead is not None
     ahead.num_read = LAYOUT.block_bytes
     if is_over:
         transfers.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
-    transfers.message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
+    transfers.on_message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
     assert [job.is_here for job in jobs] == [False, False, is_over]
 
 

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.layout import KVLayout
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.leases import LeaseBook, Sessions
+from tests.kv_transfer.fakes import ByteMemory
 from tests.soak_settings import machine_settings, soaked
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=1, dtype="float32")
@@ -21,7 +21,7 @@ TOKENS = st.sampled_from(["x", "y", "z"])
 
 @dataclass
 class ModelLease:
-    """What a lease must be like. num_revokes: those that wait for its readers."""
+    """The expected state of a lease. num_revokes: those that wait for its readers."""
 
     block_ids: list[int] = field(default_factory=list)
     num_readers: int = 0

@@ -16,12 +16,12 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
+from tests.kv_transfer.fakes import ByteMemory, GatedMemory
 
 WAIT = 30.0
 NAME = LeaseName("t", 0, "lease")
@@ -29,7 +29,7 @@ SMALL = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="
 
 
 class LendingTransfers:
-    """A SendTransfers with a clock of its own; what it says is kept."""
+    """A SendTransfers with a clock of its own; its messages are kept."""
 
     def __init__(self, max_parked: int = 1024) -> None:
         self.now = 100.0
@@ -48,11 +48,11 @@ class LendingTransfers:
 
     def lend_everything(self, transfer_id: str = "t") -> None:
         request = request_of("r", prompt_of(2), SendTransfer(transfer_id))
-        self.transfers.open(request, [3, 4], 0)
+        self.transfers.open_send(request, [3, 4], 0)
         self.transfers.publish(request.key, 8)
         (order,) = self.transfers.take_orders()
         self.transfers.send_event(order.key, ev.BlockRange(0, (1, 2)))
-        self.transfers.finish(request.key, [FirstToken(1)])
+        self.transfers.finish_send(request.key, [FirstToken(1)])
 
     def state(self) -> str:
         return str(self.transfers.debug_state()[0]["state"])
@@ -61,12 +61,12 @@ class LendingTransfers:
 def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_the_last_one() -> None:
     lending = LendingTransfers()
     lending.lend_everything()
-    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    lending.transfers.on_fetch("peer", msg.FetchBlocks("t", 0))
     for _ in range(10):
         lending.now += 29.0
-        lending.transfers.heard("stranger")
+        lending.transfers.on_heartbeat("stranger")
         assert lending.transfers.tick(lending.now) == lending.now + 1.0, "another peer's ping renews nothing"
-        lending.transfers.heard("peer")
+        lending.transfers.on_heartbeat("peer")
         assert lending.transfers.tick(lending.now) == lending.now + 30.0
     last = lending.now
     assert lending.transfers.tick(last + 29.9) == last + 30.0
@@ -75,16 +75,16 @@ def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_th
     assert lending.state() == "expired"
     assert [name.transfer_id for name in lending.released] == ["t"]
     assert isinstance(lending.said[-1], msg.TransferFailed)
-    lending.transfers.heard("peer")
+    lending.transfers.on_heartbeat("peer")
     assert lending.state() == "expired", "nothing brings it back"
 
 
 def test_a_parked_fetch_waits_under_a_deadline() -> None:
-    """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is told."""
+    """Law 4: a fetch whose transfer never opens ends by the clock alone, and its peer is refused."""
     lending = LendingTransfers()
-    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    lending.transfers.on_fetch("peer", msg.FetchBlocks("t", 0))
     assert lending.transfers.tick(lending.now) == lending.now + 30.0
-    lending.transfers.heard("peer")
+    lending.transfers.on_heartbeat("peer")
     assert lending.transfers.tick(lending.now + 29.9) == lending.now + 30.0, "a ping does not prolong it"
     assert lending.said == []
     assert lending.transfers.tick(lending.now + 30.0) is None
@@ -96,27 +96,28 @@ def test_a_parked_fetch_waits_under_a_deadline() -> None:
 def test_parked_fetches_are_bounded_for_each_peer() -> None:
     lending = LendingTransfers(max_parked=2)
     for transfer in ("a", "b", "c"):
-        lending.transfers.fetch_asked("greedy", msg.FetchBlocks(transfer, 0))
+        lending.transfers.on_fetch("greedy", msg.FetchBlocks(transfer, 0))
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed)
     assert (refusal.transfer_id, refusal.kind) == ("c", "overloaded")
     assert (
-        refusal.message == "2 fetches of this worker wait for transfers that are not open here; no more may"
+        refusal.message
+        == "this worker already has 2 fetches parked here, for transfers that are not open yet"
     )
-    lending.transfers.fetch_asked("modest", msg.FetchBlocks("d", 0))
+    lending.transfers.on_fetch("modest", msg.FetchBlocks("d", 0))
     assert len(lending.said) == 1
     assert lending.transfers.gauges()["transfers_parked"] == 3
 
 
 def test_a_parked_fetch_from_a_block_that_does_not_exist_is_refused_at_the_opening() -> None:
-    """The transfer stays open for whoever asks properly."""
+    """The transfer stays open for a proper fetch."""
     lending = LendingTransfers()
-    lending.transfers.fetch_asked("bad", msg.FetchBlocks("t", 0, from_block=3))
+    lending.transfers.on_fetch("bad", msg.FetchBlocks("t", 0, from_block=3))
     lending.lend_everything()
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed)
     assert refusal.message == "asked from block 3; the prompt has 2 blocks"
-    lending.transfers.fetch_asked("good", msg.FetchBlocks("t", 0))
+    lending.transfers.on_fetch("good", msg.FetchBlocks("t", 0))
     assert [type(message) for message in lending.said[1:]] == [msg.BlocksPublished, msg.TransferComplete]
 
 
@@ -135,7 +136,7 @@ class GatedBook(LeaseBook):
         assert self.gate.wait(WAIT)
 
 
-def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless() -> None:
+def test_a_lease_that_ends_after_the_last_byte_fails_the_read() -> None:
     """The revocation has happened, the connection is not shut down yet: only the second check is left."""
     is_revoked, may_go_on = threading.Event(), threading.Event()
 
@@ -187,10 +188,10 @@ def stuck_in_a_read(memory: GatedMemory, block_ids: Sequence[int]) -> Iterator[t
         prompt, decode = prompt_of(3), pair.decode.driver
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(send, [0, 1, 2], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
         memory.gated_block = 2
-        decode.scheduler.receive_into(fetch.key, list(block_ids), 0)
+        decode.receiver.receive_into(fetch.key, list(block_ids), 0)
         try:
             assert memory.is_waiting.wait(WAIT)
             yield pair, send.key, fetch.key
@@ -235,11 +236,11 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
         prompt, decode = prompt_of(3), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
         pair.prefill.driver.send_all(pair.send_request("r", prompt), [0, 1, 2], TOKENS)
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [10, 11, 12], 1)
+        decode.receiver.receive_into(fetch.key, [10, 11, 12], 1)
         assert entered.wait(WAIT)
-        assert decode.scheduler.cancel_fetch(fetch.key) is False
+        assert decode.receiver.cancel_fetch(fetch.key) is False
         draining = {"num_draining": 1, "num_quarantined": 0, "num_blocks": 2}
         assert decode.scheduler.debug_state()["quarantine"] == draining
         decode.step()
@@ -251,7 +252,7 @@ def test_blocks_stay_quarantined_until_the_read_is_terminal_and_are_counted() ->
 
 
 class OpenTransfers(Transfers):
-    """Acts as a test tells it."""
+    """Transfers with an act that the test chooses."""
 
     def act(self, later: list[Callable[[], None]], error: Exception | None = None) -> None:
         with self._acting():
@@ -261,7 +262,7 @@ class OpenTransfers(Transfers):
 
 
 def test_every_act_of_transfers_is_tried() -> None:
-    """Whatever the body or an earlier act raises; in order, outside the lock, and none of them twice."""
+    """They run in order, outside the lock and once, whatever the body or an earlier act raises."""
     transfers, done = OpenTransfers(), list[str]()
 
     def failing() -> None:

@@ -1,4 +1,4 @@
-"""Blocks that are lent come back: by expiry, by the receiver's death, and never while somebody reads them."""
+"""Lent blocks are released by expiry and by the receiver's death, and never while they are read."""
 
 import socket
 import threading
@@ -10,24 +10,18 @@ from contract.identity import Role
 from contract.layout import KVLayout
 from kv_transfer.links.framing import parse_address, read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
-from kv_transfer.testing import ByteMemory, GatedMemory
-from kv_transfer.transports.context import TransportContext
-from kv_transfer.transports.data_wire import (
-    MAX_DATA_FRAME_BYTES,
-    OK_FRAME,
-    DataReply,
-    DataStatus,
-    reply_frame,
-)
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, reply_frame
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.sender import OK_FRAME, TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import ByteMemory, GatedMemory
 from tests.kv_transfer.greetings import prove_lending, prove_reading
 
 
 def test_a_finished_prompt_that_nobody_fetches_expires() -> None:
-    """lease_seconds after its completion, once; a late fetch is told so."""
+    """It expires lease_seconds after its completion, once; a late fetch gets an error."""
     with pair_of(Sides(prefill={"lease_seconds": 0.3})) as pair:
         prefill, decode = pair.prefill.driver, pair.decode.driver
         send = pair.send_request("r", prompt_of(2))
@@ -35,7 +29,7 @@ def test_a_finished_prompt_that_nobody_fetches_expires() -> None:
         prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
         assert pair.prefill.count("leases_expired_total") == 1
         fetch = pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         assert decode.failed[fetch.key].kind == "deadline"
 
@@ -49,13 +43,13 @@ def test_heartbeats_renew_a_lease() -> None:
     with pair_of(sides) as pair:
         prefill, decode = pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("r", prompt_of(2)), pair.fetch_request("r", prompt_of(2))
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         prefill.send_all(send, [0, 1], TOKENS)
         with pytest.raises(TimeoutError):
             prefill.wait_for(lambda: prefill.sent, "expiry", timeout_seconds=1.8)
         decode.step()
         assert decode.failed == {}
-        decode.scheduler.receive_into(fetch.key, [10, 11], 0)
+        decode.receiver.receive_into(fetch.key, [10, 11], 0)
         decode.wait_for(lambda: decode.received, "received")
 
 
@@ -66,22 +60,22 @@ def test_the_receivers_death_frees_its_leases(when: str) -> None:
         with worker(settings_for("d", Role.DECODE)) as decode:
             pair = Pair(prefill, decode)
             send, fetch = pair.send_request("r", prompt_of(2)), pair.fetch_request("r", prompt_of(2))
-            decode.driver.scheduler.start_fetch(fetch)
+            decode.driver.receiver.start_fetch(fetch)
             if when == "parked":
                 decode.driver.wait_for(lambda: prefill.count("transfers_parked") == 1, "parked")
             else:
-                driver.scheduler.open_send(send, [0, 1], 0)
-                driver.scheduler.publish(send.key, 4 if when == "published" else 8)
+                driver.sender.open_send(send, [0, 1], 0)
+                driver.sender.publish(send.key, 4 if when == "published" else 8)
                 driver.step()
                 decode.driver.wait_for(lambda: decode.driver.published, "published")
             if when == "complete":
-                driver.scheduler.finish_send(send.key, TOKENS)
+                driver.sender.finish_send(send.key, TOKENS)
         driver.wait_for(
             lambda: prefill.count("leases_active") + prefill.count("transfers_parked") == 0, "freed"
         )
         if when == "published":
             assert driver.sent == [], "the scheduler has not finished with it"
-            driver.scheduler.abandon_send(send.key, "cancelled", "aborted")
+            driver.sender.abandon_send(send.key, "cancelled", "aborted")
         if when != "parked":
             driver.wait_for(lambda: driver.sent == [send.key], "sent")
             assert prefill.count("leases_expired_total") == 1
@@ -94,11 +88,11 @@ def test_nothing_is_reported_sent_while_the_data_thread_digests() -> None:
         prefill = pair.prefill.driver
         send = pair.send_request("r", prompt_of(3))
         memory.gated_block = 1
-        prefill.scheduler.open_send(send, [0, 1, 2], 0)
-        prefill.scheduler.publish(send.key, 12)
+        prefill.sender.open_send(send, [0, 1, 2], 0)
+        prefill.sender.publish(send.key, 12)
         prefill.step()
         assert memory.is_waiting.wait(30)
-        prefill.scheduler.abandon_send(send.key, "cancelled", "aborted")
+        prefill.sender.abandon_send(send.key, "cancelled", "aborted")
         prefill.step()
         assert prefill.sent == []
         memory.gate.set()
@@ -213,7 +207,7 @@ class SlowServer:
     [
         (SMALL.block_bytes + 5, None, "short read in block 3 of transfer t"),
         (2 * SMALL.block_bytes, DataStatus.STALE, "blocks 2..3 of transfer t .* refused as stale"),
-        (2 * SMALL.block_bytes, None, "short read behind blocks 2..3"),
+        (2 * SMALL.block_bytes, None, "short read after blocks 2..3"),
     ],
 )
 def test_a_read_counts_only_with_its_last_byte_inside_the_lease(

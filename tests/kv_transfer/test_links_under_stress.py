@@ -16,12 +16,12 @@ from kv_transfer.links.link import Link
 from kv_transfer.protocol.handshake import Accepting, LocalIdentity, Session
 from kv_transfer.protocol.messages import TransferFailed
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Sides, hand_over, pair_of
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 

@@ -9,7 +9,8 @@ from contract.errors import IncompatiblePeerError, WorkerLostError
 from contract.layout import KVLayout
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -18,7 +19,7 @@ from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.send_side import Send, SendState, advance_send
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
 from tests.kv_transfer.test_lease_under_fault import LendingTransfers
@@ -55,9 +56,9 @@ def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
 
 def test_a_fetch_belongs_to_one_lease() -> None:
     transfers, ref = fetching(), PeerRef("boot", is_dialed=True)
-    transfers.start(ASKED)
-    transfers.message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
-    transfers.message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
+    transfers.start_fetch(ASKED)
+    transfers.on_message(ref, msg.BlocksPublished("t", 0, "first", 0, [1]))
+    transfers.on_message(ref, msg.BlocksPublished("t", 0, "second", 1, [2]))
     published, failed = transfers.take_events()
     assert isinstance(published, Published) and isinstance(failed, Failed)
     assert (failed.kind, "changed the lease" in failed.message) == ("transfer_failed", True)
@@ -65,21 +66,21 @@ def test_a_fetch_belongs_to_one_lease() -> None:
 
 def test_words_of_another_boot_or_attempt_are_dropped() -> None:
     transfers = fetching()
-    transfers.start(ASKED)
+    transfers.start_fetch(ASKED)
     for boot_id, transfer_id, attempt in (("old", "t", 0), ("boot", "u", 0), ("boot", "t", 1)):
         words = msg.BlocksPublished(transfer_id, attempt, "lease", 0, [1])
-        transfers.message(PeerRef(boot_id, is_dialed=True), words)
+        transfers.on_message(PeerRef(boot_id, is_dialed=True), words)
     assert transfers.take_events() == []
 
 
 def test_a_fetch_of_an_older_attempt_is_refused() -> None:
     lending = LendingTransfers()
-    lending.transfers.open(request_of("r", prompt_of(2), SendTransfer("t"), attempt=1), [3, 4], 0)
-    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 0))
+    lending.transfers.open_send(request_of("r", prompt_of(2), SendTransfer("t"), attempt=1), [3, 4], 0)
+    lending.transfers.on_fetch("peer", msg.FetchBlocks("t", 0))
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "transfer_failed"
     assert refusal.message == "attempt 0 of transfer t is older than attempt 1, which is known here"
-    lending.transfers.fetch_asked("peer", msg.FetchBlocks("t", 1))
+    lending.transfers.on_fetch("peer", msg.FetchBlocks("t", 1))
     assert len(lending.said) == 1, "the newest one is served"
 
 

@@ -1,12 +1,11 @@
-"""The compiled copy loop: made once and kept, safe from others, and done without where it cannot be had."""
+"""The compiled copy loop: compiled once and kept, safe from others, and replaced where it cannot be compiled."""
 
 import logging
 from pathlib import Path
 
 import pytest
 
-from kv_transfer.native.caches import last_cache_bytes
-from kv_transfer.native.compiling import BLOCKS, load_copy_blocks
+from kv_transfer.native.compiling import BLOCKS, last_cache_bytes, load_copy_blocks
 
 MISSING = Path("no such library")
 
@@ -22,7 +21,7 @@ def test_it_is_compiled_once_and_kept(tmp_path: Path) -> None:
 
 
 def test_the_last_cache_is_the_largest(tmp_path: Path) -> None:
-    """What cannot be read as a size is left out; a machine that tells nothing has none."""
+    """Entries that are no size are ignored; without any the size is 0."""
     assert last_cache_bytes(tmp_path) == 0
     for number, size in enumerate(("48K", "1024K", "32768K", "", "?")):
         (tmp_path / f"index{number}").mkdir()
@@ -46,7 +45,7 @@ def test_a_folder_that_others_may_write_to_is_not_trusted(
     folder.chmod(0o777)
     with caplog.at_level(logging.WARNING):
         assert load_copy_blocks(MISSING, folder) is None
-    assert "blocks are copied by Python" in caplog.text
+    assert "falling back to the slower block copy" in caplog.text
     assert "others may write to it" in caplog.text
 
 
@@ -58,7 +57,7 @@ def test_what_is_no_library_is_done_without(
     prebuilt.write_bytes(content)
     with caplog.at_level(logging.WARNING):
         assert load_copy_blocks(prebuilt) is None
-    assert "blocks are copied by Python" in caplog.text
+    assert "falling back to the slower block copy" in caplog.text
 
 
 def test_a_machine_without_a_compiler_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

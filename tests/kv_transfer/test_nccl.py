@@ -10,11 +10,11 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, StaleLeaseError
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.data_wire import DataStatus
-from kv_transfer.transports.nccl.pool import GroupPool
-from kv_transfer.transports.nccl.receiver import check_welcome
-from kv_transfer.transports.nccl.wire import NcclWelcome
+from kv_transfer.transports.data_handshake import DataStatus
+from kv_transfer.transports.nccl.group import GroupPool
+from kv_transfer.transports.nccl.receiver import check_info
+from kv_transfer.transports.nccl.sender import NcclPoolInfo
+from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nccl_port import NcclPort, Reader
 from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN
 from tests.kv_transfer.sender_process import Sender, running_sender
@@ -123,16 +123,16 @@ def test_a_guessed_token_an_ended_session_and_a_block_outside_are_refused(
 )
 def test_pools_that_cannot_be_one_group_are_refused(changes: dict[str, object], words: str) -> None:
     pool = GroupPool(ByteMemory(LAYOUT, 2))
-    welcome = NcclWelcome(DataStatus.OK, backend="gloo", block_bytes=LAYOUT.block_bytes)
-    check_welcome(welcome, pool, "worker p")
+    welcome = NcclPoolInfo(DataStatus.OK, backend="gloo", block_bytes=LAYOUT.block_bytes)
+    check_info(welcome, pool, "worker p")
     with pytest.raises(TransferError, match=words):
-        check_welcome(msgspec.structs.replace(welcome, **changes), pool, "worker p")
+        check_info(msgspec.structs.replace(welcome, **changes), pool, "worker p")
 
 
 def test_two_ranks_on_one_gpu_are_refused_with_a_way_out() -> None:
     pool = GroupPool(ByteMemory(LAYOUT, 2))
     pool.backend, pool.device = "nccl", "GPU-1"
-    welcome = NcclWelcome(DataStatus.OK, backend="nccl", device="GPU-1", block_bytes=LAYOUT.block_bytes)
+    welcome = NcclPoolInfo(DataStatus.OK, backend="nccl", device="GPU-1", block_bytes=LAYOUT.block_bytes)
     with pytest.raises(TransferError, match=r"on the same GPU \(GPU-1\).*choose nixl or shm"):
-        check_welcome(welcome, pool, "worker p")
-    check_welcome(msgspec.structs.replace(welcome, device="GPU-2"), pool, "worker p")
+        check_info(welcome, pool, "worker p")
+    check_info(msgspec.structs.replace(welcome, device="GPU-2"), pool, "worker p")

@@ -18,16 +18,15 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.block_grants import encode_grant
+from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.data_wire import DataStatus
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable
-from kv_transfer.transports.nixl.binding import load
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, NixlWelcome
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo
+from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
     BEHIND_POST,
@@ -121,10 +120,10 @@ def watched(watch: Watch) -> Iterator[Reader]:
     made.close()
 
 
-def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
+def test_a_lease_that_ends_after_the_last_byte_fails_the_read(
     port: NixlPort, watch: Watch, watched: Reader
 ) -> None:
-    """Nobody at the sender noticed the read; the look at the lease's generation behind it does."""
+    """The sender does not notice the read; the lease's generation, read after it, shows the end."""
     watched.receiver.probe(port.source, Read())
     watch.when_done = lambda: port.sender.release(NAME)
     with pytest.raises(StaleLeaseError, match="ended while 5 blocks were read from worker p"):
@@ -138,7 +137,7 @@ def test_a_lease_that_ends_behind_the_last_byte_makes_the_read_worthless(
 def test_the_generation_is_read_only_when_the_last_byte_is_there(
     port: NixlPort, watch: Watch, watched: Reader
 ) -> None:
-    """Laws 3 and 4: the library may say late that a read is done, and the lease may end before it says so."""
+    """Laws 3 and 4: the library may report the end of a read late, and the lease may end before that."""
     watched.receiver.probe(port.source, Read())
     watch.clear()
     watch.may_end.clear()
@@ -164,7 +163,7 @@ def test_the_generation_is_read_only_when_the_last_byte_is_there(
     assert watch.seen[2][1] != [0, 1]
 
 
-def test_a_lease_that_ends_between_two_parts_makes_the_read_worthless(port: NixlPort, reader: Reader) -> None:
+def test_a_lease_that_ends_between_two_parts_fails_the_read(port: NixlPort, reader: Reader) -> None:
     """By way of registered memory, which does not hold all blocks at once."""
     reader.receiver.probe(port.source, Read())
     read = HookedRead(BEHIND_POST, lambda: port.sender.release(NAME))
@@ -194,7 +193,7 @@ def test_a_read_under_two_leases_counts_while_both_last(port: NixlPort, reader: 
     reader.fetch(port.source, range(1, 2), grants[1:])
 
 
-def test_a_sender_that_grants_something_else_is_not_believed(port: NixlPort, reader: Reader) -> None:
+def test_a_malformed_or_wrong_grant_is_refused(port: NixlPort, reader: Reader) -> None:
     def range_of(num_blocks: int, data: bytes) -> tuple[RangeGrant, ...]:
         return (RangeGrant(0, num_blocks, {"nixl": data}),)
 
@@ -254,7 +253,7 @@ def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Read
 
 
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
-    """As when a control link breaks and comes up again while the old one's reads are not terminal."""
+    """This happens when a control link is replaced while the old one's reads are not terminal."""
     port.sessions.begin("second")
     second, grants = msgspec.structs.replace(port.source, token="second"), port.grants[NAME]
     reader.fetch(port.source, range(1), grants)
@@ -267,7 +266,7 @@ def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort,
 
 
 def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, reader: Reader) -> None:
-    """The agent's thread has work now and then, so that reads are posted by it or by who wants them."""
+    """The agent's thread has work now and then, so that reads are posted by it or by their callers."""
     second = NixlPort("second")
     grants, numbers = second.publish(NAME, range(NUM_BLOCKS)[::-1]), range(0, NUM_BLOCKS, 4)
 
@@ -313,12 +312,12 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
         reader.fetch(port.source, range(1), port.grants[NAME])
 
 
-def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort:
-    """A data port that welcomes with something else than the truth about ``port``'s pool."""
+def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
+    """Open a data port that describes ``port``'s pool wrongly."""
     table = GenerationTable()
     other = NixlThread(load("127.0.0.1"), agent_name("liar"))
     pool = HostMemory(LAYOUT.block_bytes, 4)
-    truth = NixlWelcome(
+    truth = NixlPoolInfo(
         DataStatus.OK,
         agent=other.register(pool.region, Region(table.address, SLOT_BYTES, NUM_SLOTS)),
         address=pool.region.address,
@@ -351,22 +350,22 @@ def lying(port: NixlPort, lie: Callable[[NixlWelcome], NixlWelcome]) -> DataPort
             "liar",
             "adding kvbaton-liar failed",
         ),
-        (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are no memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are no memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are not memory"),
         (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**20), "liar", "failed"),
         (lambda welcome: welcome, "another", "is kvbaton-liar; it should be kvbaton-another"),
         (
-            lambda welcome: NixlWelcome(DataStatus.DENIED, "no pool"),
+            lambda welcome: NixlPoolInfo(DataStatus.DENIED, "no pool"),
             "liar",
             "lends nothing over nixl: no pool",
         ),
     ],
     ids=["nonce", "metadata", "null", "no table", "huge", "many", "unregistered", "stranger", "denied"],
 )
-def test_a_welcome_that_is_not_true_is_refused(
-    port: NixlPort, reader: Reader, lie: Callable[[NixlWelcome], NixlWelcome], boot_id: str, words: str
+def test_a_wrong_description_of_the_pool_is_refused(
+    port: NixlPort, reader: Reader, lie: Callable[[NixlPoolInfo], NixlPoolInfo], boot_id: str, words: str
 ) -> None:
     liar = lying(port, lie)
     try:

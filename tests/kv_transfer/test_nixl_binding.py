@@ -1,4 +1,4 @@
-"""Around ``nixl``: when it is there, when ``auto`` offers it, what it is told of the machine and of memory."""
+"""The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.binding import load, why_missing
+from kv_transfer.transports.nixl.agent import load, why_missing
 from kv_transfer.transports.nixl.memory import Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
+from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from kv_transfer.transports.registry import auto_names
-from kv_transfer.transports.settings import has_nvidia_gpu, has_rdma_device, interface_of
+from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import LAYOUT, context_for
 
 
@@ -41,7 +41,7 @@ def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
 
 
 def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
-    """What the machine may have is known before, where the pool lies only now."""
+    """The devices are known before, the place of the pool only at ``start``."""
     nixl_thread = NixlThread(load("127.0.0.1"), agent_name("auto"))
     sender = NixlSender(replace(context_for("auto", Sessions(), []), is_auto=True), nixl_thread)
     assert sender.why_not_offered == "the pool is not allocated yet"

@@ -1,4 +1,4 @@
-"""``nixl`` between real processes: whoever dies or stops in the middle of a read, no wrong byte is used.
+"""``nixl`` between real processes: no wrong byte is used if one dies or stops in the middle of a read.
 
 The senders have UCX's TCP lane only. There a read needs the sender's help, so that one that is stopped leaves it open.
 """
@@ -24,8 +24,8 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
+from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
 from tests.kv_transfer.nixl_port import (
@@ -50,7 +50,7 @@ def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> A
 
 
 def grants_of(sender: Sender) -> tuple[RangeGrant, ...]:
-    """Of all its blocks, the last one first."""
+    """Return the grant of all its blocks, the last one first."""
     return from_words(sender.said["grant"])
 
 
@@ -119,7 +119,7 @@ def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_
     """The sender is kept busy while the reader finds out, and rests when it reads: nothing lands by itself."""
     with sender_process("boot") as sender, unconnected(sender.source, 30.0) as busy:
         dial(busy, sender.source)
-        read_frame(busy, NixlWelcome, MAX_NIXL_FRAME_BYTES)
+        read_frame(busy, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         reader.receiver.probe(sender.source, Read())
 
         def rest() -> None:
@@ -226,16 +226,16 @@ def test_blocks_stay_in_quarantine_while_their_sender_is_stopped() -> None:
             driver, prompt = decode.driver, prompt_of(3)
             for name in ("first", "r"):
                 fetch = prefill.fetch_request(name, prompt)
-                driver.scheduler.start_fetch(fetch)
+                driver.receiver.start_fetch(fetch)
                 prefill.tell("open", name=name, num_tokens=len(prompt))
                 prefill.tell("publish", num_tokens=len(prompt))
                 driver.wait_for(partial(contains, driver.published, fetch.key), "published")
-                driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+                driver.receiver.receive_into(fetch.key, [1, 2, 3], 0)
                 if name == "first":
                     prefill.tell("finish")
                     driver.wait_for(lambda: driver.received, "received")
             stopping.wait()
-            assert driver.scheduler.cancel_fetch(fetch.key) is False
+            assert driver.receiver.cancel_fetch(fetch.key) is False
             with pytest.raises(TimeoutError):
                 driver.wait_for(lambda: driver.drained, "drained", timeout_seconds=0.5)
             assert decode.count("transfers_quarantined") == 1

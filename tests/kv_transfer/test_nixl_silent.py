@@ -1,4 +1,4 @@
-"""A ``nixl`` read needs no word of its sender: the port welcomes, says when it rests, and is silent from there on."""
+"""A ``nixl`` read needs no message of its sender: the port sends its description and one NixlResting, no more."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from contract.errors import KvbatonError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting
 from tests.kv_transfer.nixl_port import NAME, NUM_BLOCKS, NixlPort, Reader, context_for
 
 MAX_BUSY_CONNECTS = 5
@@ -32,12 +32,12 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> None:
-    """Where a busy machine is late with the first read it may ask for help, and gets it; then the reader connects anew."""
+    """On a busy machine the first read may be late and ask for help; then the reader connects again."""
     heard = list[Help]()
     has_left = threading.Event()
 
     def talk(connection: Connection) -> None:
-        write_frame(connection.sock, port.sender.welcome, MAX_NIXL_FRAME_BYTES)
+        write_frame(connection.sock, port.sender.pool_info, MAX_NIXL_FRAME_BYTES)
         port.nixl_thread.begin_serving()
         with suppress(KvbatonError, OSError):  # it leaves
             while True:

@@ -11,12 +11,12 @@ from contract.layout import KVLayout
 from engine.connector import KVMemory
 from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, ReadRequest, Source
-from kv_transfer.testing import ByteMemory
 from kv_transfer.transports.block_views import write_views
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transport, transport_names
+from kv_transfer.transports.transport import TransportContext
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32")

@@ -17,9 +17,9 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import ByteMemory
-from kv_transfer.transports.lending import Lending
+from kv_transfer.transports.senders import Senders
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import ByteMemory
 
 NAME = LeaseName("t", 0, "lease")
 SOURCE = Source("p", "boot", "nowhere", "token", "played")
@@ -77,7 +77,7 @@ class PlayedReceiver:
 
 
 class Reports:
-    """What the data half tells, in order."""
+    """The reports of the data half, in order."""
 
     def __init__(self) -> None:
         self._events = Mailbox[object]()
@@ -110,7 +110,7 @@ class Reports:
 @contextmanager
 def data_half(sender: PlayedSender, receiver: PlayedReceiver) -> Iterator[tuple[DataHalf, Reports]]:
     data, reports = DataHalf(receiver, Counters(), Completions(), ["played"]), Reports()
-    data.attach(Lending({"played": sender}), reports)
+    data.attach(Senders({"played": sender}), reports)
     data.start(ByteMemory(LAYOUT, NUM_BLOCKS))
     try:
         yield data, reports
@@ -128,7 +128,7 @@ def pull(num_blocks: int, bad_block: int | None = None) -> PullJob:
 
 
 def test_a_piece_is_verified_before_the_next_one_has_landed() -> None:
-    """And then, once, it is told that everything is here, and that everything is verified."""
+    """One report follows when all blocks have landed, and one when all are verified."""
     job, verified = pull(10), list[int]()
     seeds = job.seeds
 
@@ -186,7 +186,7 @@ def test_a_stop_ends_a_read_before_its_next_piece() -> None:
 
 
 def test_blocks_are_published_range_by_range_each_with_its_grant() -> None:
-    """So that a receiver has begun before the last of them is digested."""
+    """A receiver can begin before the last range is digested."""
     ids, seeds = list(range(NUM_BLOCKS)), [7] * NUM_BLOCKS
     with data_half(PlayedSender(), PlayedReceiver(1)) as (data, reports):
         data.execute(TransferMetadata([PublishOrder("r", NAME, 5, ids, seeds)]))
@@ -232,20 +232,20 @@ def test_many_ranges_cross_by_shm(is_late: bool, num_cached: int) -> None:
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         prefill.lend("t-r", blocks)
         if not is_late:
-            decode.driver.scheduler.start_fetch(fetch)
-        prefill.driver.scheduler.open_send(send, blocks, 0)
-        prefill.driver.scheduler.publish(send.key, len(prompt))
+            decode.driver.receiver.start_fetch(fetch)
+        prefill.driver.sender.open_send(send, blocks, 0)
+        prefill.driver.sender.publish(send.key, len(prompt))
         prefill.driver.step()
         if is_late:
             leases = prefill.driver.scheduler.debug_state
             prefill.driver.wait_for(lambda: leases()["leases"][0]["num_published"] == NUM_BLOCKS, "published")
-            decode.driver.scheduler.start_fetch(fetch)
+            decode.driver.receiver.start_fetch(fetch)
         decode.driver.wait_for(lambda: decode.driver.published, "published")
-        decode.driver.scheduler.receive_into(fetch.key, blocks[::-1], num_cached)
-        prefill.driver.scheduler.finish_send(send.key, TOKENS)
+        decode.driver.receiver.receive_into(fetch.key, blocks[::-1], num_cached)
+        prefill.driver.sender.finish_send(send.key, TOKENS)
         decode.driver.wait_for(lambda: decode.driver.received or decode.driver.failed, "an end")
         assert decode.driver.failed == {}
-        num_bytes = decode.driver.scheduler.take_received(fetch.key).report.num_bytes
+        num_bytes = decode.driver.receiver.take_received(fetch.key).report.num_bytes
         assert num_bytes == (NUM_BLOCKS - num_cached) * decode.driver.memory.layout.block_bytes
         assert decode.holds("t-r", blocks[::-1], num_cached)
         prefill.driver.wait_for(lambda: prefill.driver.sent, "sent")

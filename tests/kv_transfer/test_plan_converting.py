@@ -71,7 +71,7 @@ def test_converted_blocks_are_the_prompt_cut_again(
 
 
 def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
-    """Like a device: after ``commit`` the pool holds what was converted into a block's host copy, and nothing else."""
+    """Like on a device: after ``commit`` the pool holds what was converted into a block's host copy, and nothing else."""
     ours = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
     theirs = msgspec.structs.replace(ours, block_size=8, dtype="bfloat16")
     plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))

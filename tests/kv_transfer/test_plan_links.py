@@ -15,14 +15,14 @@ from contract.identity import Role
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest
 from kv_transfer.counters import Counters
-from kv_transfer.data.staging import Staging
+from kv_transfer.data.converting import Converter
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.testing import CorruptingReceiver, GatedMemory
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, settings_for, worker
+from tests.kv_transfer.fakes import CorruptingReceiver, GatedMemory
 from tests.kv_transfer.test_plan_converting import as_bytes, cut, prompt_kv
 
 WIDE = msgspec.structs.replace(LAYOUT, block_size=8)
@@ -82,7 +82,7 @@ class Unequal:
         decode.wait_for(lambda: decode.published == [self.fetch.key], "published")
         for block_id in self.target:
             decode.memory.fill(block_id, OLD)
-        decode.scheduler.receive_into(self.fetch.key, self.target, num_cached)
+        decode.receiver.receive_into(self.fetch.key, self.target, num_cached)
 
     def holds_old(self, block: int) -> bool:
         return set(bytes(self.pair.decode.driver.memory.read_view(self.target[block]))) == set(OLD)
@@ -136,17 +136,17 @@ def test_a_prompt_arrives_as_it_was_computed(
     with unequal(theirs, ours, transport) as case:
         prefill, decode = case.pair.prefill.driver, case.pair.decode.driver
         case.compute()
-        prefill.scheduler.open_send(case.send, case.source, 0)
-        decode.scheduler.start_fetch(case.fetch)
+        prefill.sender.open_send(case.send, case.source, 0)
+        decode.receiver.start_fetch(case.fetch)
         for num_computed in (5, 9, 17):
-            prefill.scheduler.publish(case.send.key, num_computed)
+            prefill.sender.publish(case.send.key, num_computed)
             prefill.step()
         case.reserve(num_cached)
-        prefill.scheduler.publish(case.send.key, NUM_TOKENS)
+        prefill.sender.publish(case.send.key, NUM_TOKENS)
         prefill.step()
-        prefill.scheduler.finish_send(case.send.key, TOKENS)
+        prefill.sender.finish_send(case.send.key, TOKENS)
         decode.wait_for(lambda: decode.received == [case.fetch.key], "received")
-        received = decode.scheduler.take_received(case.fetch.key)
+        received = decode.receiver.take_received(case.fetch.key)
         assert all(
             torch.equal(found, expected)
             for found, expected in zip(case.found(num_cached), case.expected(num_cached), strict=True)
@@ -170,7 +170,7 @@ def test_no_block_of_ours_comes_out_of_a_damaged_one(theirs: KVLayout, ours: KVL
         decode = case.pair.decode.driver
         case.compute()
         case.pair.prefill.driver.send_all(case.send, case.source, TOKENS)
-        decode.scheduler.start_fetch(case.fetch)
+        decode.receiver.start_fetch(case.fetch)
         case.reserve()
         decode.wait_for(lambda: decode.failed, "failed")
         assert decode.failed[case.fetch.key].kind == "transfer_failed"
@@ -190,7 +190,7 @@ def test_staging_is_bounded(theirs: KVLayout, ours: KVLayout) -> None:
         decode = case.pair.decode.driver
         case.compute()
         case.pair.prefill.driver.send_all(case.send, case.source, TOKENS)
-        decode.scheduler.start_fetch(case.fetch)
+        decode.receiver.start_fetch(case.fetch)
         case.reserve()
         decode.wait_for(lambda: decode.received == [case.fetch.key], "received")
         assert all(
@@ -209,8 +209,8 @@ def test_a_buffer_holds_the_largest_piece_and_is_counted_while_it_is_lent() -> N
         (Conversion(plan, 1, 8, NUM_TOKENS), 2 * HALF.block_bytes),
         (Conversion(quarter, 0, 2, NUM_TOKENS), 4 * LAYOUT.block_bytes),
     ):
-        staging = Staging(counters, 2 * HALF.block_bytes)
-        with staging.buffer(conversion) as buffer:
+        converter = Converter(counters, 2 * HALF.block_bytes, lambda *_: None)
+        with converter.buffer(conversion) as buffer:
             assert buffer.nbytes == counters.snapshot()["transfer_staging_bytes"] == num_bytes
         assert counters.snapshot()["transfer_staging_bytes"] == 0
 
@@ -224,14 +224,14 @@ def test_a_fetch_that_is_cancelled_while_it_reads_drains(theirs: KVLayout, ours:
         assert isinstance(memory, GatedMemory)
         case.compute()
         prefill.send_all(case.send, case.source, TOKENS)
-        decode.scheduler.start_fetch(case.fetch)
+        decode.receiver.start_fetch(case.fetch)
         decode.wait_for(lambda: decode.published == [case.fetch.key], "published")
         leases = prefill.scheduler.debug_state
         prefill.wait_for(lambda: leases()["leases"][0]["num_published"] == len(case.source), "digested")
         memory.gated_block = case.source[-1]
         case.reserve()
         assert memory.is_waiting.wait(30)
-        assert decode.scheduler.cancel_fetch(case.fetch.key) is False
+        assert decode.receiver.cancel_fetch(case.fetch.key) is False
         decode.wait_for(lambda: decode.drained == [case.fetch.key], "drained")
         memory.gate.set()
         assert all(case.holds_old(block) for block in range(len(case.target)))
@@ -247,7 +247,7 @@ def test_the_right_bytes_of_another_prompt_fail(theirs: KVLayout) -> None:
         case.compute()
         case.pair.prefill.driver.send_all(case.send, case.source, TOKENS)
         fetch = msgspec.structs.replace(case.fetch, prompt_token_ids=[*range(NUM_TOKENS - 1), 99])
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         case.reserve()
         decode.wait_for(lambda: decode.failed, "failed")
         assert f"block {len(case.source) - 1} of transfer t-r" in decode.failed[fetch.key].message
@@ -259,7 +259,7 @@ def test_a_shorter_prompt_there_is_refused(transport: str) -> None:
         decode = case.pair.decode.driver
         short = case.pair.send_request("r", list(range(8)))
         case.pair.prefill.driver.send_all(short, [10], TOKENS)
-        decode.scheduler.start_fetch(case.fetch)
+        decode.receiver.start_fetch(case.fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         message = decode.failed[case.fetch.key].message
         assert "ended with 1 blocks, 1 announced; the prompt has 4 blocks there" in message
@@ -270,6 +270,6 @@ def test_conversion_is_visible() -> None:
     for theirs, converting in ((WIDE_HALF, 1), (LAYOUT, 0)):
         with unequal(theirs, LAYOUT) as case:
             case.pair.prefill.driver.send_all(case.send, case.source, TOKENS)
-            case.pair.decode.driver.scheduler.start_fetch(case.fetch)
+            case.pair.decode.driver.receiver.start_fetch(case.fetch)
             case.reserve()
             assert case.pair.decode.count("transfer_converting_links_total") == converting

@@ -1,4 +1,4 @@
-"""The receiver learns that the prompt is being computed: its blocks are reserved before there is anything to read."""
+"""The sender reports that it computes a prompt: the receiver's blocks are reserved before there is anything to read."""
 
 import pytest
 
@@ -65,17 +65,17 @@ def test_blocks_are_reserved_and_layers_cross_while_the_first_step_computes(tran
             if number == 1:
                 decode.wait_for(lambda: decode.published == [fetch.key], "the start")
                 heard.extend(decode.published)
-                decode.scheduler.receive_into(fetch.key, TARGET_IDS, 0)
+                decode.receiver.receive_into(fetch.key, TARGET_IDS, 0)
                 pair.prefill.lend("t-r", SOURCE_IDS)
 
         driver.compute_layer = compute_layer
-        decode.scheduler.start_fetch(fetch)
-        driver.scheduler.open_send(send, SOURCE_IDS, 0)
-        driver.scheduler.publish(send.key, len(prompt))
+        decode.receiver.start_fetch(fetch)
+        driver.sender.open_send(send, SOURCE_IDS, 0)
+        driver.sender.publish(send.key, len(prompt))
         driver.step()
         assert heard == [fetch.key]
-        driver.scheduler.finish_send(send.key, TOKENS)
+        driver.sender.finish_send(send.key, TOKENS)
         decode.wait_for(lambda: decode.received == [fetch.key], "received")
         assert decode.published == [fetch.key]
         assert pair.decode.holds("t-r", TARGET_IDS)
-        assert decode.scheduler.take_received(fetch.key).report.num_pieces > 1
+        assert decode.receiver.take_received(fetch.key).report.num_pieces > 1

@@ -81,7 +81,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             self.digest(False)
         if is_finished and lent.num_ordered == len(prompt):
             lent.is_over = True
-            self.lender.sends.finish(lent.request.key, [FirstToken(lent.number)])
+            self.lender.sends.finish_send(lent.request.key, [FirstToken(lent.number)])
 
     @rule()
     def prefill_step(self) -> None:
@@ -99,7 +99,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         if is_true:
             lent = list(self.lender.requests.values())[pick % len(self.lender.requests)]
             lent.is_over = True
-            self.lender.sends.abandon(lent.request.key, kind, "played")
+            self.lender.sends.abandon_send(lent.request.key, kind, "played")
 
     # The decode worker.
 
@@ -167,7 +167,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         for lent in list(self.lender.requests.values()):
             for _ in range(num_aborts):
                 lent.is_over = True
-                self.lender.sends.abandon(lent.request.key, "cancelled", "played")
+                self.lender.sends.abandon_send(lent.request.key, "cancelled", "played")
         if is_reused:
             self.prefill_step()
 
@@ -203,7 +203,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def ping(self) -> None:
         for wire in self.wires:
             if not wire.is_broken:
-                wire.lender.sends.heard(wire.fetcher.boot_id)
+                wire.lender.sends.on_heartbeat(wire.fetcher.boot_id)
 
     @precondition(lambda self: self.wires)
     @rule(is_true=RARELY)
@@ -270,16 +270,17 @@ class ProtocolMachine(RuleBasedStateMachine):
         for lent in list(self.lender.requests.values()):
             if not lent.is_over:
                 lent.is_over = True
-                self.lender.sends.abandon(lent.request.key, "cancelled", "played")
+                self.lender.sends.abandon_send(lent.request.key, "cancelled", "played")
         for _ in range(3):
             self.settle()
             self.pass_time(LEASE_SECONDS)
         self.settle()
-        assert self.fetcher.fetches.debug_state() == []
+        fetcher_state = self.fetcher.fetches.debug_state()
+        assert fetcher_state["fetches"] == []
         assert self.lender.sends.debug_state() == []
         assert self.fetcher.requests == {}
         assert self.lender.requests == {}
-        assert self.fetcher.fetches.quarantine()["num_blocks"] == 0
+        assert fetcher_state["quarantine"]["num_blocks"] == 0
         assert self.lender.num_sent == len(self.lender.opened)
 
     # What the rules are made of.
@@ -333,7 +334,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             wire.to_lender.append(message)
 
     def connect(self, ref: PeerRef) -> Wire:
-        for older in list(self.wires):  # the dialed side ends an older link before it opens the new one
+        for older in list(self.wires):  # the dialed side ends an older link before it accepts the new one
             self.notice(older, is_lender=True)
         wire = Wire(self.lender, self.fetcher)
         self.wires.append(wire)
@@ -350,7 +351,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     def notice(self, wire: Wire, is_lender: bool) -> None:
         if is_lender and wire.is_known_to_lender:
             wire.is_known_to_lender = False
-            wire.lender.sends.peer_gone(wire.fetcher.boot_id, "gone")
+            wire.lender.sends.on_peer_gone(wire.fetcher.boot_id, "gone")
         if not is_lender and wire.is_known_to_fetcher:
             wire.is_known_to_fetcher = False
             wire.fetcher.fetches.link_down(wire.ref, "worker_lost", "gone")
@@ -359,13 +360,13 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def lender_hears(self, wire: Wire, message: msg.Message) -> None:
         lender, peer = wire.lender, wire.fetcher.boot_id
-        lender.sends.heard(peer)
+        lender.sends.on_heartbeat(peer)
         if not isinstance(message, msg.FetchBlocks):
             assert isinstance(message, (msg.ReleaseLease, msg.CancelFetch))
-            lender.sends.let_go(peer, message)
+            lender.sends.on_release(peer, message)
             return
         is_older = message.attempt < lender.newest.get(message.transfer_id, 0)
-        lender.sends.fetch_asked(peer, message)
+        lender.sends.on_fetch(peer, message)
         if is_older:
             _, answer = lender.commands[-1]
             assert isinstance(answer, msg.TransferFailed)
@@ -376,7 +377,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     def fetcher_hears(self, wire: Wire, message: msg.Message) -> None:
         assert isinstance(message, msg.SenderMessage)
-        wire.fetcher.fetches.message(wire.ref, message)
+        wire.fetcher.fetches.on_message(wire.ref, message)
 
 
 TestProtocol = ProtocolMachine.TestCase

@@ -1,11 +1,11 @@
-"""A peer that is stuck holds up nobody but itself, and every thread that reads ends with its link, by idling, at close."""
+"""A stuck peer delays no other one, and every thread that reads ends with its link, by idling, at close."""
 
 import socket
 import threading
 from collections.abc import Sequence
 
 from contract.identity import Role
-from kv_transfer.data.pulling import PullThreads
+from kv_transfer.data.threads import PullThreads
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
@@ -23,7 +23,7 @@ def job(name: str, key: str, read: Read | None = None) -> PullJob:
 
 
 class Played:
-    """What a PullThreads calls: jobs of the source "stuck" wait until they are stopped."""
+    """Plays the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
 
     def __init__(self, idle_seconds: float = 60.0) -> None:
         self.done: list[str] = []
@@ -137,7 +137,7 @@ class DivertingReceiver:
 
 
 def test_a_peer_that_sends_nothing_does_not_hold_up_another() -> None:
-    """The stuck one's data port accepts and says nothing; its reads may last for 300 s."""
+    """The stuck one's data port accepts and sends nothing; its reads may last for 300 s."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         decode_settings = settings_for(
@@ -158,13 +158,13 @@ def test_a_peer_that_sends_nothing_does_not_hold_up_another() -> None:
                 prefill.lend(f"t-{number}", [0, 1, 2])
                 prefill.driver.send_all(pair.send_request(str(number), prompt), [0, 1, 2], TOKENS)
                 fetches.append(pair.fetch_request(str(number), prompt))
-                driver.scheduler.start_fetch(fetches[number])
+                driver.receiver.start_fetch(fetches[number])
             driver.wait_for(lambda: len(driver.published) == 2, "published")
-            driver.scheduler.receive_into(fetches[0].key, [10, 11, 12], 0)
+            driver.receiver.receive_into(fetches[0].key, [10, 11, 12], 0)
             with silent.accept()[0]:
-                driver.scheduler.receive_into(fetches[1].key, [20, 21, 22], 0)
+                driver.receiver.receive_into(fetches[1].key, [20, 21, 22], 0)
                 driver.wait_for(lambda: driver.received == [fetches[1].key], "the other's transfer")
                 assert decode.holds("t-1", [20, 21, 22])
                 assert fetches[0].key in driver.scheduler.debug_state()["data"]["current"]
-                assert not driver.scheduler.cancel_fetch(fetches[0].key)
+                assert not driver.receiver.cancel_fetch(fetches[0].key)
                 driver.wait_for(lambda: driver.drained == [fetches[0].key], "drained")

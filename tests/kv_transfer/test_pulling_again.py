@@ -7,7 +7,8 @@ import pytest
 
 from contract.errors import TransferError, WorkerLostError
 from contract.requests import ReceiveTransfer
-from kv_transfer.control.fetching import FetchPorts, FetchSettings, FetchTransfers
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -15,8 +16,7 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.testing import CorruptingReceiver
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -29,6 +29,7 @@ from tests.kv_transfer.builders import (
     prompt_of,
     request_of,
 )
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 NUM_BLOCKS = 3
 TARGET = list(range(30, 30 + NUM_BLOCKS))
@@ -60,9 +61,9 @@ def fail(pair: Pair) -> str:
     send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
     pair.prefill.driver.send_all(send, [1, 2, 3], TOKENS)
     decode = pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: decode.published, "published")
-    decode.scheduler.receive_into(fetch.key, TARGET, 0)
+    decode.receiver.receive_into(fetch.key, TARGET, 0)
     decode.wait_for(lambda: decode.failed or decode.received, "an end")
     assert (decode.received, decode.memory.committed) == ([], [])
     pair.prefill.driver.wait_for(lambda: pair.prefill.driver.sent, "the lease's end")
@@ -92,7 +93,7 @@ def test_what_went_wrong_once_is_read_once_more(
     damage: Callable[[ReceiverTransport], ReceiverTransport],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Counted, and logged with its reason, which nobody hears of otherwise."""
+    """It is counted, and logged with its reason, which is reported nowhere else."""
     with pair_of(Sides(decode={"decorate": damage}), transport=transport) as pair:
         hand_over(pair, "r", NUM_BLOCKS, reads=2)
         assert content(pair) == expected(pair)
@@ -164,7 +165,7 @@ def test_a_transport_that_works_again_is_kept() -> None:
 
 
 def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it_is() -> None:
-    """The first choice did not work; the read over the second one fails before the fetches have heard of the choice."""
+    """The first choice did not work; the read over the second one fails before the choice is reported to the fetches."""
     told: list[Callable[[Source, Source], bool]] = []
     jobs: list[PullJob] = []
     alternatives, ref = Alternatives(Counters()), PeerRef("b", is_dialed=True)
@@ -185,9 +186,9 @@ def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it
         Completions(),
     )
     fetch = request_of("r", prompt_of(1), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
-    transfers.start(fetch)
+    transfers.start_fetch(fetch)
     transfers.link_up(ref, Session("p", "b", "prefill", 3.0, (), "token"))
-    transfers.message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
+    transfers.on_message(ref, BlocksPublished("t", 0, "lease", 0, [1]))
     transfers.receive_into(fetch.key, [5], 0)
     alternatives.rule_out(sources[0])
     transfers.fetch_event(fetch.key, ev.JobFailed("transfer_failed", "broken", may_heal=True))

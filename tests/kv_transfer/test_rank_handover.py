@@ -11,8 +11,8 @@ import pytest
 from contract.errors import InternalError
 from contract.identity import Role
 from kv_transfer.protocol.events import NOT_NEEDED
-from kv_transfer.testing import ByteMemory, GatedMemory
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, prompt_of, settings_for
+from tests.kv_transfer.fakes import ByteMemory, GatedMemory
 from tests.kv_transfer.played_ranks import SHARE, worker_of_ranks
 
 NUM_BLOCKS = 5
@@ -49,7 +49,7 @@ class Ranks:
         Whatever is written into the prefill worker's pools from then on is damage.
         """
         request, driver = self.pair.fetch_request(self.name, self.prompt), self.pair.decode.driver
-        driver.scheduler.start_fetch(request)
+        driver.receiver.start_fetch(request)
         driver.wait_for(lambda: request.key in driver.published, "published")
         sender = self.pair.prefill.driver
         sender.wait_for(
@@ -80,11 +80,11 @@ def test_every_rank_reads_its_own_share(transport: str) -> None:
         send = ranks.pair.send_request(ranks.name, ranks.prompt)
         sender.send_all(send, SOURCE, TOKENS)
         key = ranks.fetch()
-        receiver.scheduler.receive_into(key, TARGET, 0)
+        receiver.receiver.receive_into(key, TARGET, 0)
         receiver.wait_for(lambda: key in receiver.received, "received")
         assert ranks.has_arrived()
         assert [memory.committed for memory in ranks.decode] == [TARGET, TARGET]
-        received = receiver.scheduler.take_received(key)
+        received = receiver.receiver.take_received(key)
         assert (received.first_tokens, received.report.num_bytes) == (TOKENS, NUM_BLOCKS * LAYOUT.block_bytes)
         sender.wait_for(lambda: send.key in sender.sent, "sent")
         used = "shm" if transport == "auto" else transport
@@ -97,14 +97,14 @@ def test_every_rank_reads_its_own_share(transport: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_damage_in_one_rank_fails_the_whole(rank: int) -> None:
-    """Every rank's share is verified by the digests of that rank, and the error says whose it was."""
+    """Every rank's share is verified by the digests of that rank, and the error names the rank."""
     with ranks_over("tcp") as ranks:
         sender, receiver = ranks.pair.prefill.driver, ranks.pair.decode.driver
         ranks.fill()
         sender.send_all(ranks.pair.send_request(ranks.name, ranks.prompt), SOURCE, TOKENS)
         key = ranks.fetch()
         ranks.prefill[rank].fill(SOURCE[3], b"something else")
-        receiver.scheduler.receive_into(key, TARGET, 0)
+        receiver.receiver.receive_into(key, TARGET, 0)
         receiver.wait_for(lambda: key in receiver.failed, "failed")
         assert f"block 3 of rank {rank} of transfer t-r" in receiver.failed[key].message
         assert [memory.committed for memory in ranks.decode] == [[], []]
@@ -122,7 +122,7 @@ def test_shares_of_two_ranks_cannot_be_mixed_up() -> None:
         key = ranks.fetch()
         for block in SOURCE:
             ranks.prefill[1].write_view(block)[:] = ranks.prefill[0].read_view(block)
-        receiver.scheduler.receive_into(key, TARGET, 0)
+        receiver.receiver.receive_into(key, TARGET, 0)
         receiver.wait_for(lambda: key in receiver.failed, "failed")
         assert "block 0 of rank 1" in receiver.failed[key].message
 
@@ -135,14 +135,14 @@ def test_a_rank_that_still_digests_keeps_the_blocks_lent() -> None:
         ranks.fill()
         gated.gated_block = SOURCE[-1]
         send = ranks.pair.send_request(ranks.name, ranks.prompt)
-        sender.scheduler.open_send(send, SOURCE, 0)
-        sender.scheduler.publish(send.key, len(ranks.prompt))
+        sender.sender.open_send(send, SOURCE, 0)
+        sender.sender.publish(send.key, len(ranks.prompt))
         sender.step()
         assert gated.is_waiting.wait(30)
         sender.wait_for(lambda: sender.scheduler.debug_state()["data"]["uneven_ranges"], "rank 0 is ahead")
-        sender.scheduler.abandon_send(send.key, NOT_NEEDED, "token 0 ended the answer")
+        sender.sender.abandon_send(send.key, NOT_NEEDED, "token 0 ended the answer")
         later = ranks.pair.fetch_request("later", ranks.prompt)
-        ranks.pair.decode.driver.scheduler.start_fetch(later)
+        ranks.pair.decode.driver.receiver.start_fetch(later)
         sender.wait_for(
             lambda: ranks.pair.prefill.count("transfers_parked"), "both ranks answered what came later"
         )
@@ -162,14 +162,14 @@ def test_a_cancelled_read_is_drained_when_every_rank_is_terminal() -> None:
         sender.send_all(send, SOURCE, TOKENS)
         key = ranks.fetch()
         gated.gated_block = SOURCE[2]
-        receiver.scheduler.receive_into(key, TARGET, 0)
+        receiver.receiver.receive_into(key, TARGET, 0)
         assert gated.is_waiting.wait(30)
-        assert not receiver.scheduler.cancel_fetch(key)
+        assert not receiver.receiver.cancel_fetch(key)
         receiver.wait_for(lambda: key in receiver.drained, "drained")
         assert receiver.scheduler.debug_state()["data"]["current"] == []
         assert (receiver.received, [memory.committed for memory in ranks.decode]) == ([], [[], []])
         later = ranks.pair.fetch_request("later", ranks.prompt)
-        receiver.scheduler.start_fetch(later)
+        receiver.receiver.start_fetch(later)
         sender.wait_for(lambda: ranks.pair.prefill.count("transfers_parked"), "the cancel came before this")
         assert sender.sent == []
         gated.gate.set()
@@ -181,8 +181,8 @@ def test_a_bug_in_a_thread_of_a_rank_ends_the_engine() -> None:
     with ranks_over("tcp") as ranks:
         played: Any = ranks.pair.decode.driver.rank
         played.halves[1].thread_failed("kv-data", RuntimeError("a bug"))
-        words = r"thread kv-data of the connector has failed: .*on rank 1: RuntimeError\('a bug'\)"
-        with pytest.raises(InternalError, match=words):
+        message = r"thread kv-data of the connector has failed: .*on rank 1: RuntimeError\('a bug'\)"
+        with pytest.raises(InternalError, match=message):
             ranks.pair.decode.driver.wait_for(lambda: False, "the end")
 
 
@@ -216,7 +216,7 @@ def test_a_data_thread_that_hangs_in_one_rank_is_the_one_that_makes_no_progress(
         assert wait_moved(data.format(1))[data.format(1)] > stuck
 
 
-def test_what_keeps_one_rank_from_opening_ends_the_start() -> None:
+def test_a_rank_that_cannot_open_its_half_ends_the_start() -> None:
     """The second rank's port is taken; the first one's is free again afterwards."""
     with ExitStack() as stack:
         first, taken = two_ports_in_a_row()

@@ -1,4 +1,4 @@
-"""Links of workers with several ranks: who is let in when, what the two sides agree on, and what is refused by name."""
+"""Links of workers with several ranks: when they are up, what the two sides agree on, and what is refused by name."""
 
 import socket
 from collections.abc import Iterator
@@ -7,15 +7,15 @@ from contextlib import ExitStack, contextmanager
 import msgspec
 import pytest
 
-from contract.errors import IncompatiblePeerError
+from contract.errors import IncompatiblePeerError, SettingError
 from contract.identity import Role
 from contract.layout import KVLayout, Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Offer
-from kv_transfer.ranks import words
-from kv_transfer.testing import ByteMemory, TransferDriver
+from kv_transfer.ranks import rank_messages as messages
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Pair, Worker, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 from tests.kv_transfer.played_ranks import SHARE, PlayedRank
 from tests.kv_transfer.test_handshake import answer
 
@@ -71,18 +71,20 @@ def test_an_address_for_every_rank_or_no_link() -> None:
 
 @contextmanager
 def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
-    """Its ranks do what the test says; their transports are open, nowhere."""
+    """Run a prefill worker whose ranks a test plays; their transports are open, nowhere."""
     driver = TransferDriver(ByteMemory(SHARE, 1))
     settings = settings_for("p", Role.PREFILL)
-    pair = TransferFactory(settings).for_ranks(Side(SHARE, 2), MODEL, driver.wake)
+    pair = TransferFactory(settings)(Side(SHARE, 2), MODEL, driver.wake)
     ends = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in ends]
     driver.scheduler, driver.address = pair.scheduler, pair.address
     try:
-        pair.ranks.connect([ours for ours, _ in ends])
+        pair.ranks.connect([ours for ours, _ in ends], [0, 0])
         for number, rank in enumerate(ranks):
-            rank.say(words.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
+            rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
         pair.ranks.begin()
+        with pytest.raises(SettingError, match="for 2 ranks, each in a process of its own"):
+            pair.ranks.in_process()
         yield Worker(settings, driver), ranks
     finally:
         pair.scheduler.close()
@@ -91,8 +93,8 @@ def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
             rank.close()
 
 
-def test_a_peer_is_welcomed_when_every_rank_would_let_it_in() -> None:
-    """A reader that dialed a rank which does not know it yet would be refused, now and then."""
+def test_a_link_is_up_when_every_rank_would_serve_its_reader() -> None:
+    """Otherwise a reader could dial a rank on which its session has not begun, and be refused."""
     with ExitStack() as stack:
         prefill, ranks = stack.enter_context(prefill_with_played_ranks())
         early, late = (
@@ -101,14 +103,14 @@ def test_a_peer_is_welcomed_when_every_rank_would_let_it_in() -> None:
         tokens = []
         for decode in (early, late):
             request = Pair(prefill, decode).fetch_request(decode.settings.worker_id, prompt_of(2))
-            decode.driver.scheduler.start_fetch(request)
-            heard = [rank.hear() for rank in ranks]
-            assert [type(word) for word in heard] == [words.BeginSession] * 2
-            tokens.append(heard[0].token)
+            decode.driver.receiver.start_fetch(request)
+            received = [rank.receive() for rank in ranks]
+            assert [type(message) for message in received] == [messages.BeginSession] * 2
+            tokens.append(received[0].token)
         for rank, token in ((0, tokens[0]), (0, tokens[1]), (1, tokens[1])):
-            ranks[rank].say(words.SessionBegun(token))
+            ranks[rank].send(messages.Answer(token))
         up = "link_handshakes_total{result=ok}"
-        late.driver.wait_for(lambda: late.count(up) == 1, "the later one is welcomed")
+        late.driver.wait_for(lambda: late.count(up) == 1, "the later link is up")
         assert early.count(up) == 0
-        ranks[1].say(words.SessionBegun(tokens[0]))
+        ranks[1].send(messages.Answer(tokens[0]))
         early.driver.wait_for(lambda: early.count(up) == 1, "so is the earlier one")

@@ -28,7 +28,7 @@ from tests.kv_transfer.builders import (
 def failure_of(pair: Pair, **peer: Any) -> tuple[str, str]:
     """Return (kind, message) of a fetch that must fail."""
     fetch, decode = pair.fetch_request("r", prompt_of(2), **peer), pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: fetch.key in decode.failed, "failed")
     return decode.failed[fetch.key].kind, decode.failed[fetch.key].message
 
@@ -144,7 +144,7 @@ def test_a_fetch_waits_for_a_transfer_that_is_not_known_yet_and_gives_up() -> No
     """It is parked under a deadline, not refused (DESIGN §2)."""
     with pair_of(Sides(prefill={"parked_seconds": 0.3})) as pair:
         fetch, decode = pair.fetch_request("r", prompt_of(2)), pair.decode.driver
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         decode.wait_for(lambda: decode.failed, "failed")
         assert decode.failed[fetch.key].kind == "deadline"
@@ -161,7 +161,7 @@ def test_an_older_attempt_is_refused() -> None:
         assert kind == "transfer_failed"
         assert "attempt 0 of transfer t-r is older than attempt 1" in message
         current = pair.fetch_request("r", prompt, attempt=1)
-        decode.scheduler.start_fetch(current)
+        decode.receiver.start_fetch(current)
         decode.wait_for(lambda: current.key in decode.published, "published")
 
 
@@ -177,7 +177,7 @@ def test_a_second_worker_cannot_fetch_what_another_fetches() -> None:
     with pair_of() as pair, worker(settings_for("d2", Role.DECODE)) as second:
         pair.prefill.driver.send_all(pair.send_request("r", prompt_of(2)), [0, 1], TOKENS)
         decode = pair.decode.driver
-        decode.scheduler.start_fetch(pair.fetch_request("r", prompt_of(2)))
+        decode.receiver.start_fetch(pair.fetch_request("r", prompt_of(2)))
         decode.wait_for(lambda: decode.published, "published")
         kind, message = failure_of(Pair(pair.prefill, second))
         assert (kind, message) == ("transfer_failed", "another worker fetches this transfer")
@@ -191,24 +191,24 @@ def test_an_abandoned_transfer_is_reported_to_its_fetcher(when: str, kind: str, 
         prompt, prefill, decode = prompt_of(2), pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
         if when == "parked":
-            decode.scheduler.start_fetch(fetch)
+            decode.receiver.start_fetch(fetch)
             decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
-        prefill.scheduler.open_send(send, [0, 1], 0)
+        prefill.sender.open_send(send, [0, 1], 0)
         if when in ("published", "complete"):
-            decode.scheduler.start_fetch(fetch)
-            prefill.scheduler.publish(send.key, 4 if when == "published" else 8)
+            decode.receiver.start_fetch(fetch)
+            prefill.sender.publish(send.key, 4 if when == "published" else 8)
             prefill.step()
             decode.wait_for(lambda: decode.published, "published")
         if when == "complete":
-            prefill.scheduler.finish_send(send.key, TOKENS)
-        prefill.scheduler.abandon_send(send.key, kind, "no use")
+            prefill.sender.finish_send(send.key, TOKENS)
+        prefill.sender.abandon_send(send.key, kind, "no use")
         prefill.wait_for(lambda: prefill.sent, "sent")
         if when == "before the fetch":
-            decode.scheduler.start_fetch(fetch)
+            decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: decode.failed, "failed")
         assert (decode.failed[fetch.key].kind, decode.failed[fetch.key].message) == (kind, "no use")
         assert pair.decode.count(f"transfer_failures_total{{kind={kind}}}") == num_failures
-        prefill.scheduler.abandon_send(send.key, kind, "again")
+        prefill.sender.abandon_send(send.key, kind, "again")
         prefill.step()
         assert prefill.sent == [send.key]
         assert pair.prefill.count("leases_active") == 0

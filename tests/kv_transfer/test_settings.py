@@ -16,10 +16,10 @@ from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_
 from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.settings import TransferSettings
-from kv_transfer.testing import CorruptingReceiver
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import AUTO, open_transport, transport_names
 from tests.kv_transfer.builders import SECRET, settings_for
+from tests.kv_transfer.fakes import CorruptingReceiver
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
 
 
 def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
-    """Multiprocessing can send it to a spawned process."""
+    """It can be pickled like the arguments of a spawned process."""
     decorate = partial(CorruptingReceiver, block_index=3)
     factory = TransferFactory(settings_for("p", Role.PREFILL, decorate=decorate))
     rebuilt = ForkingPickler.loads(ForkingPickler.dumps(factory))
@@ -84,7 +84,7 @@ def test_the_factory_survives_the_way_into_a_spawned_process() -> None:
 
 def test_torch_is_not_imported() -> None:
     """The whole package works beside a pool that is not a tensor."""
-    code = "import sys, kv_transfer.connector, kv_transfer.testing; sys.exit('torch' in sys.modules)"
+    code = "import sys, kv_transfer.connector; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -106,7 +106,7 @@ def test_a_frame_over_the_bound_is_refused_on_both_sides() -> None:
 
 @pytest.mark.parametrize("bit", range(8 * (HEADER.size + 3)))
 def test_no_damaged_frame_is_understood(bit: int) -> None:
-    """The first token travels in such a frame: TCP's own checksum misses some damage."""
+    """The first token travels in such a frame: TCP's own checksum does not detect everything."""
     frame = bytearray(encode_frame([1, 2], 100))
     frame[bit // 8] ^= 1 << bit % 8
     understood: list[bytes] = []

@@ -21,9 +21,9 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.testing import ByteMemory, GatedRead
 from kv_transfer.transports.shm.folder import why_unsupported
-from kv_transfer.transports.shm.wire import NUM_DESCRIPTORS
+from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS
+from tests.kv_transfer.fakes import ByteMemory, GatedRead
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
 
@@ -67,7 +67,7 @@ class Fetching:
 
 
 def descriptors_of(port: ShmPort) -> list[int]:
-    """What an authenticated reader is given."""
+    """Return the descriptors that an authenticated reader gets."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         sock.settimeout(30)
         sock.connect(port.sender.address)
@@ -194,8 +194,10 @@ def test_a_session_that_ends_ends_its_connection(port: ShmPort, reader: Reader) 
     assert caught.value.kind == "peer_unreachable"
 
 
-def test_a_restarted_sender_is_a_stranger(port: ShmPort, reader: Reader, tmp_path: Path) -> None:
-    """Another boot, another path: what was said about the old one leads nowhere, not to the new one's bytes."""
+def test_the_source_of_a_restarted_sender_leads_nowhere(
+    port: ShmPort, reader: Reader, tmp_path: Path
+) -> None:
+    """Another boot has another path: the old source leads nowhere, not to the new one's bytes."""
     port.publish(NAME, [6])
     reader.fetch(port.source, range(1), port.grants[NAME])
     port.sender.close()
@@ -226,10 +228,10 @@ def test_closing_the_sender_in_the_middle_of_a_read_fails_it(port: ShmPort, read
 
 
 @pytest.mark.parametrize("how", ["close", "forget"])
-def test_a_receiver_that_lets_go_in_the_middle_of_a_read_fails_it(
+def test_forgetting_or_closing_in_the_middle_of_a_read_fails_it(
     port: ShmPort, reader: Reader, how: str
 ) -> None:
-    """The mapping is taken away only when nobody uses it."""
+    """The pool is unmapped only when it is not in use."""
     port.publish(NAME, range(NUM_BLOCKS))
     fetching = Fetching(reader, port)
     reader.receiver.close() if how == "close" else reader.receiver.forget(port.source)
@@ -270,18 +272,18 @@ def test_fifty_links_leave_no_descriptor(port: ShmPort, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_strangers_cannot_crowd_readers_out(port: ShmPort, reader: Reader) -> None:
+def test_unauthenticated_connections_cannot_displace_readers(port: ShmPort, reader: Reader) -> None:
     """The oldest of too many unauthenticated connections is closed."""
     port.publish(NAME, [6])
-    strangers = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(80)]
+    unauthenticated = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(80)]
     try:
-        for sock in strangers:
+        for sock in unauthenticated:
             sock.settimeout(30)
             sock.connect(port.sender.address)
-        assert strangers[0].recv(1) == b""
+        assert unauthenticated[0].recv(1) == b""
         reader.fetch(port.source, range(1), port.grants[NAME])
     finally:
-        for sock in strangers:
+        for sock in unauthenticated:
             sock.close()
 
 

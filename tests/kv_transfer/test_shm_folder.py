@@ -1,4 +1,4 @@
-"""Where the sockets of ``shm`` lie, and who can put something there."""
+"""The folder of the sockets of ``shm``, and who can write to it."""
 
 import os
 import socket
@@ -12,8 +12,8 @@ from kv_transfer.transports.shm.folder import remove_fresh_folder, socket_path
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 
-def test_without_a_folder_each_worker_makes_a_private_one_that_nobody_can_foresee() -> None:
-    """L9: a pre-made /tmp/kvbaton-UID of somebody else's forced shm down to tcp."""
+def test_without_a_folder_each_worker_makes_a_private_one_with_an_unpredictable_name() -> None:
+    """L9: /tmp/kvbaton-UID made by another user forced shm down to tcp."""
     first, second = socket_path(None, "b"), socket_path(None, "b")
     try:
         assert first.parent != second.parent
@@ -28,7 +28,7 @@ def test_without_a_folder_each_worker_makes_a_private_one_that_nobody_can_forese
 
 
 def test_a_pool_is_shared_from_a_fresh_folder_which_is_removed_with_its_worker() -> None:
-    """L9: peers are told the path on their control link."""
+    """L9: peers get the path on their control link."""
     port, reader = ShmPort(None), Reader()
     folder = Path(port.sender.address).parent
     try:

@@ -1,4 +1,4 @@
-"""What an ``shm`` sender hands out with its blocks, and a reader that believes only what fits."""
+"""The grants of an ``shm`` sender, and a reader that checks them."""
 
 from array import array
 from collections.abc import Iterator
@@ -10,8 +10,7 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import RangeGrant, StaleLeaseError
-from kv_transfer.transports.block_grants import decode_grant
-from kv_transfer.transports.generations import NUM_SLOTS, GenerationTable
+from kv_transfer.transports.generations import NUM_SLOTS, GenerationTable, decode_grant
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 
@@ -39,7 +38,7 @@ def packed(*block_ids: int) -> bytes:
     return array("q", block_ids).tobytes()
 
 
-def test_a_sender_that_grants_something_else_is_not_believed(port: ShmPort, reader: Reader) -> None:
+def test_a_malformed_or_wrong_grant_is_refused(port: ShmPort, reader: Reader) -> None:
     (good,) = port.publish(NAME, [6, 7])
     wrong = {
         "without a grant for shm": (),

@@ -1,4 +1,4 @@
-"""``shm`` between real processes: whoever dies or stops in the middle of a read, no wrong byte is used."""
+"""``shm`` between real processes: no wrong byte is used if one dies or stops in the middle of a read."""
 
 import json
 import signal
@@ -14,7 +14,7 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError, WorkerLostError
 from kv_transfer.protocol.reads import RangeGrant, Source
-from kv_transfer.testing import GatedRead
+from tests.kv_transfer.fakes import GatedRead
 from tests.kv_transfer.shm_port import (
     GATED_BLOCK,
     NAME,
@@ -83,7 +83,7 @@ class Fetching:
 
 
 def lent_by(sender: Child) -> tuple[Source, tuple[RangeGrant, ...]]:
-    """What a sender has said of itself."""
+    """Return the source and the grant that a sender has printed."""
     heard = sender.hear()
     return Source("p", "boot", heard["address"], TOKEN, "shm"), from_words(heard["grant"])
 
@@ -96,7 +96,7 @@ def reader() -> Iterator[Reader]:
 
 
 def test_a_sender_killed_in_the_middle_of_a_read(reader: Reader, tmp_path: Path) -> None:
-    """The mapping outlives the process, and nobody can have changed what was lent; what is asked for later fails."""
+    """The mapping outlives the process, so the lent bytes are unchanged; later reads fail."""
     with child("sender", str(tmp_path)) as sender:
         source, grants = lent_by(sender)
         fetching = Fetching(reader, source, grants)

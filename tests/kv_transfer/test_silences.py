@@ -10,7 +10,7 @@ from hypothesis import given
 from contract.errors import ErrorKind
 from contract.identity import Role
 from engine.connector import FirstToken
-from kv_transfer.data.silences import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
+from kv_transfer.data.reading import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Silences
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import Pair, hand_over, prompt_of, settings_for, worker
@@ -61,10 +61,10 @@ def test_queued_reads_of_a_silent_data_port_cost_one_time_out(way: Way) -> None:
         fetches = [pair.fetch_request(f"r{number}", prompt_of(1)) for number in range(NUM_QUEUED)]
         for number, fetch in enumerate(fetches):
             p.driver.send_all(pair.send_request(f"r{number}", prompt_of(1)), [number], [FirstToken(1)])
-            driver.scheduler.start_fetch(fetch)
+            driver.receiver.start_fetch(fetch)
         driver.wait_for(lambda: len(driver.published) == NUM_QUEUED, "published")
         for number, fetch in enumerate(fetches):
-            driver.scheduler.receive_into(fetch.key, [30 + number], 0)
+            driver.receiver.receive_into(fetch.key, [30 + number], 0)
         driver.wait_for(lambda: len(driver.failed) == NUM_QUEUED, "failed")
         assert {driver.failed[fetch.key].kind for fetch in fetches} == {ErrorKind.PEER_UNREACHABLE}
         assert made[0].num_reads == 1
@@ -96,17 +96,17 @@ def test_a_trial_reopens_the_source_and_each_further_silence_doubles_the_pause()
     silences.check(SOURCE)
     pause = FIRST_PAUSE_SECONDS
     for _ in range(6):
-        silences.began(SOURCE, PeerSilentError("no byte"))
+        silences.record(SOURCE, PeerSilentError("no byte"))
         with pytest.raises(PeerSilentError, match="no byte; it is not tried again for"):
             silences.check(SOURCE)
         now[0] += pause
         silences.check(SOURCE)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-    silences.ended(SOURCE)
-    silences.began(SOURCE, PeerSilentError("no byte"))
+    silences.clear(SOURCE)
+    silences.record(SOURCE, PeerSilentError("no byte"))
     now[0] += FIRST_PAUSE_SECONDS
     silences.check(SOURCE)
-    silences.began(SOURCE, PeerSilentError("no byte"))
+    silences.record(SOURCE, PeerSilentError("no byte"))
     silences.forget(SOURCE)
     silences.check(SOURCE)
     assert silences.debug_state() == []
@@ -125,8 +125,8 @@ def test_the_time_that_reads_wait_is_bounded_by_the_pauses(waits: list[tuple[flo
             continue
         if is_silent:
             tried_at.append(now[0])
-            silences.began(SOURCE, PeerSilentError("no byte"))
+            silences.record(SOURCE, PeerSilentError("no byte"))
         else:
-            silences.ended(SOURCE)
+            silences.clear(SOURCE)
     gaps = [later - earlier for earlier, later in pairwise(tried_at)]
     assert all(gap >= FIRST_PAUSE_SECONDS - 1e-6 for gap in gaps)

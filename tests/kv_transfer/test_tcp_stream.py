@@ -7,41 +7,37 @@ from typing import Any
 import msgspec
 import pytest
 
-from contract.errors import TransferError
 from kv_transfer.links.framing import HEADER, ShortReadError, encode_frame
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
-from kv_transfer.transports.block_vectors import socket_blocks
-from kv_transfer.transports.data_port import leave_unpaced
-from kv_transfer.transports.data_stream import DataStream
-from kv_transfer.transports.data_wire import (
+from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
-    OK_FRAME,
-    STALE_FRAME,
     DataReply,
     DataStatus,
     reply_frame,
 )
+from kv_transfer.transports.data_port import leave_unpaced, limit_waits
+from kv_transfer.transports.tcp.sender import OK_FRAME, STALE_FRAME, requests_from
+from kv_transfer.transports.tcp.socket_blocks import socket_blocks
 
 WAIT = 30.0
-Ends = tuple[DataStream, socket.socket]
+Ends = tuple[socket.socket, socket.socket]
 
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """A stream, and its peer's plain socket."""
+    """A socket whose waits are bounded by the kernel, and its peer."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
         socket.create_connection(listener.getsockname()) as sock,
         listener.accept()[0] as peer,
     ):
-        stream = DataStream(sock)
-        stream.wait_at_most(WAIT, WAIT)
+        limit_waits(sock, WAIT, WAIT)
         peer.settimeout(WAIT)
-        yield stream, peer
+        yield sock, peer
 
 
-def test_what_the_sender_says_keeps_the_blocks_aligned() -> None:
+def test_reply_frames_keep_the_blocks_aligned() -> None:
     for length in range(2 * ALIGNMENT):
         frame = reply_frame(DataStatus.STALE, "x" * length)
         assert len(frame) % ALIGNMENT == 0
@@ -50,74 +46,71 @@ def test_what_the_sender_says_keeps_the_blocks_aligned() -> None:
     assert {len(OK_FRAME), len(STALE_FRAME)} == {ALIGNMENT}
 
 
-def test_words_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
-    stream, peer = ends
-    for part in (b"wor", b"dsabc", b"de", b"fghij", b"klend"):
+def test_frames_and_blocks_arrive_in_order_however_they_are_cut(ends: Ends) -> None:
+    sock, peer = ends
+    for part in (b"fra", b"mesabc", b"de", b"fghij", b"klend"):
         peer.sendall(part)
-    words, blocks = bytearray(5), [memoryview(bytearray(4)) for _ in range(3)]
-    stream.fill_blocks(words, socket_blocks(blocks), 0, 3)
-    assert [bytes(each) for each in (words, *blocks)] == [b"words", b"abcd", b"efgh", b"ijkl"]
-    assert stream.take(3) == b"end"
+    frames, blocks = bytearray(6), [memoryview(bytearray(4)) for _ in range(3)]
+    socket_blocks(blocks).receive(sock, frames, 0, 3)
+    assert [bytes(each) for each in (frames, *blocks)] == [b"frames", b"abcd", b"efgh", b"ijkl"]
+    assert sock.recv(3) == b"end"
 
 
-def test_questions_are_taken_as_they_come(ends: Ends) -> None:
-    stream, peer = ends
-    asked = [ReadRequest(LeaseName("t", 0, "l"), number, 1) for number in range(3)]
-    frames = b"".join(encode_frame(each, MAX_DATA_FRAME_BYTES) for each in asked)
+def test_requests_are_received_as_they_come(ends: Ends) -> None:
+    sock, peer = ends
+    sent = [ReadRequest(LeaseName("t", 0, "l"), number, 1) for number in range(3)]
+    frames = b"".join(encode_frame(each, MAX_DATA_FRAME_BYTES) for each in sent)
     peer.sendall(frames[:-3])
-    assert [stream.hear_question(ReadRequest) for _ in range(2)] == asked[:2]
+    requests = requests_from(sock)
+    assert [next(requests) for _ in range(2)] == sent[:2]
     peer.sendall(frames[-3:])
-    assert stream.hear_question(ReadRequest) == asked[2]
+    assert next(requests) == sent[2]
     peer.close()
     with pytest.raises(ShortReadError):
-        stream.hear_question(ReadRequest)
+        next(requests)
 
 
-def test_blocks_go_out_behind_their_words(ends: Ends) -> None:
-    stream, peer = ends
-    words = encode_frame(DataReply(DataStatus.OK, "go"), MAX_DATA_FRAME_BYTES)
-    stream.send_blocks(
-        words, socket_blocks([memoryview(b"no"), memoryview(b"one"), memoryview(b"two")]), 1, 3
-    )
-    wanted = words + b"onetwo"
+def test_blocks_are_sent_behind_their_frames(ends: Ends) -> None:
+    sock, peer = ends
+    frames = encode_frame(DataReply(DataStatus.OK, "go"), MAX_DATA_FRAME_BYTES)
+    blocks = socket_blocks([memoryview(b"no"), memoryview(b"one"), memoryview(b"two")])
+    blocks.send(sock, frames, 1, 3)
+    wanted = frames + b"onetwo"
     assert peer.recv(len(wanted), socket.MSG_WAITALL) == wanted
 
 
-def test_a_peer_that_says_nothing_or_takes_nothing_is_waited_for_so_long_and_no_longer(ends: Ends) -> None:
-    stream, peer = ends
-    stream.wait_at_most(0.05, 0.05)
+def test_waits_for_a_silent_peer_are_bounded(ends: Ends) -> None:
+    sock, peer = ends
+    limit_waits(sock, 0.05, 0.05)
     block = memoryview(bytearray(8))
-    with pytest.raises(TimeoutError):
-        stream.hear(DataReply)
-    with pytest.raises(TimeoutError):
-        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
+    with pytest.raises(BlockingIOError):
+        sock.recv(1)
+    with pytest.raises(BlockingIOError):
+        socket_blocks([block]).receive(sock, bytearray(), 0, 1)
     peer.sendall(b"half")
-    with pytest.raises(TimeoutError):
-        stream.fill_blocks(bytearray(), socket_blocks([block]), 0, 1)
+    with pytest.raises(BlockingIOError):
+        socket_blocks([block]).receive(sock, bytearray(), 0, 1)
     assert bytes(block[:4]) == b"half"
-    with pytest.raises(TimeoutError):
-        stream.send_blocks(b"", socket_blocks([memoryview(bytes(2**26))]), 0, 1)
+    with pytest.raises(BlockingIOError):
+        socket_blocks([memoryview(bytes(2**26))]).send(sock, b"", 0, 1)
 
 
-def test_the_shortest_patience_is_no_eternity(ends: Ends) -> None:
-    """The kernel takes 0 for ever; what is nearly 0 must not become it."""
-    stream, _peer = ends
-    stream.wait_at_most(1e-9, 1e-9)
-    with pytest.raises(TimeoutError):
-        stream.take(1)
+def test_the_shortest_timeout_is_not_endless(ends: Ends) -> None:
+    """For the kernel 0 is for ever; a value near 0 must not become it."""
+    sock, _peer = ends
+    limit_waits(sock, 1e-9, 1e-9)
+    with pytest.raises(BlockingIOError):
+        sock.recv(1)
 
 
-def test_a_stream_that_ends_early_says_how_far_it_came(ends: Ends) -> None:
-    stream, peer = ends
+def test_a_short_read_has_the_number_of_received_bytes(ends: Ends) -> None:
+    sock, peer = ends
     peer.sendall(b"12345")
     peer.close()
+    blocks = socket_blocks([memoryview(bytearray(4)), memoryview(bytearray(4))])
     with pytest.raises(ShortReadError) as caught:
-        stream.fill_blocks(
-            bytearray(2), socket_blocks([memoryview(bytearray(4)), memoryview(bytearray(4))]), 0, 2
-        )
+        blocks.receive(sock, bytearray(2), 0, 2)
     assert caught.value.num_bytes == 5
-    with pytest.raises(TransferError, match="closed after 0 of 8 bytes"):
-        stream.hear(DataReply)
 
 
 @pytest.mark.parametrize(("first_block", "num_blocks"), [(0, 0), (3, -1), (-1, 2)])

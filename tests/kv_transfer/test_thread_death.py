@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from contract.errors import InternalError, KvbatonError, TransferError
+from contract.errors import InternalError, TransferError
 from contract.identity import Role
 from contract.requests import ReceiveTransfer
 from engine.client import InProcessClient, ProcessClient
@@ -16,14 +16,12 @@ from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from kv_transfer.links.framing import parse_address
 from kv_transfer.protocol.orders import CommitJob
-from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
-from kv_transfer.transports.context import TransportContext
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.binding import load
+from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.tcp.sender import TcpSender
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTransport, TransportContext
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 
@@ -45,7 +43,7 @@ class UnforgivingReceiver:
 
 
 def dies(pair: Pair) -> None:
-    """Step until the decode worker's connector says that it is broken."""
+    """Step until the decode worker's connector reports that it is broken."""
     pair.decode.driver.wait_for(lambda: False, "the end of the engine")
 
 
@@ -55,7 +53,7 @@ BUGGY = Sides(decode={"decorate": UnforgivingReceiver})
 def test_the_links_thread() -> None:
     with pair_of(BUGGY) as pair:
         fetch = pair.fetch_request("r", prompt_of(2))
-        pair.decode.driver.scheduler.start_fetch(fetch)
+        pair.decode.driver.receiver.start_fetch(fetch)
         pair.decode.driver.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         pair.prefill.driver.close()
         with pytest.raises(
@@ -74,52 +72,12 @@ def test_a_pull_thread() -> None:
 
 
 def test_the_data_thread() -> None:
-    """It reports the end of a job that nobody has posted."""
+    """It reports the end of a job that was not posted."""
     with pair_of() as pair:
         rank: Any = pair.decode.driver.rank
         rank.post_commit(CommitJob("nobody", (), Read()))
         with pytest.raises(InternalError, match=r"thread kv-data of the connector has failed: .*nobody"):
             dies(pair)
-
-
-class BuggySessions(Sessions):
-    """Has a bug where the thread looks for sessions that have ended; not where a reader is let in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.begin("token")
-        self._has_looked = False
-
-    def __contains__(self, token: str) -> bool:
-        if self._has_looked:
-            raise RuntimeError("a bug while a token is looked up")
-        self._has_looked = True
-        return super().__contains__(token)
-
-
-def test_the_thread_of_shm(tmp_path: Path) -> None:
-    """The connector is told by the transport, and tells the engine as it does of its own threads."""
-    failed = Mailbox[tuple[str, BaseException]]()
-    context = TransportContext(
-        "127.0.0.1",
-        None,
-        0,
-        "b",
-        30.0,
-        BuggySessions(),
-        lambda _: None,
-        shm_dir=tmp_path,
-        on_thread_failed=lambda thread, error: failed.put((thread, error)),
-    )
-    opened = open_transport("shm", context)
-    try:
-        with pytest.raises(KvbatonError):
-            source = Source("p", "b", opened.sender.address, "token", "shm")
-            opened.receiver.fetch(source, ReadRequest(LeaseName("t", 0, "l"), 0, 1), [], Read())
-        assert failed.get(30)[0] == "kv-shm"
-    finally:
-        opened.receiver.close()
-        opened.sender.close()
 
 
 class BuggySeconds(float):
@@ -129,11 +87,12 @@ class BuggySeconds(float):
         return BuggySeconds(other)
 
     def __le__(self, other: float) -> bool:
-        raise RuntimeError("a bug while strangers are looked at")
+        raise RuntimeError("a bug in a comparison")
 
 
-def test_the_thread_that_accepts_on_a_data_port() -> None:
-    """P4: it ended in silence, and nobody could read any more."""
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+def test_the_thread_that_accepts_on_a_data_port(transport: str, tmp_path: Path) -> None:
+    """P4: it ended in silence, and no peer could read any more."""
     failed = Mailbox[tuple[str, BaseException]]()
     context = TransportContext(
         "127.0.0.1",
@@ -143,12 +102,15 @@ def test_the_thread_that_accepts_on_a_data_port() -> None:
         BuggySeconds(30.0),
         Sessions(),
         lambda _: None,
+        shm_dir=tmp_path,
         on_thread_failed=lambda thread, error: failed.put((thread, error)),
     )
-    sender = TcpSender(context)
+    sender = open_transport(transport, context).sender
+    is_unix = transport == "shm"
     try:
-        with socket.create_connection(parse_address(sender.address), 30):
-            assert failed.get(30)[0] == "kv-data-accept"
+        with socket.socket(socket.AF_UNIX if is_unix else socket.AF_INET, socket.SOCK_STREAM) as sock:
+            sock.connect(sender.address if is_unix else parse_address(sender.address))
+            assert failed.get(30)[0] == ("kv-shm-accept" if is_unix else "kv-data-accept")
     finally:
         sender.close()
 
@@ -170,8 +132,8 @@ def test_the_thread_of_nixl() -> None:
 def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:
     with pair_of(transport="shm") as pair:
         rank: Any = pair.decode.driver.rank
-        server = rank._lending._senders["shm"]._server
-        server._on_failed("kv-shm", RuntimeError("a bug"))
+        port = rank._senders._senders["shm"]._port
+        port._context.on_thread_failed("kv-shm", RuntimeError("a bug"))
         with pytest.raises(InternalError, match=r"thread kv-shm of the connector has failed: .*a bug"):
             dies(pair)
 

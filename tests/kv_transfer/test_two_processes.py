@@ -81,11 +81,11 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker, transport
     with prefill_process(transport) as prefill:
         assert prefill.where["torch"] is False
         fetch = prefill.fetch_request("r", prompt)
-        driver.scheduler.start_fetch(fetch)
+        driver.receiver.start_fetch(fetch)
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=9)
         driver.wait_for(lambda: driver.published, "published")
-        driver.scheduler.receive_into(fetch.key, target, 0)
+        driver.receiver.receive_into(fetch.key, target, 0)
         driver.wait_for(
             lambda: decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2, "chunk 1"
         )
@@ -93,7 +93,7 @@ def test_a_prompt_crosses_two_processes_chunk_by_chunk(decode: Worker, transport
         prefill.tell("publish", num_tokens=len(prompt))
         prefill.tell("finish")
         driver.wait_for(lambda: driver.received, "received")
-        received = driver.scheduler.take_received(fetch.key)
+        received = driver.receiver.take_received(fetch.key)
         assert (received.report.num_bytes, received.first_tokens[0].token_id) == (5 * LAYOUT.block_bytes, 42)
         assert decode.holds("t-r", target)
         assert driver.memory.committed == target
@@ -108,9 +108,9 @@ def test_a_dead_or_hung_sender_fails_the_fetch(decode: Worker, transport: str, w
         fetch = prefill.fetch_request("r", prompt)
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=8)
-        driver.scheduler.start_fetch(fetch)
+        driver.receiver.start_fetch(fetch)
         driver.wait_for(lambda: driver.published, "published")
-        driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+        driver.receiver.receive_into(fetch.key, [1, 2, 3], 0)
         driver.wait_for(
             lambda: decode.count(f"transfer_blocks_total{{transport={transport}}}") == 2, "chunk 1"
         )
@@ -131,12 +131,12 @@ def test_a_cancelled_read_from_a_hung_sender_drains_by_the_receivers_own_doing(t
         driver, fetch = decode.driver, prefill.fetch_request("r", prompt)
         prefill.tell("open", name="r", num_tokens=len(prompt))
         prefill.tell("publish", num_tokens=len(prompt))
-        driver.scheduler.start_fetch(fetch)
+        driver.receiver.start_fetch(fetch)
         fetches = driver.scheduler.debug_state
         driver.wait_for(lambda: fetches()["fetches"][0]["num_announced"] == 3, "announced")
         stop(prefill.process)
-        driver.scheduler.receive_into(fetch.key, [1, 2, 3], 0)
+        driver.receiver.receive_into(fetch.key, [1, 2, 3], 0)
         driver.wait_for(lambda: driver.scheduler.debug_state()["data"]["current"], "a read in progress")
-        assert driver.scheduler.cancel_fetch(fetch.key) is False
+        assert driver.receiver.cancel_fetch(fetch.key) is False
         driver.wait_for(lambda: driver.drained == [fetch.key], "drained")
         assert decode.count("transfers_quarantined") == 0

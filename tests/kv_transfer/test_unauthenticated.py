@@ -21,13 +21,13 @@ from kv_transfer.links.dialing import Endpoint, Outcome, numeric, resolve
 from kv_transfer.links.framing import parse_address
 from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, max_unauthenticated
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
 from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.transports.context import TransportContext
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 
 WAIT = 30.0
@@ -54,7 +54,7 @@ def no_descriptor_left() -> Iterator[None]:
 def test_without_descriptors_a_listener_pauses_says_so_once_and_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    listener = Listener("127.0.0.1", 0)
+    listener = Listener(listen_on("127.0.0.1", 0))
     with selectors.DefaultSelector() as selector, socket.socket() as dialer:
         with no_descriptor_left():
             dialer.connect(("127.0.0.1", listener.port))

@@ -47,7 +47,7 @@ def behind_relays(**decode: float) -> Iterator[tuple[Pair, TcpRelay, TcpRelay]]:
 
 def kind_of_failure(pair: Pair, **peer: str) -> str:
     fetch, decode = pair.fetch_request("r", prompt_of(2), 0, **peer), pair.decode.driver
-    decode.scheduler.start_fetch(fetch)
+    decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: fetch.key in decode.failed, "failed")
     return decode.failed[fetch.key].kind
 
@@ -86,7 +86,7 @@ def test_a_link_that_breaks_under_transfers_fails_all_of_them(way: Way) -> None:
         decode = pair.decode.driver
         fetches = [pair.fetch_request(f"r{number}", prompt_of(2)) for number in range(5)]
         for fetch in fetches:
-            decode.scheduler.start_fetch(fetch)
+            decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 5, "parked")
         if way is Way.REJECT:
             control.cut()
@@ -104,9 +104,9 @@ def test_a_data_connection_that_fails_is_a_peer_out_of_reach(way: Way) -> None:
         pair.prefill.lend("t-r", [10, 11])
         pair.prefill.driver.send_all(pair.send_request("r", prompt_of(2)), [10, 11], [FirstToken(1)])
         fetch, decode = pair.fetch_request("r", prompt_of(2)), pair.decode.driver
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: fetch.key in decode.published, "published")
-        decode.scheduler.receive_into(fetch.key, [30, 31], 0)
+        decode.receiver.receive_into(fetch.key, [30, 31], 0)
         decode.wait_for(lambda: fetch.key in decode.failed, "failed")
         assert decode.failed[fetch.key].kind == UNREACHABLE
 
@@ -126,10 +126,10 @@ def test_a_data_connection_that_fails_is_a_peer_out_of_reach(way: Way) -> None:
 def test_no_end_of_a_link_is_an_error_that_other_workers_cannot_mend(
     error: KvbatonError, kind: ErrorKind
 ) -> None:
-    """P6: a client gets no 401 or 400 because of errors between two workers."""
+    """P6: a client does not get 401 or 400 for an error between two workers."""
     with pair_of() as pair:
         fetch, decode = pair.fetch_request("r", prompt_of(2)), pair.decode.driver
-        decode.scheduler.start_fetch(fetch)
+        decode.receiver.start_fetch(fetch)
         decode.wait_for(lambda: pair.prefill.count("transfers_parked") == 1, "parked")
         control = decode.scheduler
         assert isinstance(control, ControlHalf)

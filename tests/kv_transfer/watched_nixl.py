@@ -1,4 +1,4 @@
-"""The real NIXL library, watched: what is posted when, and when its user is told that it is done."""
+"""The real NIXL library, recorded: what is posted when, and when the end is reported."""
 
 import threading
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.transports.nixl.binding import NixlLibrary, load
+from kv_transfer.transports.nixl.agent import NixlLibrary, load
 
 
 @dataclass
 class Watch:
-    """seen: ("posted" or "done", the remote blocks), in order. when_done: called before a read's user hears that it is done.
+    """seen: ("posted" or "done", the remote blocks), in order. when_done: called before the end of a read is reported.
 
-    may_end: no read is said to be done while it is not set, though its bytes may be there. A test begins with ``clear``.
+    may_end: while it is not set no end is reported, though the bytes may have arrived. A test begins with ``clear``.
     """
 
     seen: list[tuple[str, list[int]]] = field(default_factory=list)

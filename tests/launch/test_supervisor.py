@@ -89,7 +89,7 @@ async def test_a_restart_that_cannot_be_started_is_tried_again() -> None:
     """No memory for a fork, no descriptor for a pipe: the other processes go on meanwhile."""
     command = spec("both-0").command
     lives = iter([command, lambda _: ["/no/such/program"], command])
-    specs = [ProcessSpec("both-0", Role.BOTH, lambda known: next(lives)(known))]
+    specs = [ProcessSpec("both-0", Role.AGGREGATED, lambda known: next(lives)(known))]
     async with running(specs) as (supervisor, watcher):
         await watcher.wait_for("both-0", ProcessState.READY)
         os.kill(supervisor.facts["both-0"]["pid"], signal.SIGKILL)
@@ -98,7 +98,7 @@ async def test_a_restart_that_cannot_be_started_is_tried_again() -> None:
 
 
 async def test_a_program_that_is_not_there_ends_the_supervisor_by_name() -> None:
-    specs = [ProcessSpec("both-0", Role.BOTH, lambda _: ["/no/such/program"])]
+    specs = [ProcessSpec("both-0", Role.AGGREGATED, lambda _: ["/no/such/program"])]
     with pytest.raises(UnavailableError, match=r"both-0 could not start.*/no/such/program"):
         await Supervisor(specs, policy=QUICK).run(asyncio.Event())
 

@@ -13,7 +13,7 @@ from kvbaton.outputs import Logprob, RequestOutput
 from kvbaton.prompts import parse_conversations, parse_prompts
 from kvbaton.sampling import SamplingParams
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import BOS, END, byte_ids
 
@@ -30,7 +30,7 @@ def echoing(task: worker_pb2.Task) -> Script:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with running_cluster(echoing, roles=(Role.BOTH,)) as running:
+    async with running_cluster(echoing, roles=(Role.AGGREGATED,)) as running:
         yield running
 
 
@@ -118,11 +118,11 @@ async def test_every_shape_of_a_prompt_is_taken(cluster: Cluster) -> None:
 async def test_a_salt_and_a_priority_go_to_the_workers(cluster: Cluster) -> None:
     """A21."""
     await ask(cluster, {"prompt": "xy", "cache_salt": "mine"})
-    assert cluster.workers["both-0"].decodes[-1].task.cache_salt == "mine"
+    assert cluster.workers["both-0"].received.decodes[-1].task.cache_salt == "mine"
     pipeline, card = cluster.service.pipeline, cluster.service.models.card()
     made = [lambda: SamplingParams().request("one", "xy", priority=7)]
     await ask_all(pipeline, card.tokenizer, check_all(pipeline, card, made), lambda: None)
-    assert cluster.workers["both-0"].decodes[-1].task.priority == 7
+    assert cluster.workers["both-0"].received.decodes[-1].task.priority == 7
 
 
 async def test_a_chat_is_what_the_service_makes_of_it(cluster: Cluster) -> None:
@@ -132,7 +132,7 @@ async def test_a_chat_is_what_the_service_makes_of_it(cluster: Cluster) -> None:
         await ask(cluster, [messages, messages], is_chat=True),
     )
     await cluster.post("/v1/chat/completions", {"messages": messages, "max_tokens": 16})
-    over_http = list(cluster.workers["both-0"].decodes[-1].task.prompt_token_ids)
+    over_http = list(cluster.workers["both-0"].received.decodes[-1].task.prompt_token_ids)
     assert [output.prompt_token_ids for output in (*one, *several)] == [over_http] * 3
     assert one[0].prompt is not None
     assert "hi" in one[0].prompt
@@ -140,7 +140,7 @@ async def test_a_chat_is_what_the_service_makes_of_it(cluster: Cluster) -> None:
 
 async def test_a_form_goes_to_the_workers_and_a_bad_one_is_named(cluster: Cluster) -> None:
     await ask(cluster, "xy", SamplingParams(structured_outputs={"choice": ["a", "b"]}))
-    grammar = cluster.workers["both-0"].decodes[-1].task.sampling.grammar
+    grammar = cluster.workers["both-0"].received.decodes[-1].task.sampling.grammar
     assert (grammar.kind, grammar.text) == ("choice", '["a","b"]')
     with pytest.raises(InvalidRequestError, match=r"^prompt 0: ") as caught:
         await ask(cluster, "xy", SamplingParams(structured_outputs={"choice": []}))
@@ -170,7 +170,7 @@ async def test_a_bad_field_is_named_before_anything_is_sent(
     with pytest.raises(InvalidRequestError, match=r"^prompt 0: ") as caught:
         await ask(cluster, ["a", "b"], SamplingParams(**fields))
     assert caught.value.param == param
-    assert cluster.workers["both-0"].decodes == []
+    assert cluster.workers["both-0"].received.decodes == []
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ async def test_a_bad_field_is_named_before_anything_is_sent(
 async def test_a_bad_prompt_is_named_by_its_place(cluster: Cluster, bad: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompts\[1\]"):
         await ask(cluster, ["a", bad])
-    assert cluster.workers["both-0"].decodes == []
+    assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_what_the_model_cannot_take_is_named_by_its_place(cluster: Cluster) -> None:
@@ -191,7 +191,7 @@ async def test_what_the_model_cannot_take_is_named_by_its_place(cluster: Cluster
         await ask(
             cluster, [[{"role": "user", "content": "a"}], [{"role": "x", "content": "a"}]], is_chat=True
         )
-    assert cluster.workers["both-0"].decodes == []
+    assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_an_error_on_the_way_names_the_prompt_and_ends_the_others(cluster: Cluster) -> None:

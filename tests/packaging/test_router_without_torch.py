@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from contract.identity import Role
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.packaging.base_install import link_base_install
 from tests.text.tiny_model import END, byte_ids, model_files
 
@@ -62,7 +63,7 @@ async def test_a_router_without_torch_answers(tmp_path: Path) -> None:
 async def _answer(addresses: dict[str, str]) -> str:
     script = Script(tokens=[*byte_ids(b"abc"), END])
     worker = ScriptedWorker(
-        Role.BOTH, addresses["internal"], SECRET, lambda _: script, model_files=model_files()
+        Role.AGGREGATED, addresses["internal"], SECRET, lambda _: script, model_files=model_files()
     )
     async with worker, aiohttp.ClientSession() as session:
         while True:

@@ -1,8 +1,10 @@
 """A decode worker of the explored world: production's scheduler and ``FetchTransfers``, and its reads, moved by hand."""
 
 from contract.errors import ErrorKind
-from engine.scheduling.ending import RequestStatus, ended_by_error
-from kv_transfer.control.fetching import FetchPorts, FetchSettings
+from engine.scheduling.finish import Finish
+from engine.scheduling.status import RequestStatus
+from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetching import FetchSettings
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -11,7 +13,7 @@ from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.transports.alternatives import Alternatives
+from kv_transfer.transports.choosing import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
 from tests.protocol.prefill_side import BLOCK_BYTES
@@ -105,25 +107,25 @@ class DecodeSide(EngineSide):
         """Take a frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
         assert isinstance(message, msg.SenderMessage)
-        self.transfers.message(PeerRef(peer, is_dialed=True), message)
+        self.transfers.on_message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
         """Take the session of the dialed link."""
         if self.scenario.num_transports > 1:
-            self.transfers._alternatives.begin(_sources_of(peer, self.scenario.num_transports))
+            self.transfers._peers.alternatives.begin(_sources_of(peer, self.scenario.num_transports))
         self.transfers.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
         """Take the end of a link, or the failure to dial it."""
         source = self.transfers.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
         if source is not None:
-            self.transfers._alternatives.end(source)
+            self.transfers._peers.alternatives.end(source)
 
     def run_out_of_time(self) -> None:
         """End the waits for KV: ``remote_kv_timeout_seconds`` are over."""
         late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
         for request in late:
-            self.scheduler.live.finish(request, ended_by_error(ErrorKind.DEADLINE, "no KV came in time"))
+            self.scheduler.live.finish(request, Finish.with_error(ErrorKind.DEADLINE, "no KV came in time"))
 
     def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
         """Begin a read whose lease was valid before the first byte."""
@@ -227,14 +229,17 @@ class DecodeSide(EngineSide):
         """Forget idle lanes."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
-        for incoming in self.transfers._incoming.values():
+        for incoming in self.transfers._incoming:
             self.sink.climbed.add(incoming.fetch.retry_steps)
             if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * BLOCK_BYTES:
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:
         """Return the fetches and jobs too."""
-        held = [f"fetch of {one['transfer_id']} is {one['state']}" for one in self.transfers.debug_state()]
+        held = [
+            f"fetch of {one['transfer_id']} is {one['state']}"
+            for one in self.transfers.debug_state()["fetches"]
+        ]
         jobs = [reading.key for lane in self.lanes.values() for reading in lane]
         jobs += [job.key for job in self.commits]
         return super().what_is_held() + held + [f"a job of {key} is not terminal" for key in jobs]

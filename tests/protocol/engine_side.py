@@ -1,10 +1,10 @@
 """A worker's step thread: production's scheduler over a model whose KV is the tokens that it was computed from."""
 
-from typing import Any
+from typing import Any, cast
 
 from contract.errors import KvbatonError
-from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
-from engine.connector import FirstToken, Received, TransferEvent
+from contract.requests import ReceiveTransfer, SendTransfer
+from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.inspection import check_integrity
@@ -24,48 +24,27 @@ def no_time() -> float:
     return 0.0
 
 
+class NoFetches:
+    """The receiver's role in a worker that only sends."""
+
+    def take_events(self) -> list[TransferEvent]:
+        return []
+
+
 class Connector:
-    """The calls of the scheduler, forwarded as by ``ControlHalf``: a worker of this world sends or fetches."""
+    """A ``SchedulerConnector`` of a worker that only sends, or only fetches."""
 
     def __init__(self, sends: SendTransfers | None, fetches: FetchTransfers | None) -> None:
         self._sends, self._fetches = sends, fetches
 
     @property
-    def sends(self) -> SendTransfers:
-        assert self._sends is not None
-        return self._sends
+    def sender(self) -> SenderConnector:
+        """Not called in a worker that only fetches."""
+        return cast(SenderConnector, self._sends)
 
     @property
-    def fetches(self) -> FetchTransfers:
-        assert self._fetches is not None
-        return self._fetches
-
-    def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
-        self.sends.open(request, block_ids, num_cached_tokens)
-
-    def publish(self, request_id: str, num_computed_tokens: int) -> None:
-        self.sends.publish(request_id, num_computed_tokens)
-
-    def finish_send(self, request_id: str, first_tokens: list[FirstToken]) -> None:
-        self.sends.finish(request_id, first_tokens)
-
-    def abandon_send(self, request_id: str, kind: str, message: str) -> None:
-        self.sends.abandon(request_id, kind, message)
-
-    def start_fetch(self, request: EngineRequest) -> None:
-        self.fetches.start(request)
-
-    def receive_into(self, request_id: str, block_ids: list[int], num_cached_blocks: int) -> None:
-        self.fetches.receive_into(request_id, block_ids, num_cached_blocks)
-
-    def cancel_fetch(self, request_id: str) -> bool:
-        return self.fetches.cancel(request_id)
-
-    def take_received(self, request_id: str) -> Received:
-        return self.fetches.take_received(request_id)
-
-    def take_events(self) -> list[TransferEvent]:
-        return self._fetches.take_events() if self._fetches else []
+    def receiver(self) -> ReceiverConnector:
+        return self._fetches or cast(ReceiverConnector, NoFetches())
 
     def build_metadata(self) -> TransferMetadata | None:
         orders: list[PublishOrder] = self._sends.take_orders() if self._sends else []
@@ -113,7 +92,7 @@ class EngineSide:
     @property
     def needs_step(self) -> bool:
         """Return whether a step may change something."""
-        return self.scheduler.needs_step() or not self.completions.is_empty
+        return self.scheduler.load.needs_step() or not self.completions.is_empty
 
     def accept(
         self, number: int, attempt: int, num_delivered: int, transfer: SendTransfer | ReceiveTransfer | None

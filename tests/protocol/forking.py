@@ -20,7 +20,7 @@ from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fair_steps import FairSteps
 from kv_transfer.control.arrival_estimates import ArrivalEstimates
-from kv_transfer.control.fetching import FetchPorts
+from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.sending import SendPorts
 from kv_transfer.counters import Counters
 from tests.protocol.sink import Sink

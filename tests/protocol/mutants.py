@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
-from engine.connector import SchedulerConnector
-from engine.scheduling.remote_kv import KVReceiver
+from engine.connector import ReceiverConnector
+from engine.scheduling.kv_receiver import KVReceiver
 from engine.scheduling.request import Request
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
@@ -15,8 +15,8 @@ from tests.protocol.scenario import Rules
 class NoQuarantine(FetchTransfers):
     """Frees the blocks of a cancelled fetch while reads into them are posted."""
 
-    def cancel(self, key: str) -> bool:
-        super().cancel(key)
+    def cancel_fetch(self, key: str) -> bool:
+        super().cancel_fetch(key)
         return True
 
 
@@ -36,7 +36,7 @@ class EagerReceiver(KVReceiver):
 class EagerScheduler(Scheduler):
     """A decode worker's scheduler with an EagerReceiver."""
 
-    def make_receiver(self, connector: SchedulerConnector, settings: EngineSettings) -> KVReceiver:
+    def make_receiver(self, connector: ReceiverConnector, settings: EngineSettings) -> KVReceiver:
         return EagerReceiver(connector, self.pool, settings.remote_kv_timeout_seconds)
 
 

@@ -94,27 +94,27 @@ class PrefillSide(EngineSide):
 
     def hear(self, peer: str, frame: bytes) -> None:
         """Take a frame of a decode worker; see ``ControlHalf.link_message``."""
-        self.transfers.heard(peer)
+        self.transfers.on_heartbeat(peer)
         message = message_of(frame)
         if isinstance(message, msg.FetchBlocks):
-            self.transfers.fetch_asked(peer, message)
+            self.transfers.on_fetch(peer, message)
         else:
             assert isinstance(message, (msg.ReleaseLease, msg.CancelFetch))
-            self.transfers.let_go(peer, message)
+            self.transfers.on_release(peer, message)
 
     def peer_gone(self, peer: str) -> None:
         """Take the end of this decode worker's link."""
-        self.transfers.peer_gone(peer, "gone")
+        self.transfers.on_peer_gone(peer, "gone")
 
     def expire(self, peers: tuple[str, ...]) -> None:
         """Let every deadline pass but the leases of ``peers``, which are alive."""
         self.transfers._clock = lambda: 2 * LEASE_SECONDS
         for peer in peers:
-            self.transfers.heard(peer)
+            self.transfers.on_heartbeat(peer)
         self.transfers.tick(2 * LEASE_SECONDS)
         self.transfers._clock = no_time
         for peer in peers:
-            self.transfers.heard(peer)
+            self.transfers.on_heartbeat(peer)
 
     def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
         """Return the block ids that a reader reads, None if the lease is over. See ``is_one_sided``."""

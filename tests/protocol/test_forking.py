@@ -38,4 +38,4 @@ def test_the_same_way_leads_to_the_same_state() -> None:
 def test_an_object_that_is_reached_twice_is_copied_once() -> None:
     copy = fork(prefill_side())
     assert copy.scheduler.pool is copy.pool
-    assert next(iter(copy.scheduler.batcher.waiting)) is copy.scheduler.requests["0#0.0"]
+    assert next(iter(copy.scheduler.queues.waiting)) is copy.scheduler.requests["0#0.0"]

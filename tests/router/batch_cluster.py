@@ -1,4 +1,4 @@
-"""A cluster whose router keeps files, and what a client of its files and batches does."""
+"""A cluster whose router keeps files, and the calls of a client of files and batches."""
 
 import asyncio
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 
 from contract.identity import Role
-from router.testing import Script, Writer
+from router.testing.script import Script, Writer
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 
@@ -23,22 +23,22 @@ OVER = ("completed", "failed", "cancelled", "expired")
 
 @asynccontextmanager
 async def filing_cluster(
-    folder: Path, script: Script | Writer = ABC, roles: tuple[Role, ...] = (Role.BOTH,), **settings: Any
+    folder: Path, script: Script | Writer = ABC, roles: tuple[Role, ...] = (Role.AGGREGATED,), **settings: Any
 ) -> AsyncIterator[Cluster]:
-    """A cluster that keeps files in ``folder``."""
+    """Run a cluster that keeps files in ``folder``."""
     async with running_cluster(script, roles, files_dir=folder, **settings) as cluster:
         yield cluster
 
 
 def key(name: str) -> dict[str, str]:
-    """The headers of a client with this API key."""
+    """Return the headers of a client with this API key."""
     return {"Authorization": f"Bearer {name}"}
 
 
 async def call(
     cluster: Cluster, method: str, path: str, headers: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[int, Any]:
-    """One request; status and body."""
+    """Send one request; return status and body."""
     async with cluster.session.request(method, cluster.url(path), headers=headers, **options) as response:
         return response.status, await response.json()
 
@@ -46,7 +46,7 @@ async def call(
 def form(
     content: bytes, purpose: str | None = "batch", name: str = "in.jsonl", **fields: str
 ) -> aiohttp.FormData:
-    """The form of an upload."""
+    """Return the form of an upload."""
     data = aiohttp.FormData(fields, quote_fields=False)
     if purpose is not None:
         data.add_field("purpose", purpose)
@@ -55,14 +55,14 @@ def form(
 
 
 async def upload(cluster: Cluster, content: bytes, headers: Mapping[str, str] | None = None) -> str:
-    """Upload a file for a batch; its id."""
+    """Upload a file for a batch and return its id."""
     status, file = await call(cluster, "POST", "/v1/files", headers, data=form(content))
     assert status == 200, file
     return str(file["id"])
 
 
 async def content_of(cluster: Cluster, file_id: str, headers: Mapping[str, str] | None = None) -> bytes:
-    """The content of a file."""
+    """Return the content of a file."""
     async with cluster.session.get(cluster.url(f"/v1/files/{file_id}/content"), headers=headers) as response:
         assert response.status == 200, await response.text()
         return await response.read()
@@ -71,24 +71,24 @@ async def content_of(cluster: Cluster, file_id: str, headers: Mapping[str, str] 
 async def lines_of(
     cluster: Cluster, file_id: str | None, headers: Mapping[str, str] | None = None
 ) -> list[Any]:
-    """The lines of a result file; none where there is no file."""
+    """Return the lines of a result file; none if there is no file."""
     if file_id is None:
         return []
     return [json.loads(line) for line in (await content_of(cluster, file_id, headers)).splitlines()]
 
 
 def request_line(custom_id: str, url: str = TEXT, **body: Any) -> dict[str, Any]:
-    """A line of an input file."""
+    """Return a line of an input file."""
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": {"model": "tiny", **body}}
 
 
 def jsonl(*lines: Mapping[str, Any]) -> bytes:
-    """An input file."""
+    """Return an input file."""
     return b"".join(json.dumps(line).encode() + b"\n" for line in lines)
 
 
 def prompts(number: int, first: int = 0, **body: Any) -> bytes:
-    """An input file of so many text completions, whose custom_ids are r0, r1, ..."""
+    """Return an input file with ``number`` text completions, whose custom_ids are r0, r1, ..."""
     return jsonl(*(request_line(f"r{i}", prompt="x", **body) for i in range(first, first + number)))
 
 
@@ -113,7 +113,7 @@ async def batch_when(
     is_true: Callable[[dict[str, Any]], object],
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Block until the batch looks like this."""
+    """Block until the condition holds for the batch, and return it."""
     async with asyncio.timeout(30):
         while True:
             status, batch = await call(cluster, "GET", f"/v1/batches/{batch_id}", headers)
@@ -126,5 +126,5 @@ async def batch_when(
 async def batch_over(
     cluster: Cluster, batch_id: str, headers: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Block until the batch is over."""
+    """Block until the batch is over, and return it."""
     return await batch_when(cluster, batch_id, lambda batch: batch["status"] in OVER, headers)

@@ -15,7 +15,8 @@ from contract.identity import Role
 from protos import inference_pb2_grpc
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script, ScriptedWorker, Writer
+from router.testing.script import Script, Writer
+from router.testing.worker import ScriptedWorker
 from tests.text.tiny_model import model_files
 
 SECRET = "the cluster's secret, of 32 or more characters"
@@ -25,7 +26,7 @@ PAIR = (Role.PREFILL, Role.DECODE)
 
 @dataclass
 class Cluster:
-    """A router and its workers by id; ``scripts`` is what every worker plays unless it has its own."""
+    """A router and its workers by id. script: for every worker that has no other one."""
 
     service: RouterService
     session: aiohttp.ClientSession
@@ -34,7 +35,7 @@ class Cluster:
     workers: dict[str, ScriptedWorker] = field(default_factory=dict)
 
     async def add(self, role: Role, name: str | None = None, /, **registration: Any) -> ScriptedWorker:
-        """Attach one more worker; ``registration`` goes over what it says of itself."""
+        """Attach one more worker; ``registration`` overrides fields of its registration."""
         worker = ScriptedWorker(
             role,
             self.service.addresses.internal,
@@ -46,26 +47,26 @@ class Cluster:
         )
         await self.stack.enter_async_context(worker)
         self.workers[worker.worker_id] = worker
-        # In a storm it may die before anybody has looked.
+        # In a storm it may die before it is seen.
         await self.until(lambda state: worker.is_dead or _has_credit(state, worker.worker_id))
         return worker
 
     def url(self, path: str) -> str:
-        """A path on the public port."""
+        """Return the URL of a path on the public port."""
         return f"http://{self.service.addresses.http}{path}"
 
     async def post(self, path: str, body: Any, **options: Any) -> tuple[int, dict[str, Any]]:
-        """POST JSON; status and body."""
+        """POST JSON; return status and body."""
         async with self.session.post(self.url(path), json=body, **options) as response:
             return response.status, await response.json()
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """GET; status and body."""
+        """GET; return status and body."""
         async with self.session.get(self.url(path)) as response:
             return response.status, await response.json()
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> list[Any]:
-        """POST with ``stream``; the events' objects, "[DONE]" as it is."""
+        """POST with ``stream``; return the events' objects, and "[DONE]" unchanged."""
         async with self.session.post(self.url(path), json={**body, "stream": True}) as response:
             assert response.status == 200
             assert response.content_type == "text/event-stream"
@@ -75,27 +76,27 @@ class Cluster:
         return [event if event == "[DONE]" else json.loads(event) for event in events]
 
     def inference(self, channel: grpc.aio.Channel) -> Any:
-        """A stub of the public gRPC API."""
+        """Return a stub of the public gRPC API."""
         return inference_pb2_grpc.InferenceStub(channel)
 
     def channel(self) -> grpc.aio.Channel:
-        """A channel to the public gRPC port."""
+        """Return a channel to the public gRPC port."""
         return grpc.aio.insecure_channel(self.service.addresses.grpc)
 
     async def debug_state(self) -> dict[str, Any]:
-        """The admin port's /debug/state."""
+        """Return the admin port's /debug/state."""
         async with self.session.get(f"http://{self.service.addresses.admin}/debug/state") as response:
             return dict(await response.json())
 
     async def until(self, is_true: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
-        """Block until the debug state looks like this; returns it."""
+        """Block until the condition holds for the debug state, and return the state."""
         async with asyncio.timeout(20):
             while not is_true(state := await self.debug_state()):
                 await asyncio.sleep(0.01)
         return state
 
     async def metrics(self) -> dict[str, float]:
-        """The samples of /metrics by their written names."""
+        """Return the samples of /metrics by their names with labels."""
         async with self.session.get(self.url("/metrics")) as response:
             assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             lines = (await response.text()).splitlines()
@@ -113,9 +114,9 @@ def _has_credit(state: dict[str, Any], worker_id: str) -> bool:
 async def running_cluster(
     script: Script | Writer, roles: tuple[Role, ...] = PAIR, **settings: Any
 ) -> AsyncIterator[Cluster]:
-    """A router that is ready (when it got workers), stopped at the end.
+    """Run a router with workers; yield it when it is ready (if it has any), and stop it at the end.
 
-    settings: of the router; and ``clock``, which gives Unix seconds.
+    settings: of the router, and ``clock``, which returns Unix seconds.
     """
     clock = settings.pop("clock", time.time)
     writer = script if not isinstance(script, Script) else (lambda _: script)

@@ -1,4 +1,4 @@
-"""The front door: API keys, CORS and TLS, over real sockets, by HTTP and gRPC alike."""
+"""API keys, CORS and TLS of HTTP and gRPC, over real sockets."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script
+from router.testing.script import Script
 from tests.certificates import write_certificate
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
@@ -33,7 +33,7 @@ PAGE = "https://chat.example.org"
 
 async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=f"other,{KEY}") as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=f"other,{KEY}") as cluster:
         for path in ("/health", "/ready", "/version", "/metrics"):
             async with cluster.session.get(cluster.url(path)) as response:
                 assert response.status == 200, path
@@ -47,7 +47,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
                 error = (await response.json())["error"]
                 assert error["type"] == "invalid_request_error"
                 assert "sk-" not in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"}, headers=GIVEN)
         assert (status, answer["choices"][0]["text"]) == (200, "hello")
         state = await cluster.debug_state()
@@ -59,7 +59,7 @@ async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCapture
 
 
 async def send_raw(address: str, header: str) -> None:
-    """A request that no client would write; returns when it has been answered."""
+    """Send raw bytes that no client would send; return when they have been answered."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(f"GET /version HTTP/1.1\r\nHost: localhost\r\n{header}\r\n\r\n".encode())
@@ -78,7 +78,7 @@ async def test_metrics_can_be_closed() -> None:
 async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     write_private(file, f"{KEY}\n")
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys_file=file) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys_file=file) as cluster:
         body = {"prompt": "x"}
         assert (await cluster.post("/v1/completions", body, headers=GIVEN))[0] == 200
         file.write_text("another\n")
@@ -86,7 +86,10 @@ async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> 
 
 
 async def test_grpc_needs_a_key_but_for_health() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys=KEY) as cluster, cluster.channel() as channel:
+    async with (
+        running_cluster(HELLO, (Role.AGGREGATED,), api_keys=KEY) as cluster,
+        cluster.channel() as channel,
+    ):
         stub = cluster.inference(channel)
         request = pb.GenerateRequest(text="x")
         for metadata in ((), (("authorization", "Bearer sk-wrong"),)):
@@ -111,7 +114,7 @@ async def test_grpc_needs_a_key_but_for_health() -> None:
 
 
 @pytest.mark.parametrize(("keys", "is_said"), [(None, True), (KEY, False)])
-async def test_a_public_port_without_keys_is_said_once(
+async def test_a_public_port_without_keys_is_logged_once(
     keys: str | None, is_said: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running_cluster(HELLO, (), http="0.0.0.0:0", api_keys=keys):
@@ -133,7 +136,7 @@ def preflight(origin: str) -> dict[str, str]:
 
 async def test_a_page_of_an_allowed_origin_may_call() -> None:
     origins = f"http://localhost:3000, {PAGE}"
-    async with running_cluster(HELLO, (Role.BOTH,), cors_origins=origins, api_keys=KEY) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), cors_origins=origins, api_keys=KEY) as cluster:
         url = cluster.url("/v1/completions")
         async with cluster.session.options(url, headers=preflight(PAGE)) as response:
             assert response.status == 204
@@ -157,7 +160,7 @@ async def test_a_page_of_an_allowed_origin_may_call() -> None:
     ("allowed", "origin", "answer"),
     [("", PAGE, None), ("https://other.org", PAGE, None), ("*", PAGE, "*"), ("*", None, None)],
 )
-async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, answer: str | None) -> None:
+async def test_other_origins_get_no_headers(allowed: str, origin: str | None, answer: str | None) -> None:
     async with running_cluster(HELLO, (), cors_origins=allowed) as cluster:
         headers = {"Origin": origin} if origin else {}
         async with cluster.session.get(cluster.url("/version"), headers=headers) as response:
@@ -170,8 +173,8 @@ async def test_other_origins_are_told_nothing(allowed: str, origin: str | None, 
 @pytest.mark.parametrize(
     "origins", ["example.org", "https://a.org/path", "https://a.org,b", "https://*.a.org"]
 )
-def test_what_is_no_origin_is_refused(origins: str) -> None:
-    with pytest.raises(ValueError, match="is no origin"):
+def test_an_invalid_origin_is_rejected(origins: str) -> None:
+    with pytest.raises(ValueError, match="is not an origin"):
         RouterSettings(cors_origins=origins)
 
 
@@ -181,7 +184,7 @@ async def test_tls_on_both_ports(tmp_path: Path) -> None:
     trusting = ssl.create_default_context()
     authority.configure_trust(trusting)
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
-    async with running_cluster(HELLO, (Role.BOTH,), **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **files) as cluster:
         addresses = cluster.service.addresses
         url = f"https://{addresses.http}/v1/completions"
         async with cluster.session.post(url, json={"prompt": "x"}, ssl=trusting) as response:

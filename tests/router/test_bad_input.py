@@ -1,4 +1,4 @@
-"""Every bad input is answered with OpenAI's error object, before a worker hears of it."""
+"""Every bad input gets OpenAI's error object, and no worker receives it."""
 
 import asyncio
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, write_model
 
@@ -150,7 +150,7 @@ LATER: list[dict[str, Any]] = [
 
 
 def check_error(answer: dict[str, Any], status: int, param: str | None) -> dict[str, Any]:
-    """The error object is whole, of the right type, and names the parameter."""
+    """Check that the error object is complete, has the right type, and names the parameter."""
     error: dict[str, Any] = answer["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == ("invalid_request_error" if status < 500 else "server_error")
@@ -169,22 +169,22 @@ async def check_all(
 
 
 async def test_fields_of_wrong_type_or_range_are_named() -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD_CHATS)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD_TEXTS)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_fields_that_come_later_are_refused_by_name() -> None:
-    """A choice: a constraint that the client sent, be it by the name of another API, is never ignored in silence."""
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+async def test_unsupported_fields_are_rejected_by_name() -> None:
+    """A choice: a constraint that the client sent, also under the name of another API, is never silently ignored."""
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         for fields in LATER:
             *_, name = fields
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             error = check_error(answer, status, name)
             assert (status, error["code"]) == (400, "unsupported_parameter"), fields
             assert "not served by this version" in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 @pytest.mark.parametrize(
@@ -196,9 +196,9 @@ async def test_fields_that_come_later_are_refused_by_name() -> None:
         ({"text": "a"}, None),
     ],
 )
-async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any], code: str | None) -> None:
+async def test_a_part_of_a_message_that_is_not_text_is_named(part: dict[str, Any], code: str | None) -> None:
     content = [{"type": "text", "text": "What is this?"}, part]
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(CHAT, {"messages": [{"role": "user", "content": content}]})
         error = check_error(answer, 400, "messages[0].content[1]")
     assert (status, error["code"]) == (400, code)
@@ -223,7 +223,7 @@ async def test_a_part_of_a_message_that_is_no_text_is_named(part: dict[str, Any]
 )
 async def test_malformed_json_is_400(body: bytes, words: str) -> None:
     async with (
-        running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
         cluster.session.post(
             cluster.url(TEXT), data=body, headers={"Content-Type": "application/json"}
         ) as response,
@@ -232,10 +232,10 @@ async def test_malformed_json_is_400(body: bytes, words: str) -> None:
         assert words in check_error(await response.json(), 400, None)["message"]
 
 
-async def test_a_body_that_is_not_encoded_as_it_says_is_400() -> None:
+async def test_a_body_with_a_wrong_content_encoding_is_400() -> None:
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     async with (
-        running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=b'{"prompt": "a"}', headers=headers) as response,
     ):
         assert response.status == 400
@@ -244,7 +244,7 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_400() -> None:
 
 async def test_a_whole_surrogate_pair_is_fine() -> None:
     async with (
-        running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
         cluster.session.post(
             cluster.url(TEXT),
             data=b'{"prompt": "\\ud83d\\ude00"}',
@@ -258,7 +258,7 @@ async def test_a_whole_surrogate_pair_is_fine() -> None:
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
 async def test_another_content_type_is_415(content_type: str) -> None:
     async with (
-        running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster,
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
         cluster.session.post(
             cluster.url(TEXT), data=b'{"prompt": "a"}', headers={"Content-Type": content_type}
         ) as response,
@@ -279,7 +279,7 @@ async def test_an_oversized_body_is_413(chunked: bool) -> None:
             yield body[start : start + 500]
 
     async with (
-        running_cluster(Script(tokens=[END]), (Role.BOTH,), max_body_bytes=2048) as cluster,
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,), max_body_bytes=2048) as cluster,
         cluster.session.post(
             cluster.url(TEXT),
             data=pieces() if chunked else body,
@@ -293,7 +293,7 @@ async def test_an_oversized_body_is_413(chunked: bool) -> None:
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_unknown_model_is_404(path: str, stream: bool) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(
             path, {**SAY, "prompt": "hello", "model": "gpt-0", "stream": stream}
         )
@@ -316,7 +316,7 @@ async def test_an_unknown_model_is_404(path: str, stream: bool) -> None:
 async def test_too_long_is_context_length_exceeded(
     path: str, fields: dict[str, Any], param: str, asked: str
 ) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(path, fields)
         error = check_error(answer, status, param)
         assert (status, error["code"]) == (400, "context_length_exceeded")
@@ -324,11 +324,11 @@ async def test_too_long_is_context_length_exceeded(
             "This model's maximum context length is 128 tokens. However, you requested "
         )
         assert asked in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_unknown_paths_and_methods() -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.get("/v1/nothing")
         assert status == 404
         check_error(answer, 404, None)
@@ -350,9 +350,9 @@ async def test_no_worker_is_503() -> None:
         assert (status, health["reason"]) == (503, "no decode worker is attached")
 
 
-async def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
+async def test_a_chat_with_a_model_without_chat_template_is_400(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "plain", model_files() | {"tokenizer_config.json": b"{}"})
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,), model=folder) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,), model=folder) as cluster:
         status, answer = await cluster.post(CHAT, SAY)
         assert status == 400
         assert "no chat template" in check_error(answer, 400, "messages")["message"]
@@ -361,10 +361,10 @@ async def test_a_model_without_chat_template_says_so(tmp_path: Path) -> None:
 
 async def test_more_requests_than_max_queue_are_429() -> None:
     script = Script(tokens=[END], stall_at=0)
-    async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_queue=1) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
-        await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
-        cluster.workers["both-0"].grant(Credit(max_requests=1, max_tokens=100))
+        await cluster.workers["both-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].stream.grant(Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)

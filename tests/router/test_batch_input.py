@@ -1,4 +1,4 @@
-"""The input of a batch, by random lines: each is a request or a problem with its number, and valid ones come out again."""
+"""Random input lines of a batch: each is a request or a problem with its number, and valid ones are read unchanged."""
 
 import io
 import json
@@ -43,7 +43,7 @@ def test_a_line_is_a_request_or_a_problem(raw: bytes) -> None:
 @given(
     st.lists(st.tuples(st.text(min_size=1, max_size=4), st.dictionaries(st.text(max_size=3), json_values)))
 )
-def test_what_is_valid_comes_out_again_in_order(requests: list[tuple[str, dict[str, Any]]]) -> None:
+def test_valid_lines_are_read_in_order(requests: list[tuple[str, dict[str, Any]]]) -> None:
     lines = [
         {"custom_id": custom_id, "method": "POST", "url": TEXT, "body": body} for custom_id, body in requests
     ]

@@ -1,4 +1,4 @@
-"""Requests of batches go behind every other request, take no place in the queue, and are shared out between keys."""
+"""Requests of batches have the lowest priority, take no place in the queue, and are shared out between keys."""
 
 import asyncio
 from pathlib import Path
@@ -10,7 +10,8 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos.worker_pb2 import Credit
 from router.batches.gate import LineGate
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.router.batch_cluster import (
     ABC,
     STUCK,
@@ -33,9 +34,9 @@ def lines(*letters: str) -> bytes:
 
 
 def finish(worker: ScriptedWorker, place: int) -> None:
-    """Say the rest of an answer that is stuck behind its first token."""
-    task = worker.decodes[place].task
-    worker.send(
+    """Send the rest of an answer that is stuck after its first token."""
+    task = worker.received.decodes[place].task
+    worker.stream.send(
         pb.TokenEntry(
             request_id=task.request_id,
             attempt=task.attempt,
@@ -56,7 +57,7 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
         await cluster.until(lambda state: state["num_in_line"] == 2)
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "1"}))
-        await worker.wait_for(lambda worker: len(worker.decodes) == 2)
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 2)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "2"}))
         await cluster.until(lambda state: state["num_in_line"] == 3)
         status, answer = await cluster.post(TEXT, {"prompt": "3"})
@@ -66,26 +67,26 @@ async def test_a_request_is_placed_before_lines_that_wait_and_they_take_no_place
         assert [(await one)[0] for one in (first, second)] == [200, 200]
         batch = await batch_over(cluster, made["id"])
         assert batch["request_counts"] == {"total": 5, "completed": 5, "failed": 0}
-        order = [call.task.prompt_token_ids[0] for call in worker.decodes]
+        order = [call.task.prompt_token_ids[0] for call in worker.received.decodes]
         assert order[:3] == byte_ids(b"a12")
         assert sorted(order[3:]) == byte_ids(b"abcde")
-        priorities = {call.task.prompt_token_ids[0]: call.task.priority for call in worker.decodes}
+        priorities = {call.task.prompt_token_ids[0]: call.task.priority for call in worker.received.decodes}
         assert [priorities.pop(token) for token in byte_ids(b"12")] == [0, 0]
         assert set(priorities.values()) == {-(2**31)}
 
 
-async def test_a_line_that_runs_gives_way_to_a_request_that_waits_and_begins_again(tmp_path: Path) -> None:
-    """The worker has room for two: one line is stopped for one request, and the other one goes on."""
+async def test_a_running_line_is_preempted_by_a_waiting_request_and_begins_again(tmp_path: Path) -> None:
+    """The worker has room for two: one line is stopped for one request, and the other one continues."""
     async with filing_cluster(tmp_path, STUCK) as cluster:
         worker = cluster.workers["both-0"]
-        worker.grant(Credit(max_requests=2, max_tokens=1000))
+        worker.stream.grant(Credit(max_requests=2, max_tokens=1000))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
         made = await create(cluster, lines("a", "b"))
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         cluster.script = lambda _: ABC
         assert (await cluster.post(TEXT, {"prompt": "i"}))[0] == 200
-        await worker.wait_for(lambda worker: len(worker.decodes) == 4)
-        assert [call.task.prompt_token_ids[0] for call in worker.decodes] == byte_ids(b"abib")
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 4)
+        assert [call.task.prompt_token_ids[0] for call in worker.received.decodes] == byte_ids(b"abib")
         finish(worker, 0)
         batch = await batch_over(cluster, made["id"])
         assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
@@ -109,11 +110,11 @@ async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
         first.cancel()
         await second
         await batch_over(cluster, made["id"])
-        order = [call.task.prompt_token_ids[0] for call in cluster.workers["both-0"].decodes]
+        order = [call.task.prompt_token_ids[0] for call in cluster.workers["both-0"].received.decodes]
         assert order == byte_ids(b"12ab")
 
 
-async def test_a_request_that_the_service_is_too_busy_for_is_tried_again(tmp_path: Path) -> None:
+async def test_a_line_for_which_the_service_is_too_busy_is_retried(tmp_path: Path) -> None:
     busy = 2
 
     def script(_: pb.Task) -> Script:
@@ -135,13 +136,13 @@ async def test_a_batch_waits_for_workers(tmp_path: Path) -> None:
         async with asyncio.timeout(20):
             while "kvbaton_batch_requests_total" not in str(await cluster.metrics()):
                 await asyncio.sleep(0.01)
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         batch = await batch_over(cluster, made["id"])
     assert batch["request_counts"]["completed"] == 1
 
 
 async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) -> None:
-    """The key that came second, with few lines, does not wait for all lines of the first one."""
+    """The second key, with few lines, does not wait for all lines of the first one."""
     async with filing_cluster(tmp_path, STUCK, api_keys="a,b", batches_max_concurrency=2) as cluster:
         worker = cluster.workers["both-0"]
         many = await create(cluster, lines("a", "b", "c", "d"), headers=key("a"))
@@ -153,12 +154,12 @@ async def test_keys_take_turns_and_requests_carry_their_owner(tmp_path: Path) ->
         assert (await batch_over(cluster, few["id"], key("b")))["status"] == "completed"
         finish(worker, 1)
         assert (await batch_over(cluster, many["id"], key("a")))["status"] == "completed"
-        order = [call.task.prompt_token_ids[0] for call in worker.decodes]
+        order = [call.task.prompt_token_ids[0] for call in worker.received.decodes]
         assert order[:3] == byte_ids(b"abx")
         assert sorted(order[3:]) == byte_ids(b"cd")
 
 
-async def test_the_gate_gives_places_to_the_owner_with_the_fewest() -> None:
+async def test_the_gate_grants_permits_to_the_owner_with_the_fewest() -> None:
     gate, order = LineGate(2, lambda: True), []
     ends = {name: asyncio.Event() for name in ("a1", "a2", "a3", "a4", "b1", "b2")}
 
@@ -179,7 +180,7 @@ async def test_the_gate_gives_places_to_the_owner_with_the_fewest() -> None:
 
 
 @pytest.mark.parametrize("cancel_at", range(4))
-async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
+async def test_a_permit_is_not_lost_by_a_cancel(cancel_at: int) -> None:
     is_idle = cancel_at != 0
     gate = LineGate(1, lambda: is_idle)
     tasks = [asyncio.create_task(gate.acquire("a")) for _ in range(2)]
@@ -191,12 +192,12 @@ async def test_a_place_is_not_lost_by_a_cancel(cancel_at: int) -> None:
         gate.release(tasks[0].result())
         gate.release(tasks[0].result())  # a second time changes nothing
     is_idle = True
-    gate.look()
+    gate.admit()
     async with asyncio.timeout(5):
         await tasks[1]
 
 
-async def test_those_that_give_way_have_begun_last_and_places_are_kept_in_balance() -> None:
+async def test_the_newest_lines_are_preempted_and_permits_stay_balanced() -> None:
     gate, runs = LineGate(4, lambda: True), list[str]()
     ends = asyncio.Event()
 
@@ -220,9 +221,9 @@ async def test_those_that_give_way_have_begun_last_and_places_are_kept_in_balanc
         for name in "abcde":
             group.create_task(line(name))
         await ran("abcd")
-        gate.give_way(1)
-        gate.give_way(1)  # for the same request: one is stopping already
+        gate.preempt(1)
+        gate.preempt(1)  # for the same request: one is stopping already
         await ran("abcde")
-        gate.give_way(3)  # a and b have tokens, then the oldest without
+        gate.preempt(3)  # a and b have tokens, then the oldest without
         await ran("abcdecba")
         ends.set()

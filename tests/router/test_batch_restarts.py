@@ -1,4 +1,4 @@
-"""Batches over the end of their router: an orderly stop, a torn last line, kill -9, and an end that comes too late."""
+"""Batches survive the end of their router: an orderly stop, a torn last line, kill -9, and a restart after their window."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.chaos.settings import process_environment
 from tests.router.batch_cluster import (
     ABC,
@@ -32,7 +32,7 @@ DAY = 24 * 3600
 
 
 class Seen:
-    """Plays a script, and remembers the first character of every prompt that it was asked for."""
+    """Returns a script, and records the first character of every prompt."""
 
     def __init__(self, script: Script = ABC, stuck_after: int | None = None) -> None:
         self.prompts: list[int] = []
@@ -46,7 +46,7 @@ class Seen:
 
 
 def letters(number: int) -> bytes:
-    """An input file of so many requests, each with a prompt of its own."""
+    """Return an input file with ``number`` requests, each with its own prompt."""
     return jsonl(*(request_line(f"r{i}", prompt=chr(ord("a") + i)) for i in range(number)))
 
 
@@ -54,7 +54,7 @@ def prompts_of(number: int) -> list[int]:
     return byte_ids(bytes(range(ord("a"), ord("a") + number)))
 
 
-async def test_a_restart_goes_on_with_what_has_no_line(tmp_path: Path) -> None:
+async def test_a_restart_continues_with_requests_without_a_line(tmp_path: Path) -> None:
     before = Seen(stuck_after=3)
     async with filing_cluster(tmp_path, before, batches_max_concurrency=2) as cluster:
         made = await create(cluster, letters(8))
@@ -148,7 +148,7 @@ PROGRAM = """
 import asyncio, json, sys
 from pathlib import Path
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.batch_cluster import ABC, create, filing_cluster
 from tests.router.test_batch_restarts import letters
 
@@ -169,7 +169,7 @@ asyncio.run(main(*sys.argv[1:]))
 
 @pytest.mark.slow
 async def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) -> None:
-    """A router is killed again and again while its batch runs; each request has one line in the end."""
+    """A router is killed repeatedly while its batch runs; each request has one line in the end."""
     folder, log = tmp_path / "files", tmp_path / "prompts"
     log.touch()
     batch_id, num_seen = "", 0
@@ -192,7 +192,7 @@ async def test_kill_9_at_any_moment_loses_and_repeats_nothing(tmp_path: Path) ->
             await process.wait()
         num_seen = len(log.read_text().splitlines())
     last = Seen()
-    async with filing_cluster(folder, last, (Role.BOTH,)) as cluster:
+    async with filing_cluster(folder, last, (Role.AGGREGATED,)) as cluster:
         batch = await batch_over(cluster, batch_id)
         lines = await lines_of(cluster, batch["output_file_id"])
     assert batch["request_counts"] == {"total": 26, "completed": 26, "failed": 0}

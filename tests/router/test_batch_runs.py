@@ -1,4 +1,4 @@
-"""One batch with an answer and a disk of the test's: what is tried again, what is an error, and what waits."""
+"""One batch with a scripted answer and disk: retries, errors and waiting."""
 
 import asyncio
 import errno
@@ -13,21 +13,21 @@ import msgspec
 import pytest
 
 from contract.errors import ErrorKind, PayloadTooLargeError, UnavailableError
-from router.batches.answering import Answered
-from router.batches.desk import NewBatch
+from router.batches.answering import LineAnswer
 from router.batches.disk import Disk
 from router.batches.folder import Folder
 from router.batches.gate import LineGate
-from router.batches.library import Library
-from router.batches.quota import Bounds
+from router.batches.operations import NewBatch
+from router.batches.quota import FolderLimits
 from router.batches.records import BatchRecord, BatchStatus
 from router.batches.runner import BatchRunner
 from router.batches.service import BatchService
+from router.batches.storage import Storage
 from router.batches.store import Store, Upload
 from tests.router.batch_cluster import TEXT, prompts
 
-OK = Answered(request_id="cmpl-1", status_code=200, body=b'{"object":"text_completion"}')
-BOUNDS = Bounds(
+OK = LineAnswer(request_id="cmpl-1", status_code=200, body=b'{"object":"text_completion"}')
+LIMITS = FolderLimits(
     file_bytes=10_000,
     total_bytes=100_000,
     count=100,
@@ -39,14 +39,14 @@ BOUNDS = Bounds(
 )
 
 
-def failed(kind: ErrorKind, status: int = 503, *, has_workers: bool = True) -> Answered:
-    return Answered(
+def failed(kind: ErrorKind, status: int = 503, *, has_workers: bool = True) -> LineAnswer:
+    return LineAnswer(
         request_id="cmpl-1", status_code=status, body=b'{"error":{}}', kind=kind, has_workers=has_workers
     )
 
 
 class FullDisk(Disk):
-    """Has no space left while ``is_full``; every second write that fails has written its first half."""
+    """A disk without space while ``is_full``; every second failing write has written its first half."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -63,14 +63,14 @@ class FullDisk(Disk):
 
 @dataclass
 class Bench:
-    """A service of batches whose requests are answered from ``answers``, the last of them again and again.
+    """A service of batches whose requests are answered from ``answers``; the last answer is repeated.
 
-    pauses: the seconds that it wanted to wait; ``on_pause`` is called with each. results: counts by name.
+    pauses: the seconds of each pause; ``on_pause`` is called with them. results: counts by name.
     """
 
     folder: Path
-    answers: list[Answered] = field(default_factory=lambda: [OK])
-    bounds: Bounds = BOUNDS
+    answers: list[LineAnswer] = field(default_factory=lambda: [OK])
+    limits: FolderLimits = LIMITS
     disk: FullDisk = field(default_factory=FullDisk)
     has_begun: bool = False
     now: float = 1_000_000.0
@@ -80,7 +80,9 @@ class Bench:
     num_asked: int = 0
     hold: asyncio.Event | None = None
 
-    async def answer(self, endpoint: str, body: bytes, tenant: str, on_begun: Callable[[], None]) -> Answered:
+    async def answer(
+        self, endpoint: str, body: bytes, tenant: str, on_begun: Callable[[], None]
+    ) -> LineAnswer:
         self.num_asked += 1
         assert (endpoint, tenant) == (TEXT, "me")
         assert msgspec.json.decode(body)["prompt"] == "x"
@@ -102,7 +104,7 @@ class Bench:
     async def service(self) -> AsyncIterator[BatchService]:
         service = BatchService(
             self.folder,
-            self.bounds,
+            self.limits,
             self.answer,
             max_concurrency=2,
             may_begin=lambda: True,
@@ -119,12 +121,12 @@ class Bench:
 
 
 async def uploaded(service: BatchService, content: bytes) -> str:
-    upload = await service.library.run(Upload, service.library.store, "me")
+    upload = await service.storage.run(Upload, service.storage.store, "me")
     try:
-        await service.library.run(upload.write, content)
-        return (await service.library.run(upload.finish, "in.jsonl", None)).id
+        await service.storage.run(upload.write, content)
+        return (await service.storage.run(upload.finish, "in.jsonl", None)).id
     finally:
-        await service.library.run(upload.abort)
+        await service.storage.run(upload.abort)
 
 
 async def created(service: BatchService, content: bytes) -> BatchRecord:
@@ -144,10 +146,10 @@ async def created(service: BatchService, content: bytes) -> BatchRecord:
 async def when(
     service: BatchService, batch: BatchRecord, is_true: Callable[[BatchRecord], object]
 ) -> BatchRecord:
-    store, desk = service.library.store, service.library.desk
+    store, operations = service.storage.store, service.storage.operations
     async with asyncio.timeout(30):
         while True:
-            current = await service.library.run(lambda: desk.show(store.batch("me", batch.id)))
+            current = await service.storage.run(lambda: operations.show(store.batch("me", batch.id)))
             if is_true(current):
                 return current
             await asyncio.sleep(0.001)
@@ -158,13 +160,13 @@ async def over(service: BatchService, batch: BatchRecord) -> BatchRecord:
 
 
 async def lines(service: BatchService, file_id: str) -> list[Any]:
-    store = service.library.store
+    store = service.storage.store
     path = store.folder.data(file_id)
     return [msgspec.json.decode(line) for line in path.read_bytes().splitlines()]
 
 
 @pytest.mark.parametrize("kind", [ErrorKind.OVERLOADED, ErrorKind.UNAVAILABLE])
-async def test_a_busy_service_is_asked_again_with_growing_pauses(tmp_path: Path, kind: ErrorKind) -> None:
+async def test_a_busy_service_is_retried_with_growing_pauses(tmp_path: Path, kind: ErrorKind) -> None:
     bench = Bench(tmp_path, answers=[*[failed(kind)] * 7, OK])
     async with bench.service() as service:
         batch = await over(service, await created(service, prompts(1)))
@@ -184,8 +186,8 @@ async def test_a_busy_service_is_asked_again_with_growing_pauses(tmp_path: Path,
         (failed(ErrorKind.INTERNAL, 500), True, 1),
     ],
 )
-async def test_what_another_try_does_not_mend_is_an_error_line(
-    tmp_path: Path, answer: Answered, has_begun: bool, num_asked: int
+async def test_a_permanent_failure_is_an_error_line(
+    tmp_path: Path, answer: LineAnswer, has_begun: bool, num_asked: int
 ) -> None:
     bench = Bench(tmp_path, answers=[answer], has_begun=has_begun)
     async with bench.service() as service:
@@ -196,7 +198,7 @@ async def test_what_another_try_does_not_mend_is_an_error_line(
 
 
 async def test_a_full_disk_costs_no_result(tmp_path: Path) -> None:
-    """The answer waits in memory until its line can be written; half lines of failed writes are not seen."""
+    """The answer stays in memory until its line can be written; partial lines of failed writes are not visible."""
     bench = Bench(tmp_path)
 
     def free_at_the_fifth(_: float) -> None:
@@ -224,15 +226,17 @@ async def test_an_upload_to_a_full_disk_is_refused_and_leaves_nothing(tmp_path: 
         with pytest.raises(UnavailableError, match="No space left on device"):
             await uploaded(service, b"x" * 100)
         bench.disk.is_full = False
-        await service.library.run(service.library.desk.check_integrity)
+        await service.storage.run(service.storage.operations.check_integrity)
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
         await uploaded(service, b"x")
 
 
 async def test_batches_wait_while_the_folder_is_full(tmp_path: Path) -> None:
     content = prompts(3)
-    bounds = Bounds(**{**{f: getattr(BOUNDS, f) for f in BOUNDS.__dataclass_fields__}, "total_bytes": 1000})
-    bench = Bench(tmp_path, bounds=bounds)
+    limits = FolderLimits(
+        **{**{f: getattr(LIMITS, f) for f in LIMITS.__dataclass_fields__}, "total_bytes": 1000}
+    )
+    bench = Bench(tmp_path, limits=limits)
     async with bench.service() as service:
         filler = await uploaded(service, b"x" * (1000 - len(content)))
         with pytest.raises(PayloadTooLargeError, match="files_total_bytes"):
@@ -246,7 +250,7 @@ async def test_batches_wait_while_the_folder_is_full(tmp_path: Path) -> None:
 
 
 async def test_a_batch_expires_while_it_runs(tmp_path: Path) -> None:
-    """The clock is ahead when the window's timer fires: what has no answer gets its error line."""
+    """The clock is past the window when its timer fires: each unanswered request gets an error line."""
     bench = Bench(tmp_path)
     async with bench.service() as service:
         bench.hold = asyncio.Event()
@@ -255,7 +259,7 @@ async def test_a_batch_expires_while_it_runs(tmp_path: Path) -> None:
             service, made, lambda batch: batch.status is BatchStatus.IN_PROGRESS and bench.num_asked == 2
         )
         bench.now += 24 * 3600
-        service.runner.look_again(made.id)
+        service.runner.recheck(made.id)
         batch = await over(service, made)
         errors = await lines(service, batch.error_file_id)
     assert batch.status is BatchStatus.EXPIRED
@@ -271,7 +275,7 @@ async def test_a_timer_that_fires_early_changes_nothing(tmp_path: Path) -> None:
         await when(
             service, made, lambda batch: batch.status is BatchStatus.IN_PROGRESS and bench.num_asked == 2
         )
-        service.runner.look_again(made.id)
+        service.runner.recheck(made.id)
         await when(service, made, lambda _: bench.num_asked == 4)  # the same two begin once more
         bench.hold.set()
         batch = await over(service, made)
@@ -284,12 +288,12 @@ async def test_a_batch_is_cancelled_before_it_is_validated(tmp_path: Path) -> No
         made = await created(service, prompts(50))
         await service.runner.cancel("me", made.id)
         batch = await over(service, made)
-        await service.library.run(service.library.desk.check_integrity)
+        await service.storage.run(service.storage.operations.check_integrity)
     assert batch.status is BatchStatus.CANCELLED
 
 
 class StuckDisk(Disk):
-    """Removes nothing the first time."""
+    """A disk whose first removal fails."""
 
     def __init__(self) -> None:
         self.num_tries = 0
@@ -306,39 +310,39 @@ async def test_old_files_are_removed_after_the_disk_failed_once(
 ) -> None:
     """P2: one error of the disk ended the task that removes them, and the folder filled up."""
     seconds = [1000.0]
-    library = Library(Store(Folder(tmp_path, Disk()), Disk(), BOUNDS, lambda: seconds[0]))
+    storage = Storage(Store(Folder(tmp_path, Disk()), Disk(), LIMITS, lambda: seconds[0]))
     turns: asyncio.Queue[None] = asyncio.Queue()
 
     async def pause(_: float) -> None:
         await turns.get()
 
     runner = BatchRunner(
-        library,
+        storage,
         Bench(tmp_path).answer,
         LineGate(1, lambda: True),
         lambda _what, _number: None,
         sweep_pause=pause,
     )
-    await library.open()
+    await storage.open()
     await runner.start()
-    upload = await library.run(Upload, library.store, "")
-    await library.run(upload.write, b"x")
-    file = await library.run(upload.finish, "a", 3600)
+    upload = await storage.run(Upload, storage.store, "")
+    await storage.run(upload.write, b"x")
+    file = await storage.run(upload.finish, "a", 3600)
     seconds[0] += 3600
-    library.store.folder = Folder(tmp_path, disk := StuckDisk())
+    storage.store.folder = Folder(tmp_path, disk := StuckDisk())
     turns.put_nowait(None)
     turns.put_nowait(None)
     async with asyncio.timeout(10):
         while (tmp_path / f"{file.id}.data").exists():
             await asyncio.sleep(0.01)
-    assert disk.num_tries > 1 and "old files are not removed: " in caplog.text
+    assert disk.num_tries > 1 and "old files were not removed: " in caplog.text
     await runner.close()
-    await library.close()
+    await storage.close()
 
 
-async def test_a_file_that_is_opened_for_nobody_is_closed(tmp_path: Path) -> None:
-    """H7: whoever asks for a file may go while the disk opens it."""
-    library = Library(Store(Folder(tmp_path, Disk()), Disk(), BOUNDS, lambda: 0.0))
+async def test_a_file_that_is_opened_for_a_cancelled_caller_is_closed(tmp_path: Path) -> None:
+    """H7: the caller may be cancelled while the disk opens its file."""
+    storage = Storage(Store(Folder(tmp_path, Disk()), Disk(), LIMITS, lambda: 0.0))
     begun, rest = threading.Event(), threading.Event()
     opened = []
 
@@ -348,11 +352,11 @@ async def test_a_file_that_is_opened_for_nobody_is_closed(tmp_path: Path) -> Non
         opened.append((tmp_path / "a").open("wb"))
         return opened[0]
 
-    asking = asyncio.create_task(library.run(open_slowly))
+    asking = asyncio.create_task(storage.run(open_slowly))
     await asyncio.to_thread(begun.wait, 10)
     asking.cancel()
     await asyncio.wait([asking])
     rest.set()
-    assert await library.run(lambda: len(opened)) == 1, "the calls are made in turn"
+    assert await storage.run(lambda: len(opened)) == 1, "the calls are made in turn"
     assert opened[0].closed
-    await library.close()
+    await storage.close()

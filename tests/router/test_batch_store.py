@@ -1,4 +1,4 @@
-"""The folder of files and batches under crashes at any write: what was acknowledged stays, and nothing comes twice."""
+"""The folder of files and batches with crashes at any write: acknowledged changes stay, and nothing is duplicated."""
 
 import json
 import tempfile
@@ -16,10 +16,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 
 from contract.errors import InvalidRequestError, NotFoundError
 from router.batches import lifecycle
-from router.batches.desk import BatchDesk, NewBatch
 from router.batches.folder import Folder
 from router.batches.lifecycle import WrongStateError
-from router.batches.quota import Bounds
+from router.batches.operations import BatchOperations, NewBatch
+from router.batches.quota import FolderLimits
 from router.batches.records import BatchRecord, BatchStatus, Counts
 from router.batches.results import Response, new_result
 from router.batches.store import Store, Upload
@@ -28,7 +28,7 @@ from tests.router.batch_cluster import TEXT, prompts
 
 T = TypeVar("T")
 OWNERS = ("a", "b")
-BOUNDS = Bounds(
+LIMITS = FolderLimits(
     file_bytes=10_000,
     total_bytes=100_000,
     count=1000,
@@ -49,7 +49,7 @@ ORDER = {
 
 @dataclass
 class Known:
-    """What a client of one batch knows for certain. results: custom_ids whose line was written."""
+    """The acknowledged state of one batch. results: custom_ids whose line was written."""
 
     owner: str
     num_lines: int
@@ -58,7 +58,7 @@ class Known:
 
 
 class Filing(RuleBasedStateMachine):
-    """Two owners, a folder, and a process that may die at any change of the disk."""
+    """A state machine: two owners, a folder, and a process that may die at any change of the disk."""
 
     files, batches = Bundle("files"), Bundle("batches")
     crashes = st.sampled_from([None, None, None, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 12])
@@ -74,21 +74,21 @@ class Filing(RuleBasedStateMachine):
     def open(self) -> None:
         self.disk = CrashingDisk()
         self.folder = Folder(Path(self.root.name) / "files", self.disk)
-        self.store = Store(self.folder, self.disk, BOUNDS, lambda: self.now)
-        self.desk = BatchDesk(self.store)
+        self.store = Store(self.folder, self.disk, LIMITS, lambda: self.now)
+        self.operations = BatchOperations(self.store)
         self.store.open()
         for batch in self.store.open_batches():
             if batch.status is not BatchStatus.VALIDATING:
-                self.desk.open_results(batch)
+                self.operations.open_results(batch)
 
     def do(self, crash: int | None, work: Callable[[], T]) -> T | None:
-        """Do it, with the process dying after so many changes; None where it died. Then there is a new one."""
+        """Return the result of ``work``, during which the process may die; None if it died and was restarted."""
         self.disk.crash_at = crash
         try:
             return work()
         except ProcessDiedError:
             for batch in self.store.open_batches():
-                self.desk.close_results(batch)
+                self.operations.close_results(batch)
             self.store.close()
             self.open()
             return None
@@ -153,18 +153,18 @@ class Filing(RuleBasedStateMachine):
             output_seconds=None,
         )
         before = {batch.id for batch in self.store.batches(owner)}
-        batch = self.do(crash, lambda: self.desk.create(new))
+        batch = self.do(crash, lambda: self.operations.create(new))
         if batch is None:
-            for other in self.store.batches(owner):  # the client was told of none, and the service has one
+            for other in self.store.batches(owner):  # the batch was stored without an acknowledgement
                 if other.id not in before:
                     self.known[other.id] = Known(owner, content.count(b"\n"), BatchStatus.VALIDATING)
-            batch = self.desk.create(new)
+            batch = self.operations.create(new)
         self.known[batch.id] = Known(owner, content.count(b"\n"), BatchStatus.VALIDATING)
         return batch.id
 
     @rule(batch_id=batches, steps=st.lists(st.booleans(), min_size=1, max_size=8), crash=crashes)
     def advance(self, batch_id: str, steps: list[bool], crash: int | None) -> None:
-        """Go on with a batch as a router does. steps: whether a request is answered; the last one may die."""
+        """Continue a batch as a router does. steps: True for an answered request; the process may die in the last one."""
         for number, is_answer in enumerate(steps, 1):
             dies = crash if number == len(steps) else None
             batch = self.batch(batch_id)
@@ -183,13 +183,15 @@ class Filing(RuleBasedStateMachine):
             return
 
         def work() -> BatchRecord:
-            with self.desk.open_input(batch) as file:
-                validation = self.desk.validation(batch, file)
+            with self.operations.open_input(batch) as file:
+                validation = self.operations.validation(batch, file)
                 while not validation.advance(50):
                     pass
                 assert not validation.problems
-                begun = self.desk.change(batch, lambda b, now: lifecycle.begin(b, validation.total, now))
-            self.desk.open_results(begun)
+                begun = self.operations.change(
+                    batch, lambda b, now: lifecycle.begin(b, validation.total, now)
+                )
+            self.operations.open_results(begun)
             return begun
 
         begun = self.do(crash, work)
@@ -199,8 +201,8 @@ class Filing(RuleBasedStateMachine):
         batch = self.batch(batch_id)
         if batch.status is not BatchStatus.IN_PROGRESS:
             return
-        with self.desk.open_input(batch) as file:
-            line = next(self.desk.lines(batch, file), None)
+        with self.operations.open_input(batch) as file:
+            line = next(self.operations.lines(batch, file), None)
         known = self.known[batch_id]
         if line is None:
             assert len(known.results) == known.num_lines
@@ -210,7 +212,7 @@ class Filing(RuleBasedStateMachine):
         result = new_result(line.custom_id, response)
 
         def work() -> bool:
-            self.desk.append(batch, result)
+            self.operations.append(batch, result)
             return True
 
         if self.do(crash, work):
@@ -219,7 +221,7 @@ class Filing(RuleBasedStateMachine):
     def finish(self, batch_id: str, crash: int | None) -> None:
         batch, known = self.batch(batch_id), self.known[batch_id]
         if batch.status is BatchStatus.IN_PROGRESS and len(self.lines(batch)) == known.num_lines:
-            self.do(crash, lambda: self.desk.change(batch, lifecycle.finalize))
+            self.do(crash, lambda: self.operations.change(batch, lifecycle.finalize))
         elif batch.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
             self.do(crash, lambda: self.end(batch))
 
@@ -230,31 +232,31 @@ class Filing(RuleBasedStateMachine):
         for other in OWNERS:
             if other != known.owner:
                 with pytest.raises(NotFoundError):
-                    self.desk.cancel(other, batch_id)
+                    self.operations.cancel(other, batch_id)
         if lifecycle.can_cancel(batch) or batch.status is BatchStatus.CANCELLING:
-            self.do(crash, lambda: self.desk.cancel(known.owner, batch_id))
+            self.do(crash, lambda: self.operations.cancel(known.owner, batch_id))
         else:
             with pytest.raises(InvalidRequestError, match="Cannot cancel"):
-                self.desk.cancel(known.owner, batch_id)
+                self.operations.cancel(known.owner, batch_id)
 
     @rule(batch_id=batches, crash=crashes)
     @precondition(lambda self: len(self.known) > 2)
     def expire(self, batch_id: str, crash: int | None) -> None:
         batch = self.batch(batch_id)
         if batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
-            self.do(crash, lambda: self.desk.change(batch, lifecycle.expire))
+            self.do(crash, lambda: self.operations.change(batch, lifecycle.expire))
 
     @rule(crash=crashes)
     def restart(self, crash: int | None) -> None:
-        """An orderly end, or one in the clean-up of the next start."""
+        """End the process in order, or let it die in the clean-up of the next start."""
         for batch in self.store.open_batches():
-            self.desk.close_results(batch)
+            self.operations.close_results(batch)
         self.store.close()
         disk = CrashingDisk()
         disk.crash_at = crash
         folder = Folder(Path(self.root.name) / "files", disk)
         try:
-            Store(folder, disk, BOUNDS, lambda: self.now).open()
+            Store(folder, disk, LIMITS, lambda: self.now).open()
         except ProcessDiedError:
             pass
         finally:
@@ -263,14 +265,14 @@ class Filing(RuleBasedStateMachine):
 
     def end(self, batch: BatchRecord) -> BatchRecord:
         if batch.is_expiring and batch.counts.total:
-            with self.desk.open_input(batch) as file:
-                lines = self.desk.lines(batch, file)
-                while self.desk.append_expired(batch, lines, 2):
+            with self.operations.open_input(batch) as file:
+                lines = self.operations.lines(batch, file)
+                while self.operations.append_expired(batch, lines, 2):
                     pass
-        return self.desk.end(batch)
+        return self.operations.end(batch)
 
     def lines(self, batch: BatchRecord) -> list[str]:
-        """The custom_ids of all whole result lines."""
+        """Return the custom_ids of all whole result lines."""
         found = []
         for file_id in (batch.output_file_id, batch.error_file_id):
             path = self.folder.data(file_id)
@@ -307,11 +309,11 @@ class Filing(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_the_folder(self) -> None:
-        self.desk.check_integrity()
+        self.operations.check_integrity()
 
     def teardown(self) -> None:
         for batch in self.store.open_batches():
-            self.desk.close_results(batch)
+            self.operations.close_results(batch)
         self.store.close()
         self.root.cleanup()
 

@@ -1,4 +1,4 @@
-"""/v1/batches: lines are answered by the handlers' own code, errors are lines of the error file, input is validated."""
+"""/v1/batches: lines are answered by the handlers' code, errors are lines of the error file, input is validated."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from contract.errors import WorkerLostError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.batch_cluster import (
     ABC,
     CHAT,
@@ -35,7 +35,7 @@ HI = [{"role": "user", "content": "hi"}]
 async def whole(
     cluster: Cluster, content: bytes, endpoint: str = TEXT
 ) -> tuple[dict[str, Any], list[Any], list[Any]]:
-    """Run a batch to its end: the batch, its output lines and its error lines."""
+    """Run a batch to its end; return the batch, its output lines and its error lines."""
     batch = await batch_over(cluster, (await create(cluster, content, endpoint))["id"])
     outputs = await lines_of(cluster, batch["output_file_id"])
     return batch, outputs, await lines_of(cluster, batch["error_file_id"])
@@ -54,7 +54,7 @@ async def test_a_line_is_answered_as_http_answers_its_body(
     tmp_path: Path, endpoint: str, body: dict[str, Any], kind: str
 ) -> None:
     def shape(value: Any) -> Any:
-        """The answer without what differs from request to request."""
+        """Return the answer without the parts that differ between requests."""
         if isinstance(value, dict):
             different = ("id", "created", "created_at", "completed_at")
             return {name: shape(inner) for name, inner in value.items() if name not in different}
@@ -161,7 +161,7 @@ async def test_an_input_that_is_not_valid_fails_the_batch(
 ) -> None:
     async with filing_cluster(tmp_path, batches_max_lines=3, max_body_bytes=10_000) as cluster:
         batch, outputs, errors = await whole(cluster, content)
-        assert not cluster.workers["both-0"].decodes
+        assert not cluster.workers["both-0"].received.decodes
     assert (batch["status"], outputs, errors) == ("failed", [], [])
     assert batch["failed_at"] >= batch["created_at"]
     assert batch["errors"]["object"] == "list"
@@ -181,7 +181,7 @@ async def test_a_last_line_without_its_end_and_a_byte_order_mark_are_read(tmp_pa
     assert (batch["status"], len(outputs)) == ("completed", 2)
 
 
-async def test_what_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
+async def test_an_invalid_batch_is_rejected_by_name(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path) as cluster:
         file_id = await upload(cluster, prompts(1))
         good = {"input_file_id": file_id, "endpoint": TEXT, "completion_window": "24h"}
@@ -215,7 +215,7 @@ async def test_what_is_no_batch_is_refused_by_name(tmp_path: Path) -> None:
             assert (got, answer["error"]["param"]) == (404, "batch_id")
 
 
-async def test_results_expire_when_they_are_told_to(tmp_path: Path) -> None:
+async def test_results_expire_after_their_own_time(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path) as cluster:
         expiry = {"anchor": "created_at", "seconds": 4000}
         batch = await create(cluster, prompts(1), output_expires_after=expiry)
@@ -267,7 +267,7 @@ async def test_a_key_neither_sees_nor_cancels_the_batch_of_another(tmp_path: Pat
         assert len(await lines_of(cluster, batch["output_file_id"], key("a"))) == 2
 
 
-async def test_cancel_stops_what_runs_and_keeps_what_is_done(tmp_path: Path) -> None:
+async def test_cancel_stops_running_requests_and_keeps_results(tmp_path: Path) -> None:
     num_begun = 0
 
     def script(_: pb.Task) -> Script:
@@ -330,10 +330,10 @@ async def test_the_death_of_a_worker_is_survived_and_beyond_that_an_error_line(t
         died, was_dead = True, died
         return ABC if was_dead else Script(tokens=ABC.tokens, die_at=1)
 
-    async with filing_cluster(tmp_path, dying, (Role.BOTH,), worker_wait_seconds=30) as cluster:
+    async with filing_cluster(tmp_path, dying, (Role.AGGREGATED,), worker_wait_seconds=30) as cluster:
         batch = await create(cluster, prompts(1))
         await cluster.service.wait_for_workers(0)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         batch = await batch_over(cluster, batch["id"])
         [line] = await lines_of(cluster, batch["output_file_id"])
     assert line["response"]["body"]["choices"][0]["text"] == "abc"

@@ -1,4 +1,4 @@
-"""Bodies that cost more than their bytes: compressed, of very many values, of lists that nothing needs."""
+"""Bodies that cost more than their bytes: compressed ones, and ones with very many values or lists."""
 
 import asyncio
 import gzip
@@ -15,9 +15,9 @@ from hypothesis import given
 
 from contract.errors import OverloadedError, PayloadTooLargeError
 from contract.identity import Role
-from router.http.decoding import LARGE_BYTES, MAX_LISTS, decode
-from router.http.raw_body import BodyReader
-from router.testing import Script
+from router.http.bodies.decoding import LARGE_BYTES, MAX_LISTS, decode
+from router.http.bodies.raw_body import BodyReader
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
@@ -26,7 +26,7 @@ HELLO = Script(tokens=[END])
 
 
 def bomb(num_bytes: int) -> bytes:
-    """A small body that inflates to so many bytes."""
+    """Return a small body that inflates to ``num_bytes``."""
     packer = zlib.compressobj(wbits=31)
     pieces = [packer.compress(b'{"prompt": "')]
     pieces += [packer.compress(b"a" * 2**20) for _ in range(num_bytes // 2**20)]
@@ -34,9 +34,9 @@ def bomb(num_bytes: int) -> bytes:
 
 
 async def test_inflating_ends_at_the_limit() -> None:
-    """L6: a body of 260 kB that inflates to 256 MiB is refused after max_body_bytes of it."""
+    """L6: a body of 260 kB that inflates to 256 MiB is rejected after max_body_bytes of it."""
     packed = bomb(2**28)
-    async with running_cluster(HELLO, (Role.BOTH,), max_body_bytes=2**20) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), max_body_bytes=2**20) as cluster:
         headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
         tracemalloc.start()
         try:
@@ -50,7 +50,7 @@ async def test_inflating_ends_at_the_limit() -> None:
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "raw deflate", "two members", "GZIP"])
 async def test_compressed_bodies_are_read(encoding: str) -> None:
-    """L6: the encodings that are served."""
+    """L6: all supported encodings."""
     body = json.dumps({"prompt": "hello", "max_tokens": 1}).encode()
     raw = zlib.compressobj(wbits=-15)
     sent = {
@@ -63,7 +63,7 @@ async def test_compressed_bodies_are_read(encoding: str) -> None:
     name = {"raw deflate": "deflate", "two members": "gzip"}.get(encoding, encoding)
     headers = {"Content-Type": "application/json", "Content-Encoding": name}
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
     ):
         assert response.status == 200, await response.text()
@@ -71,10 +71,10 @@ async def test_compressed_bodies_are_read(encoding: str) -> None:
 
 @pytest.mark.parametrize("encoding", ["br", "zstd", "gzip, gzip", "x", "compress"])
 async def test_an_encoding_that_is_not_served_is_415(encoding: str) -> None:
-    """L6: it is not ignored."""
+    """L6: an unknown encoding is not ignored."""
     headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=b'{"prompt": "a"}', headers=headers) as response,
     ):
         assert response.status == 415
@@ -82,11 +82,11 @@ async def test_an_encoding_that_is_not_served_is_415(encoding: str) -> None:
 
 
 async def test_a_cut_compressed_body_is_400() -> None:
-    """L6: what ends too early is said to."""
+    """L6: the error names the early end."""
     headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
     sent = gzip.compress(b'{"prompt": "a"}')[:-4]
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(cluster.url(TEXT), data=sent, headers=headers) as response,
     ):
         assert response.status == 400
@@ -108,7 +108,7 @@ async def test_a_cut_compressed_body_is_400() -> None:
 async def test_very_many_values_are_refused_before_they_are_decoded(body: bytes) -> None:
     """M2: a body of tiny values is 413 by its count alone."""
     async with (
-        running_cluster(HELLO, (Role.BOTH,)) as cluster,
+        running_cluster(HELLO, (Role.AGGREGATED,)) as cluster,
         cluster.session.post(
             cluster.url(TEXT), data=io.BytesIO(body), headers={"Content-Type": "application/json"}
         ) as response,
@@ -135,7 +135,7 @@ VALUES = st.recursive(
 
 @given(VALUES, st.integers(1, 20))
 async def test_the_count_is_right_for_any_json(value: Any, max_values: int) -> None:
-    """M2: a body within the limit is decoded, a body beyond it is refused, whatever its strings hold."""
+    """M2: a body within the limit is decoded and one beyond it is rejected, independent of the content of its strings."""
     raw = json.dumps(value).encode()
     if _num_values(value) <= max_values:
         assert await decode(raw, max_values) == value
@@ -145,7 +145,7 @@ async def test_the_count_is_right_for_any_json(value: Any, max_values: int) -> N
 
 
 def _num_values(value: Any) -> int:
-    """Lists and objects, and the commas in them."""
+    """Return the number of lists and objects and of the commas in them."""
     children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else None
     if children is None:
         return 0
@@ -154,7 +154,7 @@ def _num_values(value: Any) -> int:
 
 @given(st.lists(st.sampled_from(['"', "\\", ",", "[", "x", "\\\\", '\\"']), max_size=200_000 // 1000))
 async def test_pieces_are_cut_anywhere(marks: list[str]) -> None:
-    """M2: a string that lies over the pieces in which a body is counted is still one string."""
+    """M2: a string that is split over two counted pieces is still one string."""
     text = "".join(marks)
     for length in (2**16 - 3, 2**16 - 2, 2**16 - 1):
         value = ["a" * (length - 2) + text, "[,", 1]
@@ -170,16 +170,16 @@ async def test_lists_have_a_limit_of_their_own() -> None:
 
 
 async def test_all_bodies_together_are_bounded() -> None:
-    """M2: what is received at once by all requests has a limit, and each body gives back what it held."""
-    async with running_cluster(HELLO, (Role.BOTH,), max_bodies_bytes=2000) as cluster:
+    """M2: the bytes of all bodies in memory have a limit, and each body releases its bytes."""
+    async with running_cluster(HELLO, (Role.AGGREGATED,), max_bodies_bytes=2000) as cluster:
         assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
         status, answer = await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 2500})
         assert (status, "2000 bytes" in answer["error"]["message"]) == (429, True)
         assert (await cluster.post(TEXT, {"prompt": "hello", "user": "x" * 1500}))[0] == 200
 
 
-def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
-    """M2: the count of held bytes is that of the bodies which are being read."""
+def test_an_abandoned_body_releases_its_bytes() -> None:
+    """M2: the count includes only the bodies that are being read."""
     reader = BodyReader(10, 25)
     with reader.reading() as body:
         reader.take(10)
@@ -190,8 +190,8 @@ def test_a_body_that_is_given_up_gives_back_what_it_held() -> None:
     assert reader.num_bytes == 0
 
 
-def test_a_small_body_is_taken_in_while_large_ones_hold_everything() -> None:
-    """M2: eight bodies of 8 MiB that arrive slowly kept everybody's requests out."""
+def test_a_small_body_is_accepted_while_large_ones_hold_everything() -> None:
+    """M2: eight bodies of 8 MiB that arrived slowly blocked the requests of all clients."""
     reader = BodyReader(2**23, 2**26)
     reader.take(2**26)
     reader.take(2**13)
@@ -201,7 +201,7 @@ def test_a_small_body_is_taken_in_while_large_ones_hold_everything() -> None:
 
 
 async def test_one_large_body_is_decoded_at_a_time() -> None:
-    """M2: six of 8 MiB kept the event loop busy half of the time; small ones do not wait for them."""
+    """M2: six bodies of 8 MiB kept the event loop busy half of the time; small ones do not wait for them."""
     reader, events = BodyReader(2**23, 2**26), list[str]()
 
     async def decoding(name: str, num_bytes: int) -> None:
@@ -217,7 +217,7 @@ async def test_one_large_body_is_decoded_at_a_time() -> None:
 
 
 async def test_a_large_body_leaves_most_of_the_loops_time_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M2: behind each piece of work comes a rest three times as long."""
+    """M2: each piece of work is followed by a pause three times as long."""
     now, rests = 0.0, list[float]()
 
     async def sleep(seconds: float) -> None:
@@ -232,6 +232,6 @@ async def test_a_large_body_leaves_most_of_the_loops_time_to_others(monkeypatch:
 
     monkeypatch.setattr("router.resting.time.monotonic", lambda: now)
     monkeypatch.setattr("router.resting.asyncio.sleep", sleep)
-    monkeypatch.setattr("router.http.decoding._at_most", work)
+    monkeypatch.setattr("router.http.bodies.decoding._at_most", work)
     await decode(b'"' + b"a" * (LARGE_BYTES * 3) + b'"', 100)
     assert rests == [pytest.approx(0.006)] * 3 + [0.0]

@@ -14,7 +14,7 @@ from router import resting, starts
 from router.registry import AttachedWorker
 from router.starts import Starts
 from router.tasks import giving_way
-from router.testing import Script
+from router.testing.script import Script
 from router.turns import Turns
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END

@@ -1,4 +1,4 @@
-"""Requests have an id of the router and may have a name of the client; both cancel them, for their owner only."""
+"""A request is cancelled by the id that the router made, or by the name that the client gave; only by its owner."""
 
 import asyncio
 from typing import Any
@@ -9,9 +9,9 @@ import pytest
 from contract.errors import CancelledError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.grpc_api import REQUEST_ID_KEY
+from router.grpc.calls import REQUEST_ID_KEY
 from router.running import RunningRequests, client_name
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -30,7 +30,7 @@ async def cancel(cluster: Cluster, name: str, **options: Any) -> int:
 async def all_cancelled(cluster: Cluster, count: int = 1) -> None:
     async with asyncio.timeout(20):
         for worker in cluster.workers.values():
-            await worker.wait_for(lambda each: len(each.cancels) == count)
+            await worker.received.wait_for(lambda each: len(each.cancels) == count)
 
 
 async def test_a_stream_is_cancelled_by_the_id_in_its_initial_metadata() -> None:
@@ -58,7 +58,7 @@ async def test_the_id_is_known_before_the_first_token() -> None:
         request_id = dict(await call.initial_metadata())[REQUEST_ID_KEY]
         async with asyncio.timeout(20):
             for worker in cluster.workers.values():
-                await worker.wait_for(lambda each: bool(each.prefills or each.decodes))
+                await worker.received.wait_for(lambda each: bool(each.prefills or each.decodes))
         assert await cancel(cluster, request_id) == 1
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
@@ -124,9 +124,9 @@ async def test_cancel_needs_an_id() -> None:
 
 
 @pytest.mark.parametrize("name", ["a" * 65, "a b", "\x7f", "ü"])
-async def test_what_is_no_name_is_refused_or_not_taken(name: str) -> None:
+async def test_an_invalid_name_is_rejected_or_ignored(name: str) -> None:
     assert client_name(name) is None
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="x", request_id=name))
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
@@ -134,7 +134,7 @@ async def test_what_is_no_name_is_refused_or_not_taken(name: str) -> None:
 
 
 async def test_the_headers_name_every_answer() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         for body in ({"prompt": "x"}, {"prompt": "x", "stream": True}, {"prompt": 7}):
             for given in (None, "mine", "a" * 65):
                 headers = {"X-Request-Id": given} if given else {}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 
@@ -36,14 +36,14 @@ async def test_whole_answer() -> None:
 async def test_the_prompt_is_the_template_without_added_special_tokens() -> None:
     """A6: the conversation becomes templated text, then token ids."""
     conversation = [{"role": "system", "content": "a"}, {"role": "user", "content": "hello"}]
-    async with running_cluster(Script(tokens=HELLO), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=HELLO), (Role.AGGREGATED,)) as cluster:
         await cluster.post("/v1/chat/completions", {"messages": conversation})
-        (decode,) = cluster.workers["both-0"].decodes
+        (decode,) = cluster.workers["both-0"].received.decodes
     assert list(decode.task.prompt_token_ids) == [0, 2, *byte_ids(b"a"), 1, 3, word_id("hello"), 1, 4]
 
 
 async def test_role_comes_first_and_once_and_the_finish_reason_last_and_once() -> None:
-    async with running_cluster(Script(tokens=HELLO), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=HELLO), (Role.AGGREGATED,)) as cluster:
         body = {**ASK, "stream_options": {"include_usage": True}}
         *chunks, usage, done = await cluster.stream("/v1/chat/completions", body)
     assert done == "[DONE]"
@@ -66,7 +66,7 @@ async def test_logprobs_streamed_or_not(asked: dict[str, Any]) -> None:
     async with running_cluster(script) as cluster:
         _, whole = await cluster.post("/v1/chat/completions", {**ASK, **asked})
         *chunks, _ = await cluster.stream("/v1/chat/completions", {**ASK, **asked})
-        task = cluster.workers["prefill-0"].prefills[0].task
+        task = cluster.workers["prefill-0"].received.prefills[0].task
     assert task.sampling.logprobs == asked.get("top_logprobs", 0)
     content = whole["choices"][0]["logprobs"]["content"]
     assert content[0] == {
@@ -105,8 +105,8 @@ async def test_max_completion_tokens_goes_over_max_tokens() -> None:
     assert answer["choices"][0]["finish_reason"] == "length"
 
 
-async def test_neutral_fields_and_unknown_ones_are_taken() -> None:
-    """VLLM's and OpenAI's clients send them without meaning anything by it."""
+async def test_neutral_fields_and_unknown_ones_are_accepted() -> None:
+    """VLLM's and OpenAI's clients always send them, with values that ask for nothing."""
     idle = {
         "n": 1,
         "tools": [],

@@ -1,4 +1,4 @@
-"""``n`` and ``best_of``: one prompt, one pair of legs, several answers; each survives a worker's death by itself."""
+"""``n`` and ``best_of``: one prompt, one pair of legs, several answers; each survives a worker's death separately."""
 
 import asyncio
 from collections import defaultdict
@@ -12,19 +12,19 @@ from contract.identity import Role
 from contract.requests import choice_seed
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import END, byte_ids, word_id
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 ANSWERS = [b"none", b"one", b"two", b"three"]
 
 
 def by_choice(task: worker_pb2.Task) -> Script:
-    """Each choice's answer is its own number."""
+    """Return a script whose answer is the number of the choice."""
     return Script(tokens=[*byte_ids(ANSWERS[task.choice]), END])
 
 
@@ -33,15 +33,15 @@ def texts_of(answer: dict[str, Any]) -> list[str]:
 
 
 def tasks_of(cluster: Cluster) -> list[worker_pb2.Task]:
-    """Every task that a worker got."""
+    """Return every task that the workers received."""
     workers = cluster.workers.values()
-    return [leg.task for each in workers for leg in each.prefills] + [
-        leg.task for each in workers for leg in each.decodes
+    return [leg.task for each in workers for leg in each.received.prefills] + [
+        leg.task for each in workers for leg in each.received.decodes
     ]
 
 
 async def streamed(cluster: Cluster, body: dict[str, Any]) -> dict[int, str]:
-    """Every choice's text by its index."""
+    """Return every choice's text by its index."""
     *chunks, done = await cluster.stream(TEXT, body)
     assert done == "[DONE]"
     texts: defaultdict[int, str] = defaultdict(str)
@@ -135,7 +135,7 @@ async def test_grpc_gives_the_same_choices_as_http() -> None:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
 @pytest.mark.parametrize("die_at", [0, 1, 3])
 async def test_after_a_workers_death_each_choice_goes_on_where_it_was(role: Role, die_at: int) -> None:
-    """Replays ask for one choice each, with its own seed, behind what was delivered of it."""
+    """Each choice is replayed separately, with its own seed, after its delivered tokens."""
 
     def script(task: worker_pb2.Task) -> Script:
         is_prefill = task.first_index == 0
@@ -187,11 +187,11 @@ async def test_a_choice_that_a_stop_string_ends_leaves_the_others_alone() -> Non
             tokens=byte_ids(b"a.b.c.d" if task.choice else b"ab.cdef"), stall_at=6 if task.choice else 5
         )
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "n": 3, "stop": "b.c"}))
-        await worker.wait_for(lambda worker: len(worker.cancels) == 3)
-        assert sorted(cancel.choice for cancel in worker.cancels) == [0, 1, 2]
+        await worker.received.wait_for(lambda worker: len(worker.cancels) == 3)
+        assert sorted(cancel.choice for cancel in worker.received.cancels) == [0, 1, 2]
         _, answer = await asking
         await nothing_is_left(cluster)
     assert texts_of(answer) == ["a", "a.", "a."]

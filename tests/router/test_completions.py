@@ -1,4 +1,4 @@
-"""/v1/completions over real sockets: shapes, streaming, text."""
+"""/v1/completions over real sockets: objects, streaming, text."""
 
 from typing import Any
 
@@ -6,12 +6,12 @@ import pytest
 
 from contract.identity import Role
 from contract.requests import FinishReason
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id
 
 HELLO = (word_id("hello"), word_id(" world"), word_id(" again"))
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 
 
 @pytest.mark.parametrize("roles", FORMS)
@@ -61,7 +61,10 @@ async def test_streamed_chunks_add_up_to_the_whole_answer(roles: tuple[Role, ...
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "hello world again"
     assert whole["choices"][0]["text"] == "hello world again"
     *earlier, last = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-    assert (set(earlier) - {None}, last) == (set(), "stop")  # all may come at once, behind a late token 0
+    assert (set(earlier) - {None}, last) == (
+        set(),
+        "stop",
+    )  # all may arrive at once, after a late first token
     assert {chunk["id"] for chunk in chunks} == {usage["id"]}
     assert all(chunk["usage"] is None for chunk in chunks)
     assert usage["choices"] == []
@@ -89,8 +92,8 @@ async def test_the_two_legs_name_each_other_and_carry_the_same_task() -> None:
             "cache_salt": "s",
         }
         await cluster.post("/v1/completions", body)
-        (prefill,) = cluster.workers["prefill-0"].prefills
-        (decode,) = cluster.workers["decode-0"].decodes
+        (prefill,) = cluster.workers["prefill-0"].received.prefills
+        (decode,) = cluster.workers["decode-0"].received.decodes
     assert decode.source.transfer_id == prefill.transfer_id != ""
     assert decode.source.worker_id == "prefill-0"
     assert decode.source.boot_id
@@ -110,18 +113,18 @@ async def test_the_two_legs_name_each_other_and_carry_the_same_task() -> None:
 
 
 async def test_the_router_draws_a_seed_where_the_client_gave_none() -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         for seed in (None, None, 7, -(2**63)):
             status, _ = await cluster.post("/v1/completions", {"prompt": "hello", "seed": seed})
             assert status == 200
-        first, second, *given = [d.task.sampling.seed for d in cluster.workers["both-0"].decodes]
+        first, second, *given = [d.task.sampling.seed for d in cluster.workers["both-0"].received.decodes]
     assert first != second
     assert given == [7, -(2**63)]
 
 
 async def test_a_character_over_several_tokens_arrives_whole() -> None:
     async with running_cluster(
-        Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END]), (Role.BOTH,)
+        Script(tokens=[*byte_ids("é€\U0001f600!".encode()), END]), (Role.AGGREGATED,)
     ) as cluster:
         *chunks, _ = await cluster.stream("/v1/completions", {"prompt": "x"})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
@@ -132,14 +135,14 @@ async def test_a_character_over_several_tokens_arrives_whole() -> None:
 @pytest.mark.parametrize("tokens_per_step", [1, 2, 5])
 @pytest.mark.parametrize("stop", ["STOP", "b ST", "STO", "OP", ["nope", "TOP c"]])
 async def test_a_stop_string_cuts_exactly_across_tokens(stop: Any, tokens_per_step: int, keeps: bool) -> None:
-    # Never over by itself: a late token 0 would find all of it there, and nothing left to cancel.
+    # The script never ends by itself: after a late first token all tokens would be there, with nothing left to cancel.
     script = Script(tokens=byte_ids(b"a b STOP c d"), tokens_per_step=tokens_per_step, stall_at=11)
     matched = stop if isinstance(stop, str) else stop[-1]
     body = {"prompt": "x", "stop": stop, "include_stop_str_in_output": keeps}
     async with running_cluster(script) as cluster:
         _, answer = await cluster.post("/v1/completions", body)
         *chunks, _ = await cluster.stream("/v1/completions", body)
-        await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.cancels) == 2)
+        await cluster.workers["decode-0"].received.wait_for(lambda worker: len(worker.cancels) == 2)
     before, stopped, _ = "a b STOP c d".partition(matched)
     expected = before + stopped if keeps else before
     choice = answer["choices"][0]
@@ -208,7 +211,7 @@ async def test_a_stop_string_is_found_in_shown_special_tokens_alone() -> None:
 
 @pytest.mark.parametrize("name", ["include_stop_str_in_output", "skip_special_tokens"])
 async def test_a_switch_of_the_text_is_true_or_false(name: str) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post("/v1/completions", {"prompt": "x", name: "yes"})
     assert (status, answer["error"]["param"]) == (400, name)
 
@@ -226,9 +229,9 @@ async def test_an_answer_of_one_token_cancels_the_decode_leg() -> None:
     async with running_cluster(Script(tokens=[*HELLO, END])) as cluster:
         _, answer = await cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
         decode = cluster.workers["decode-0"]
-        await decode.wait_for(lambda worker: len(worker.cancels) == 1)
-        assert decode.cancels[0].request_id == answer["id"]
-        assert cluster.workers["prefill-0"].cancels == []
+        await decode.received.wait_for(lambda worker: len(worker.cancels) == 1)
+        assert decode.received.cancels[0].request_id == answer["id"]
+        assert cluster.workers["prefill-0"].received.cancels == []
     assert answer["choices"][0]["text"] == "hello"
     assert answer["usage"]["completion_tokens"] == 1
 
@@ -237,7 +240,7 @@ async def test_a_finished_answer_cancels_nothing() -> None:
     async with running_cluster(Script(tokens=[*HELLO, END])) as cluster:
         await cluster.post("/v1/completions", {"prompt": "x"})
         await cluster.service.stop()
-        assert [worker.cancels for worker in cluster.workers.values()] == [[], []]
+        assert [worker.received.cancels for worker in cluster.workers.values()] == [[], []]
 
 
 async def test_legacy_logprobs_are_the_same_streamed_or_not() -> None:
@@ -281,9 +284,9 @@ async def test_every_form_of_one_prompt_is_taken(prompt: Any) -> None:
     ],
 )
 async def test_default_of_max_tokens(path: str, body: dict[str, Any], expected: int) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
         assert (await cluster.post(path, body))[0] == 200
-        assert cluster.workers["both-0"].decodes[0].task.sampling.max_tokens == expected
+        assert cluster.workers["both-0"].received.decodes[0].task.sampling.max_tokens == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])

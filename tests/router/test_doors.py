@@ -1,4 +1,4 @@
-"""Who gets in at a router's public doors, and what is written of those who do not."""
+"""Access to a router's public ports, and the log of rejected clients."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END
 
@@ -29,8 +29,8 @@ SILENT = 300
 
 
 async def test_a_page_that_rebinds_its_name_is_refused() -> None:
-    """M9: the API without keys, and the admin port, answer to the names of this machine alone."""
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    """M9: the API without keys, and the admin port, accept only host names of this machine."""
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         admin = f"http://{cluster.service.addresses.admin}/debug/state"
         for url in (cluster.url("/v1/models"), cluster.url("/health"), admin):
             async with cluster.session.get(url, headers={"Host": "evil.example"}) as response:
@@ -45,7 +45,7 @@ async def test_a_page_that_rebinds_its_name_is_refused() -> None:
 
 
 async def test_a_page_of_another_site_does_not_read_the_admin_port() -> None:
-    """M9: nor by its own origin."""
+    """M9: the page is rejected under its own origin too."""
     async with running_cluster(HELLO, ()) as cluster:
         admin = f"http://{cluster.service.addresses.admin}/debug/state"
         for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
@@ -79,9 +79,9 @@ async def status_of(cluster: Cluster, path: str, headers: dict[str, str], data: 
 async def test_a_page_of_another_site_sends_no_forms(
     headers: dict[str, str], status: int, tmp_path: Path
 ) -> None:
-    """M9: without a key any page could fill the folder of files: a form needs no leave of the router."""
+    """M9: without a key any page could fill the folder of files: browsers send forms without a preflight."""
     async with running_cluster(
-        HELLO, (Role.BOTH,), files_dir=tmp_path, cors_origins="https://app.example"
+        HELLO, (Role.AGGREGATED,), files_dir=tmp_path, cors_origins="https://app.example"
     ) as cluster:
         assert await status_of(cluster, "/v1/files", {**headers, **FORM}, UPLOAD) == status
         cancel = "/v1/batches/batch_1/cancel"
@@ -91,7 +91,7 @@ async def test_a_page_of_another_site_sends_no_forms(
 
 
 async def test_a_page_that_the_service_s_own_name_serves_sends_forms(tmp_path: Path) -> None:
-    """M9: behind a proxy that serves a page as well; and where a key is needed, which no page can send by itself."""
+    """M9: behind a proxy that serves pages too; and with API keys, which a page of another site cannot send."""
     own = {"Origin": "https://chat.example", "Host": "chat.example"}
     async with running_cluster(HELLO, (), files_dir=tmp_path / "a", allowed_hosts="*") as cluster:
         assert await status_of(cluster, "/v1/files", {**own, **FORM}, UPLOAD) == 200
@@ -102,7 +102,7 @@ async def test_a_page_that_the_service_s_own_name_serves_sends_forms(tmp_path: P
 
 
 async def test_configured_names_pass() -> None:
-    """M9: behind a proxy the router is called by other names."""
+    """M9: behind a proxy the router has other names."""
     async with running_cluster(HELLO, (), allowed_hosts="api.example") as cluster:
         for host, status in (("api.example", 200), ("evil.example", 421)):
             async with cluster.session.get(cluster.url("/version"), headers={"Host": host}) as response:
@@ -110,9 +110,9 @@ async def test_configured_names_pass() -> None:
 
 
 async def test_wrong_keys_are_counted_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    """L5: by address and count, a few lines for any number, and never the key."""
+    """L5: the log has address and count, a few lines for any number of attempts, and never the key."""
     caplog.set_level(logging.WARNING)
-    async with running_cluster(HELLO, (Role.BOTH,), api_keys="sk-right") as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys="sk-right") as cluster:
         headers = {"Authorization": "Bearer sk-wrong-and-secret"}
         for _ in range(60):
             async with cluster.session.get(cluster.url("/v1/models"), headers=headers) as response:
@@ -130,17 +130,17 @@ async def test_wrong_keys_are_counted_in_the_log(caplog: pytest.LogCaptureFixtur
 
 
 async def test_a_worker_is_connected_to_when_it_attaches() -> None:
-    """P2: before its first request, when descriptors are there; one that cannot be reached is refused by name."""
-    async with running_cluster(HELLO, (Role.BOTH,), accept_timeout_seconds=0.3) as cluster:
+    """P2: the router connects before the first request; a worker that cannot be reached is rejected by name."""
+    async with running_cluster(HELLO, (Role.AGGREGATED,), accept_timeout_seconds=0.3) as cluster:
         with pytest.raises(grpc.aio.AioRpcError, match="cannot connect to worker new"):
-            await cluster.add(Role.BOTH, "new", address="127.0.0.1:1")
+            await cluster.add(Role.AGGREGATED, "new", address="127.0.0.1:1")
         workers = (await cluster.debug_state())["workers"]
         assert [worker["worker_id"] for worker in workers] == ["both-0"]
 
 
 @pytest.fixture
 def crowded(tmp_path: Path) -> Iterator[dict[str, Any]]:
-    """The addresses of a router process that may open 256 descriptors, and its log."""
+    """Run a router process that may open 256 descriptors; yield its addresses and its log."""
     secret, log = tmp_path / "secret", tmp_path / "log"
     secret.write_text("0123456789abcdef" * 4)
     secret.chmod(0o600)
@@ -164,7 +164,7 @@ def crowded(tmp_path: Path) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def silent_clients(address: str) -> Iterator[None]:
-    """So many connections that say nothing."""
+    """Open ``number`` connections that send nothing."""
     host, _, port = address.rpartition(":")
     with contextlib.ExitStack() as stack:
         for _ in range(SILENT):

@@ -14,7 +14,7 @@ import pytest
 
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left
 from tests.router.test_waiting_line import grant_one
@@ -59,9 +59,9 @@ async def test_running_answers_end_and_new_requests_are_refused_meanwhile() -> N
         assert (await cluster.get("/health"))[0] == 200
         is_held = False
         decode = cluster.workers["decode-0"]
-        task = decode.decodes[0].task
+        task = decode.received.decodes[0].task
 
-        decode.send(
+        decode.stream.send(
             worker_pb2.TokenEntry(
                 request_id=task.request_id, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
             )

@@ -8,17 +8,17 @@ import pytest
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, byte_ids, word_id
 
 TEXT = "/v1/completions"
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
 
 
 def script(task: worker_pb2.Task) -> Script:
-    """The prompt's token i has log probability -i."""
+    """Return a script in which token i of the prompt has log probability -i."""
     given = [-float(i) for i in range(1, len(task.prompt_token_ids) - task.first_index)]
     return Script(tokens=[AGAIN, END], prompt_logprobs=given, logprobs={AGAIN: -0.5, END: -0.25})
 
@@ -47,7 +47,7 @@ async def test_the_prompt_stands_before_the_answer_with_its_log_probabilities(
 
 
 async def test_no_token_is_wanted_but_the_prompts_log_probabilities() -> None:
-    """As evaluations ask: max_tokens 0."""
+    """Evaluations send max_tokens 0."""
     async with running_cluster(script) as cluster:
         body = {"prompt": ["hello world", "hello"], "echo": True, "logprobs": 0, "max_tokens": 0}
         _, whole = await cluster.post(TEXT, body)
@@ -62,7 +62,7 @@ async def test_echo_without_log_probabilities_asks_for_none() -> None:
         _, whole = await cluster.post(
             TEXT, {"prompt": "hello", "echo": True, "n": 2, "return_token_ids": True}
         )
-        sampling = cluster.workers["prefill-0"].prefills[0].task.sampling
+        sampling = cluster.workers["prefill-0"].received.prefills[0].task.sampling
     assert not sampling.HasField("prompt_logprobs")
     assert [choice["text"] for choice in whole["choices"]] == ["hello again"] * 2
     assert [choice["token_ids"] for choice in whole["choices"]] == [[HELLO, AGAIN, END]] * 2
@@ -92,15 +92,15 @@ async def test_a_replay_asks_for_them_again_only_where_they_did_not_come(stall_a
         told = script(task).prompt_logprobs
         return Script(tokens=[*byte_ids(b"ab"), END], prompt_logprobs=told, stall_at=stall)
 
-    async with running_cluster(stalling, (Role.BOTH,)) as cluster:
+    async with running_cluster(stalling, (Role.AGGREGATED,)) as cluster:
         body = {"prompt": "hello world", "prompt_logprobs": 0}
         asking = asyncio.create_task(cluster.post(TEXT, body))
         state = "streaming" if stall_at else "waiting_for_first_token"
         await cluster.until(lambda found: found["requests"][state] == 1)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         await cluster.workers["both-0"].die()
         _, whole = await asking
-        tasks = [leg.task for worker in cluster.workers.values() for leg in worker.decodes]
+        tasks = [leg.task for worker in cluster.workers.values() for leg in worker.received.decodes]
     assert whole["choices"][0]["text"] == "ab"
     assert len(whole["choices"][0]["prompt_logprobs"]) == 2
     asked = {task.attempt: task.sampling.HasField("prompt_logprobs") for task in tasks}

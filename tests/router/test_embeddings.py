@@ -1,4 +1,4 @@
-"""Embeddings over HTTP and gRPC with scripted workers: shapes, placement, replay, ends, bad input."""
+"""Embeddings over HTTP and gRPC with scripted workers: input, placement, replay, cancellation, errors."""
 
 import asyncio
 import base64
@@ -13,7 +13,7 @@ from contract.errors import InternalError, InvalidRequestError, KvbatonError, Ov
 from contract.identity import Role
 from protos import inference_pb2 as inference
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import MODEL, PAIR, Cluster, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import byte_ids
@@ -23,7 +23,7 @@ TABLE = [0.5, -0.25, 0.75]
 
 
 def by_length(task: pb.Task) -> Script:
-    """An embedding that tells the prompts apart."""
+    """Return a script whose embedding depends on the prompt."""
     return Script(embedding=(*TABLE, len(task.prompt_token_ids)), num_cached_tokens=1)
 
 
@@ -37,7 +37,7 @@ async def embeddings(cluster: Cluster, given: Any, **fields: Any) -> list[Any]:
 
 
 async def attach_first(cluster: Cluster, role: Role) -> None:
-    """The first worker; the router learns the model from it, and then can do with it what it can."""
+    """Attach the first worker, and wait until the router has loaded its model."""
     await cluster.add(role)
     async with asyncio.timeout(20):
         while not (await cluster.get("/v1/models"))[1]["data"]:
@@ -55,8 +55,8 @@ async def test_every_shape_of_input() -> None:
             [*TABLE, 1.0],
         ]
         worker = cluster.workers["prefill-0"]
-        assert list(worker.embeds[0].task.prompt_token_ids) == byte_ids(b"ab")
-        assert not cluster.workers["decode-0"].embeds and not worker.prefills
+        assert list(worker.received.embeds[0].task.prompt_token_ids) == byte_ids(b"ab")
+        assert not cluster.workers["decode-0"].received.embeds and not worker.received.prefills
         assert (await cluster.metrics())['kvbaton_request_success_total{finished_reason="stop"}'] == 7
         await nothing_is_left(cluster)
 
@@ -75,7 +75,7 @@ async def test_the_response_is_openais() -> None:
         first, second = (base64.b64decode(entry["embedding"]) for entry in body["data"])
         assert struct.unpack("<4f", first) == (*TABLE, 2.0)
         assert struct.unpack("<4f", second) == (*TABLE, 1.0)
-        task = cluster.workers["prefill-0"].embeds[0].task
+        task = cluster.workers["prefill-0"].received.embeds[0].task
         assert (task.priority, task.cache_salt) == (3, "s")
 
 
@@ -113,7 +113,7 @@ async def test_bad_input_names_the_field() -> None:
             assert answer["error"]["type"] == "invalid_request_error"
         status, answer = await cluster.post(URL, {"input": "a", "model": "other"})
         assert (status, answer["error"]["code"]) == (404, "model_not_found")
-        assert not cluster.workers["prefill-0"].embeds
+        assert not cluster.workers["prefill-0"].received.embeds
         assert await embeddings(cluster, "a" * 128) == [[*TABLE, 128.0]]
         await nothing_is_left(cluster)
 
@@ -130,12 +130,12 @@ async def test_only_decode_workers_is_a_clear_503() -> None:
         status, answer = await cluster.post(URL, {"input": "a"})
         assert status == 503
         assert "no prefill worker is attached" in answer["error"]["message"]
-        await cluster.add(Role.BOTH)
+        await cluster.add(Role.AGGREGATED)
         assert await embeddings(cluster, "a") == [[*TABLE, 1.0]]
-        assert len(cluster.workers["both-0"].embeds) == 1
+        assert len(cluster.workers["both-0"].received.embeds) == 1
         await cluster.add(Role.PREFILL)
         await embeddings(cluster, "a")
-        assert len(cluster.workers["prefill-0"].embeds) == 1
+        assert len(cluster.workers["prefill-0"].received.embeds) == 1
 
 
 async def test_a_prefill_worker_alone_is_enough() -> None:
@@ -151,7 +151,9 @@ async def test_a_workers_death_is_replayed_elsewhere() -> None:
     async with running_cluster(script) as cluster:
         await cluster.add(Role.PREFILL, "prefill-1")
         assert await embeddings(cluster, "abc") == [[*TABLE, 3.0]]
-        attempts = [call.task.attempt for worker in cluster.workers.values() for call in worker.embeds]
+        attempts = [
+            call.task.attempt for worker in cluster.workers.values() for call in worker.received.embeds
+        ]
         assert sorted(attempts) == [0, 1]
         assert (await cluster.metrics())['kvbaton_request_replays_total{kind="worker_lost"}'] == 1
         await nothing_is_left(cluster)
@@ -163,7 +165,7 @@ async def test_a_workers_death_is_replayed_elsewhere() -> None:
     [(OverloadedError("full"), 200), (InvalidRequestError("bad"), 400), (InternalError("broken"), 500)],
 )
 async def test_trouble_of_a_worker(trouble: str, error: KvbatonError, status: int) -> None:
-    """What another worker may not have is tried there; the rest ends the whole request with that error."""
+    """Errors that another worker may not have are retried there; others end the whole request."""
 
     def script(task: pb.Task) -> Script:
         is_bad = task.attempt == 0 and len(task.prompt_token_ids) == 2
@@ -190,13 +192,13 @@ async def test_deadline_and_a_client_that_goes_away_cancel_it() -> None:
         status, answer = await cluster.post(URL, {"input": ["a", "b"]})
         assert status == 504, answer
         worker = cluster.workers["prefill-0"]
-        await worker.wait_for(lambda it: len(it.cancels) == 2)
+        await worker.received.wait_for(lambda it: len(it.cancels) == 2)
     async with running_cluster(Script(stall_at=0)) as cluster:
         worker = cluster.workers["prefill-0"]
         task = asyncio.create_task(cluster.post(URL, {"input": "a"}))
-        await worker.wait_for(lambda it: bool(it.embeds))
+        await worker.received.wait_for(lambda it: bool(it.embeds))
         task.cancel()
-        await worker.wait_for(lambda it: bool(it.cancels))
+        await worker.received.wait_for(lambda it: bool(it.cancels))
         await nothing_is_left(cluster)
 
 
@@ -221,7 +223,7 @@ ANSWERS: list[tuple[str, dict[str, Any]]] = [
 
 
 async def test_a_model_without_a_head_embeds_and_answers_nothing() -> None:
-    """Its pool needs no decode worker; requests for answers are refused before anything is sent."""
+    """Its pool needs no decode worker; requests for answers are rejected before anything is sent."""
     async with running_cluster(by_length, ()) as cluster, cluster.channel() as channel:
         await cluster.add(Role.PREFILL, embeds_only=True)
         async with asyncio.timeout(20):
@@ -243,7 +245,7 @@ async def test_a_model_without_a_head_embeds_and_answers_nothing() -> None:
         assert listed.embeds_only
         assert await embeddings(cluster, "ab") == [[*TABLE, 2.0]]
         worker = cluster.workers["prefill-0"]
-        assert (worker.prefills, worker.decodes, len(worker.embeds)) == ([], [], 1)
+        assert (worker.received.prefills, worker.received.decodes, len(worker.received.embeds)) == ([], [], 1)
         await nothing_is_left(cluster)
 
 
@@ -252,7 +254,7 @@ async def test_an_embeddings_task_has_nothing_of_sampling() -> None:
         request = inference.EmbedRequest(inputs=[inference.EmbedInput(text=text) for text in ("a", "b")])
         await cluster.inference(channel).Embed(request, timeout=20)
         await embeddings(cluster, ["a", "b"])
-        tasks = [leg.task for leg in cluster.workers["prefill-0"].embeds]
+        tasks = [leg.task for leg in cluster.workers["prefill-0"].received.embeds]
         assert len(tasks) == 4
         assert not any(task.HasField("sampling") or task.eos_token_ids for task in tasks)
         for pair in (tasks[:2], tasks[2:]):  # of one request, whose inputs may arrive in any order
@@ -279,7 +281,7 @@ async def test_grpc_is_the_same() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stub.Embed(each, timeout=20)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert len(cluster.workers["prefill-0"].embeds) == 2
+        assert len(cluster.workers["prefill-0"].received.embeds) == 2
 
 
 async def test_dimensions_may_name_the_models_own_number() -> None:

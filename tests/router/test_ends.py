@@ -12,14 +12,15 @@ from contract.errors import InternalError, OverloadedError, TransferError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 TOKENS = [*byte_ids(b"abcdef"), END]
-FORMS = [PAIR, (Role.BOTH,)]
+FORMS = [PAIR, (Role.AGGREGATED,)]
 
 
 async def nothing_is_left(cluster: Cluster) -> None:
@@ -32,7 +33,7 @@ async def nothing_is_left(cluster: Cluster) -> None:
 async def cancelled_on(*workers: ScriptedWorker) -> None:
     async with asyncio.timeout(20):
         for worker in workers:
-            await worker.wait_for(lambda each: len(each.cancels) == 1)
+            await worker.received.wait_for(lambda each: len(each.cancels) == 1)
 
 
 @pytest.mark.parametrize("roles", FORMS)
@@ -49,11 +50,11 @@ async def test_a_client_that_goes_away_cancels_a_whole_answer(
     async with running_cluster(script, roles) as cluster:
         asking = asyncio.create_task(cluster.post(path, body))
         last = [*cluster.workers.values()][-1]
-        await last.wait_for(lambda worker: len(worker.decodes) == 1)
+        await last.received.wait_for(lambda worker: len(worker.decodes) == 1)
         asking.cancel()
         await cancelled_on(*cluster.workers.values())
-        ids = {worker.cancels[0].request_id for worker in cluster.workers.values()}
-        assert ids == {last.decodes[0].task.request_id}
+        ids = {worker.received.cancels[0].request_id for worker in cluster.workers.values()}
+        assert ids == {last.received.decodes[0].task.request_id}
         await nothing_is_left(cluster)
         metrics = await cluster.metrics()
         assert metrics['kvbaton_request_errors_total{kind="cancelled"}'] == 1
@@ -81,7 +82,7 @@ async def test_a_client_that_goes_away_later_cancels_the_decode_worker_only() ->
         response.close()
         await cancelled_on(cluster.workers["decode-0"])
         await nothing_is_left(cluster)
-        assert cluster.workers["prefill-0"].cancels == []
+        assert cluster.workers["prefill-0"].received.cancels == []
 
 
 async def ask(cluster: Cluster, stream: bool) -> tuple[int, list[dict[str, Any]]]:
@@ -139,8 +140,8 @@ async def test_a_workers_own_error_reaches_the_client(
             await cancelled_on(other)
         await nothing_is_left(cluster)
         await cluster.service.stop()
-        assert cluster.workers[who].cancels == []
-        assert len(other.cancels) == other_is_cancelled
+        assert cluster.workers[who].received.cancels == []
+        assert len(other.received.cancels) == other_is_cancelled
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ async def test_a_refused_leg_ends_the_request_and_the_other_leg(refusal: Any, st
         assert refusal.message in answer["error"]["message"]
         await cancelled_on(cluster.workers["prefill-0"])
         await cluster.service.stop()
-        assert cluster.workers["decode-0"].cancels == []
+        assert cluster.workers["decode-0"].received.cancels == []
 
 
 async def test_a_gap_in_a_workers_stream_is_the_workers_loss() -> None:
@@ -194,10 +195,10 @@ async def test_entries_of_other_attempts_unknown_requests_and_repeats_are_droppe
     async with running_cluster(Script(tokens=TOKENS, stall_at=2)) as cluster:
         decode = cluster.workers["decode-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "return_token_ids": True}))
-        await decode.wait_for(lambda worker: len(worker.decodes) == 1)
-        name = decode.decodes[0].task.request_id
+        await decode.received.wait_for(lambda worker: len(worker.decodes) == 1)
+        name = decode.received.decodes[0].task.request_id
         wrong: dict[str, Any] = {"token_ids": byte_ids(b"zzz"), "first_index": 2}
-        decode.send(
+        decode.stream.send(
             worker_pb2.TokenEntry(request_id=name, attempt=7, **wrong),
             worker_pb2.TokenEntry(request_id="nobody", **wrong),
             worker_pb2.TokenEntry(request_id=name, first_index=1, token_ids=byte_ids(b"b")),
@@ -228,7 +229,7 @@ async def test_a_client_that_reads_nothing_is_cancelled(bound: dict[str, Any]) -
         b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     )
     async with running_cluster(script, (), **bound) as cluster:
-        both = await cluster.add(Role.BOTH, max_model_len=30_000)
+        both = await cluster.add(Role.AGGREGATED, max_model_len=30_000)
         await cluster.service.wait_ready()
         host, port = cluster.service.addresses.http.split(":")
         with socket.socket() as client:

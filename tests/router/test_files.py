@@ -1,4 +1,4 @@
-"""/v1/files: upload, list, retrieve, content, delete; what is refused, and what lies on the disk."""
+"""/v1/files: upload, list, retrieve, content, delete; rejected uploads, and the content of the folder."""
 
 import re
 import stat
@@ -59,7 +59,7 @@ async def test_the_folder_is_this_users_alone_and_no_name_of_a_client_is_in_it(t
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
 
 
-async def test_a_name_that_is_no_utf8_is_shown_without_those_bytes(tmp_path: Path) -> None:
+async def test_a_name_that_is_not_utf8_is_shown_without_those_bytes(tmp_path: Path) -> None:
     part = b'--b\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n%s\r\n'
     body = (
         part % (b"purpose", b"", b"batch")
@@ -101,7 +101,7 @@ async def test_files_are_listed_in_pages(tmp_path: Path) -> None:
             assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_expires_after_is_kept_to(tmp_path: Path) -> None:
+async def test_expires_after_is_honoured(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path, roles=(), files_retention_seconds=7200) as cluster:
         anchor = {"expires_after[anchor]": "created_at"}
         for seconds, kept in (("3600", 3600), ("7200", 7200), ("2592000", 7200)):
@@ -118,7 +118,7 @@ async def test_expires_after_is_kept_to(tmp_path: Path) -> None:
             assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_what_is_no_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+async def test_an_invalid_upload_is_rejected_and_leaves_nothing(tmp_path: Path) -> None:
     async with filing_cluster(tmp_path, roles=(), files_max_bytes=1000) as cluster:
         url = cluster.url("/v1/files")
         two = form(b"x")
@@ -257,19 +257,21 @@ async def test_a_record_that_cannot_be_read_is_named(tmp_path: Path, name: str, 
 
 
 async def test_a_copy_of_a_record_is_named(tmp_path: Path) -> None:
-    """Whatever a record says of its id, its data lies beside it."""
+    """The data belongs to the file name of a record, not to the id inside it."""
     async with filing_cluster(tmp_path, roles=()) as cluster:
         file_id = await upload(cluster, b"x")
     record = tmp_path / f"{file_id}.json"
     (tmp_path / "file-copy.json").write_bytes(record.read_bytes())
     service = service_at(tmp_path)
-    with pytest.raises(SettingError, match=rf"holds file-copy.json, the record of '{file_id}'"):
+    with pytest.raises(
+        SettingError, match=rf"holds file-copy.json, which is a copy of the record of '{file_id}'"
+    ):
         await service.start()
     await service.stop()
 
 
 async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
-    """A folder that was in use before: what ended in .data or .tmp was removed at the start."""
+    """In a folder with other content, files that ended in .data or .tmp were removed at the start."""
     foreign = ["model.data", "download.tmp", "file-1.data", "file-list.json.tmp", f"file-{'0' * 32}.data.bak"]
     strays = [f"file-{'0' * 32}.data", f"batch_{'1' * 32}.json.tmp"]
     for name in foreign + strays:
@@ -281,10 +283,8 @@ async def test_files_that_are_not_the_services_own_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["filename*=foo''%e2", "filename*=utf-8''%ff", 'filename="a"; ;=', "filename*=x"]
 )
-async def test_a_name_that_cannot_be_read_is_no_warning_in_its_senders_words(
-    tmp_path: Path, name: str
-) -> None:
-    """L1: Python keeps the text of every warning, and writes it to standard error as it is."""
+async def test_an_unreadable_name_causes_no_warning_with_its_text(tmp_path: Path, name: str) -> None:
+    """L1: Python keeps the text of every warning, and writes it to standard error unchanged."""
     body = (
         f'--b\r\nContent-Disposition: form-data; name="file"; {name}\r\n\r\n{{}}\r\n'
         '--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'

@@ -1,4 +1,4 @@
-"""The grammar of forced calls holds what the parameters constrain, and nothing else of the tools."""
+"""The grammar of forced calls enforces the constraints of the parameters, and nothing else of the tools."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
 from contract.requests import Grammar
-from router.http.body import Body
-from router.http.chat_fields import chat_of, forced_calls
+from router.http.bodies.body import Body
+from router.http.fields.chat import chat_of, forced_calls
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
@@ -26,7 +26,7 @@ def grammar_for(tools: list[dict[str, Any]], choice: Any = "required") -> Gramma
 
 
 def test_descriptions_of_tools_do_not_count() -> None:
-    """F13: 60 tools with their descriptions were refused with tool_choice required."""
+    """F13: 60 tools with their descriptions were rejected with tool_choice "required"."""
     properties = {
         f"p{i}": {"type": "string", "description": "x" * 300, "examples": ["y"] * 20} for i in range(8)
     }
@@ -43,13 +43,13 @@ UNHELD = {"type": "object", "properties": {"n": {"type": "string", "not": {"cons
 
 
 def test_one_of_several_tools_does_not_refuse_the_request() -> None:
-    """F14: bounds of int64 are held; what cannot be held of a tool that is not strict is not promised."""
+    """F14: bounds of int64 are enforced; constraints of a tool that is not strict are dropped if they cannot be enforced."""
     grammar = grammar_for([tool("plain", {"type": "object"}), tool("wide", WIDE), tool("unheld", UNHELD)])
     assert "not" not in grammar.text and "minimum" in grammar.text
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "unheld"}}])
-def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any) -> None:
+def test_an_unenforceable_constraint_of_a_strict_tool_is_rejected_by_its_path(choice: Any) -> None:
     """F14: the tool and the path are named."""
     tools = [tool("plain", {"type": "object"}), tool("unheld", UNHELD, strict=True)]
     with pytest.raises(InvalidRequestError, match=r"tools\[1\].*#/properties/n/not") as found:
@@ -66,8 +66,10 @@ def test_what_cannot_be_held_of_a_strict_tool_is_refused_by_its_path(choice: Any
     ],
     ids=["long", "many"],
 )
-def test_what_takes_too_long_to_reduce_is_refused_before(tools: list[dict[str, Any]], words: str) -> None:
-    """M2: seven tools with a megabyte each held the event loop for a second, and were refused then."""
+def test_tools_that_take_too_long_to_reduce_are_rejected_before(
+    tools: list[dict[str, Any]], words: str
+) -> None:
+    """M2: seven tools with a megabyte each blocked the event loop for a second before they were rejected."""
     with pytest.raises(InvalidRequestError, match=words) as found:
         grammar_for(tools)
     assert found.value.param == "tools"
@@ -99,7 +101,7 @@ LOOSE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOOSE)
 def test_a_loose_schema_of_one_tool_does_not_refuse_the_request(name: str) -> None:
-    """F14: what people write, and what converters leave, is left out."""
+    """F14: unusual schemas that people and converters write do not fail the request."""
     parameters = {"type": "dict", "properties": LOOSE[name]}
     grammar = grammar_for([tool("plain", {"type": "object"}), tool("loose", parameters)])
     properties = json.loads(grammar.text)["$defs"]["loose"]["properties"]
@@ -107,8 +109,8 @@ def test_a_loose_schema_of_one_tool_does_not_refuse_the_request(name: str) -> No
     assert "(?!" not in grammar.text and "minLength" not in properties.get("b", {})
 
 
-def test_types_of_other_languages_are_those_that_are_meant() -> None:
-    """F11: the reader of bare text takes them so as well."""
+def test_types_of_other_languages_are_understood() -> None:
+    """F11: the parser of calls reads these types too."""
     parameters = {"type": "dict", "properties": LOOSE["types of other languages"]}
     grammar = grammar_for([tool("f", parameters)])
     found = json.loads(grammar.text)["$defs"]["f"]

@@ -1,4 +1,4 @@
-"""Whatever a client sends, it gets an answer, or OpenAI's error object with a 4xx: never a 5xx, never a hang."""
+"""Every body gets an answer, or OpenAI's error object with a 4xx status: never a 5xx, never a hang."""
 
 import asyncio
 import json
@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.messages_schema import MESSAGE
-from router.http.response_input import ITEM_TYPES
-from router.http.schema import CHAT, COMPLETION, DETOKENIZE, EMBEDDING, RESPONSE, TOKENIZE
-from router.testing import Script
+from router.http.responses.conversation import ITEM_TYPES
+from router.http.schema.chat import CHAT
+from router.http.schema.completion import COMPLETION
+from router.http.schema.embedding import EMBEDDING
+from router.http.schema.messages import MESSAGE
+from router.http.schema.responses import RESPONSE
+from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_bad_input import SAY
 from tests.text.tiny_model import END, byte_ids
@@ -67,7 +71,7 @@ def _answer(task: pb.Task) -> Script:
 
 
 def _near(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
-    """Values that have a described form, or one of whose parts has another."""
+    """Return values that match a schema, or nearly do."""
     kinds = schema.get("type", [])
     found: list[st.SearchStrategy[Any]] = [
         _OF_KIND[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds) if kind in _OF_KIND
@@ -86,7 +90,7 @@ def _near(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
 
 
 def _bodies(schema: dict[str, Any], base: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """Bodies of known fields with values near what is described, of whatever JSON, and of bytes that are none."""
+    """Return bodies: known fields with nearly valid values, any JSON, and bytes that are not JSON."""
     properties: dict[str, Any] = schema["properties"]
     pairs = st.sampled_from(sorted(properties)).flatmap(
         lambda name: st.tuples(st.just(name), _near(properties[name]))
@@ -125,7 +129,7 @@ async def _ask(cluster: Cluster, path: str, body: bytes) -> None:
 async def test_no_body_is_a_5xx_or_a_hang(path: str) -> None:
     loop = asyncio.get_running_loop()
     schema, base, num_bodies = _BODIES[path]
-    async with running_cluster(_answer, (Role.BOTH,)) as cluster:
+    async with running_cluster(_answer, (Role.AGGREGATED,)) as cluster:
 
         @settings(max_examples=num_bodies, deadline=None, suppress_health_check=list(HealthCheck))
         @given(_bodies(schema, base))

@@ -1,4 +1,4 @@
-"""What an answer must match, by every field that says it: the same task for the workers, and errors that name the field."""
+"""Grammars in all fields that can hold one: the same task for the workers, and errors that name the field."""
 
 import json
 from typing import Any
@@ -11,7 +11,7 @@ from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
 from contract.requests import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id
@@ -63,11 +63,14 @@ NOTHING: list[dict[str, Any]] = [
 
 
 def grammars_of(cluster: Cluster) -> list[tuple[str, str] | None]:
-    """What both legs of every request were told; None for nothing."""
+    """Return the grammars that both legs of every request received; None for no grammar."""
     tasks = [
         task
         for worker in cluster.workers.values()
-        for task in (*(leg.task for leg in worker.prefills), *(leg.task for leg in worker.decodes))
+        for task in (
+            *(leg.task for leg in worker.received.prefills),
+            *(leg.task for leg in worker.received.decodes),
+        )
     ]
     grammars = [task.sampling.grammar if task.sampling.HasField("grammar") else None for task in tasks]
     return [grammar and (grammar.kind, grammar.text) for grammar in grammars]
@@ -82,8 +85,8 @@ async def test_each_field_reaches_both_legs(path: str, base: dict[str, Any]) -> 
             assert grammars_of(cluster) == [wanted] * (2 if path == CHAT else 4)
 
 
-async def test_nothing_asked_is_nothing_told() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+async def test_without_a_grammar_no_task_has_one() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         for fields in NOTHING:
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             assert status == 200, answer
@@ -142,22 +145,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_what_is_malformed_is_named_by_its_field() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+async def test_a_malformed_grammar_is_named_by_its_field() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, CHAT, SAY, BAD)
         await check_all(cluster, TEXT, {"prompt": "hello"}, BAD)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
-@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [PAIR, (Role.AGGREGATED,)])
 @pytest.mark.parametrize(
     ("fields", "param"),
     [({"response_format": FORMAT}, "response_format"), ({"guided_regex": "(a"}, "guided_regex")],
 )
-async def test_what_a_worker_cannot_compile_is_named_by_its_field(
+async def test_a_grammar_that_a_worker_cannot_compile_is_named_by_its_field(
     roles: tuple[Role, ...], fields: dict[str, Any], param: str
 ) -> None:
-    """Also of a stream: its headers go out with the first token. No other worker is asked."""
+    """For streams too: headers are sent with the first token. No other worker is tried."""
     failing = Script(
         tokens=HELLO.tokens, fail_at=0, error=InvalidRequestError("it does not compile", param="grammar")
     )
@@ -167,7 +170,7 @@ async def test_what_a_worker_cannot_compile_is_named_by_its_field(
             assert status == 400
             assert "it does not compile" in check_error(answer, 400, param)["message"]
         begun = cluster.workers[f"{roles[0].value}-0"]
-        assert [len(legs) for legs in (begun.prefills, begun.decodes)] in ([2, 0], [0, 2])
+        assert [len(legs) for legs in (begun.received.prefills, begun.received.decodes)] in ([2, 0], [0, 2])
 
 
 GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
@@ -183,8 +186,8 @@ GRPC_WAYS: list[tuple[pb.AnswerGrammar, tuple[str, str] | None]] = [
 ]
 
 
-async def test_grpc_says_the_same() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+async def test_grpc_sends_the_same_task() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         for grammar, _ in GRPC_WAYS:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert grammars_of(cluster) == [wanted for _, wanted in GRPC_WAYS]
@@ -194,15 +197,15 @@ async def test_grpc_says_the_same() -> None:
     "grammar", [pb.AnswerGrammar(), pb.AnswerGrammar(regex=""), pb.AnswerGrammar(json_schema="[")]
 )
 async def test_malformed_over_grpc_is_invalid_argument(grammar: pb.AnswerGrammar) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         with pytest.raises(grpc.aio.AioRpcError) as failure:
             await cluster.inference(channel).GenerateOnce(pb.GenerateRequest(text="hello", grammar=grammar))
         assert failure.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 def test_annotations_are_bounded_too() -> None:
-    """F13: they count for nothing up to a size that is cheap to read."""
+    """F13: annotations do not count up to a size that is cheap to read."""
     fits = Grammar("json_schema", json.dumps({"title": "x" * (MAX_SCHEMA_BYTES - 100), "enum": [1]}))
     assert reduced(fits).text == '{"enum":[1]}'
     with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
@@ -210,11 +213,11 @@ def test_annotations_are_bounded_too() -> None:
 
 
 async def test_logs_quote_no_grammar(caplog: pytest.LogCaptureFixture) -> None:
-    """L2: a pattern that does not compile is quoted to its client, and not in the log."""
+    """L2: a pattern that does not compile is quoted to its client, but not in the log."""
     error = InvalidRequestError("the regex does not compile: (private", param="grammar")
     failing = Script(tokens=HELLO.tokens, fail_at=0, error=error)
     with caplog.at_level("DEBUG"):
-        async with running_cluster(failing, (Role.BOTH,)) as cluster:
+        async with running_cluster(failing, (Role.AGGREGATED,)) as cluster:
             status, answer = await cluster.post(CHAT, {**SAY, "guided_regex": "(private"})
     assert status == 400 and "(private" in json.dumps(answer)
     assert "private" not in caplog.text and "ended as" in caplog.text

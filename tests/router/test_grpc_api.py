@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
 
@@ -27,7 +27,7 @@ async def generate(
 
 
 async def test_text_in_tokens_text_usage_and_timings_out() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         messages = await generate(cluster, pb.GenerateRequest(text="hello", request_id="mine", model="tiny"))
     assert {message.request_id for message in messages} == {"mine"}
     choices = [message.choices[0] for message in messages]
@@ -42,19 +42,19 @@ async def test_text_in_tokens_text_usage_and_timings_out() -> None:
 
 
 async def test_one_name_twice_at_once_is_two_requests() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         request = pb.GenerateRequest(text="hello", request_id="same")
         first, second = await asyncio.gather(generate(cluster, request), generate(cluster, request))
         assert len(first) == len(second) == 3
-        ids = {decode.task.request_id for decode in cluster.workers["both-0"].decodes}
+        ids = {decode.task.request_id for decode in cluster.workers["both-0"].received.decodes}
         assert len(ids) == 2
 
 
 async def test_unset_fields_take_the_same_defaults_as_http() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await generate(cluster, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6])))
         await cluster.post("/v1/completions", {"prompt": [5, 6], "max_tokens": 126})
-        by_grpc, by_http = [decode.task for decode in cluster.workers["both-0"].decodes]
+        by_grpc, by_http = [decode.task for decode in cluster.workers["both-0"].received.decodes]
     for task in (by_grpc, by_http):
         task.ClearField("request_id")
         task.ClearField("deadline_seconds")
@@ -63,7 +63,7 @@ async def test_unset_fields_take_the_same_defaults_as_http() -> None:
 
 
 async def test_every_field_reaches_the_worker() -> None:
-    """0.7 arrives as 0.7, not as its nearest 32-bit float: HTTP and gRPC draw the same tokens."""
+    """0.7 arrives as 0.7, not as its nearest 32-bit float: HTTP and gRPC sample the same tokens."""
     sampling = pb.SamplingParams(
         temperature=0.7,
         top_k=4,
@@ -83,10 +83,10 @@ async def test_every_field_reaches_the_worker() -> None:
         allowed_token_ids=[5, 6],
     )
     script = Script(tokens=HELLO.tokens, logprobs={word_id("hello"): -0.5})
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         request = pb.GenerateRequest(text="hello", sampling=sampling, priority=-1, cache_salt="s")
         messages = await generate(cluster, request)
-        task = cluster.workers["both-0"].decodes[0].task
+        task = cluster.workers["both-0"].received.decodes[0].task
     assert task.sampling == worker_pb2.EngineSampling(
         temperature=0.7,
         top_k=4,
@@ -114,7 +114,7 @@ async def test_every_field_reaches_the_worker() -> None:
     assert "".join(message.choices[0].text for message in messages) == "hello wo"
 
 
-async def test_http_says_the_same_by_the_same_names() -> None:
+async def test_http_sends_the_same_task_by_the_same_names() -> None:
     fields: dict[str, Any] = {
         "min_p": 0.05,
         "presence_penalty": 0.3,
@@ -131,10 +131,10 @@ async def test_http_says_the_same_by_the_same_names() -> None:
         "logit_bias": {"9": 0.1, "5": -100},
         "allowed_token_ids": [5],
     }
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await generate(cluster, pb.GenerateRequest(text="hello", sampling=sampling))
         await cluster.post("/v1/completions", {"prompt": "hello", **body})
-        by_grpc, by_http = [decode.task.sampling for decode in cluster.workers["both-0"].decodes]
+        by_grpc, by_http = [decode.task.sampling for decode in cluster.workers["both-0"].received.decodes]
     assert by_grpc == by_http
 
 
@@ -169,12 +169,12 @@ async def test_http_says_the_same_by_the_same_names() -> None:
 async def test_bad_input_has_its_code(
     request_: pb.GenerateRequest, code: grpc.StatusCode, words: str
 ) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await generate(cluster, request_)
         assert caught.value.code() == code
         assert words in (caught.value.details() or "")
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_no_worker_is_unavailable() -> None:
@@ -194,7 +194,7 @@ async def test_a_client_that_cancels_cancels_on_both_workers() -> None:
         call.cancel()
         async with asyncio.timeout(20):
             for worker in cluster.workers.values():
-                await worker.wait_for(lambda each: len(each.cancels) == 1)
+                await worker.received.wait_for(lambda each: len(each.cancels) == 1)
 
 
 async def test_a_clients_deadline_is_the_requests() -> None:
@@ -204,8 +204,8 @@ async def test_a_clients_deadline_is_the_requests() -> None:
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         async with asyncio.timeout(20):
             for worker in cluster.workers.values():
-                await worker.wait_for(lambda each: len(each.cancels) == 1)
-        assert cluster.workers["prefill-0"].prefills[0].task.deadline_seconds < 2.0
+                await worker.received.wait_for(lambda each: len(each.cancels) == 1)
+        assert cluster.workers["prefill-0"].received.prefills[0].task.deadline_seconds < 2.0
 
 
 async def test_health_follows_the_workers() -> None:
@@ -215,7 +215,7 @@ async def test_health_follows_the_workers() -> None:
         seen = health_pb2.HealthCheckResponse
         async with asyncio.timeout(20):
             assert (await watch.read()).status in (seen.NOT_SERVING, seen.SERVICE_UNKNOWN)
-            worker = await cluster.add(Role.BOTH)
+            worker = await cluster.add(Role.AGGREGATED)
             while (await watch.read()).status != seen.SERVING:
                 pass
             await worker.die()
@@ -251,6 +251,6 @@ async def test_what_ended_the_answer_is_in_its_text_where_asked_for(
     fields: dict[str, Any], text: str
 ) -> None:
     request = pb.GenerateRequest(text="x", sampling=pb.SamplingParams(**fields))
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         messages = await generate(cluster, request)
     assert "".join(message.choices[0].text for message in messages) == text

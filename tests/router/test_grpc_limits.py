@@ -1,4 +1,4 @@
-"""Long lists over gRPC: refused by name and count, before they become Python objects."""
+"""Long lists over gRPC are rejected by name and count before they become Python objects."""
 
 import tracemalloc
 from typing import Any
@@ -9,8 +9,8 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.grpc_limits import check_detokenize, check_embed, check_generate
-from router.testing import Script
+from router.grpc.limits import check_detokenize, check_embed, check_generate
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
@@ -38,7 +38,7 @@ BIASES = dict.fromkeys(range(2000), 1.0)
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_list_that_is_too_long_is_named(request_: pb.GenerateRequest, name: str) -> None:
-    """M2: over gRPC as over HTTP, counting costs no memory."""
+    """M2: counting costs no memory over gRPC either."""
     tracemalloc.start()
     try:
         with pytest.raises(InvalidRequestError, match=f"{name} has") as caught:
@@ -60,8 +60,8 @@ def test_inputs_and_ids_are_counted_together() -> None:
         check_detokenize(pb.DetokenizeRequest(token_ids=IDS))
 
 
-def test_inputs_are_counted_before_they_are_looked_at() -> None:
-    """M2: four million empty inputs, two bytes each, held the event loop for a second and a half."""
+def test_inputs_are_counted_before_they_are_read() -> None:
+    """M2: four million empty inputs, two bytes each, blocked the event loop for a second and a half."""
     request = pb.EmbedRequest.FromString(pb.EmbedRequest(inputs=[pb.EmbedInput()]).SerializeToString() * MANY)
     tracemalloc.start()
     try:
@@ -75,7 +75,10 @@ def test_inputs_are_counted_before_they_are_looked_at() -> None:
 
 async def test_the_service_refuses_them() -> None:
     """M2: each method of the public port counts first."""
-    async with running_cluster(Script(tokens=[END]), (Role.BOTH,)) as cluster, cluster.channel() as channel:
+    async with (
+        running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster,
+        cluster.channel() as channel,
+    ):
         stub: Any = cluster.inference(channel)
         long_ids = pb.TokenIds(ids=IDS)
         for call, message in (

@@ -1,4 +1,4 @@
-"""Bytes of requests are bounded while they wait and are answered, and not only while they arrive."""
+"""Bytes of requests are bounded while they wait and are answered, not only while they arrive."""
 
 import asyncio
 from typing import Any
@@ -12,7 +12,7 @@ from contract.errors import OverloadedError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.held_bytes import HeldBytes
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.batch_cluster import key
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
@@ -29,7 +29,7 @@ async def stalled(cluster: Cluster, count: int) -> None:
 
 async def test_a_request_that_is_answered_counts_until_its_end() -> None:
     """H1, H2: a thousand requests of 8 MiB, whose bulk is a field that nothing needs, waited with 8 GiB together."""
-    async with running_cluster(STALLED, (Role.BOTH,), max_held_bytes=LIMIT) as cluster:
+    async with running_cluster(STALLED, (Role.AGGREGATED,), max_held_bytes=LIMIT) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, BODY))
         await stalled(cluster, 1)
         status, answer = await cluster.post(TEXT, BODY)
@@ -43,10 +43,10 @@ async def test_a_request_that_is_answered_counts_until_its_end() -> None:
 
 
 async def test_grpc_messages_count_with_them() -> None:
-    """H1, H2: also the fields of a message that this version does not know."""
+    """H1, H2: unknown fields of a message count too."""
     message = pb.GenerateRequest.FromString(pb.GenerateRequest(text="x").SerializeToString() + unknown(1500))
     async with (
-        running_cluster(STALLED, (Role.BOTH,), max_held_bytes=LIMIT) as cluster,
+        running_cluster(STALLED, (Role.AGGREGATED,), max_held_bytes=LIMIT) as cluster,
         cluster.channel() as channel,
     ):
         stub: Any = cluster.inference(channel)
@@ -64,13 +64,15 @@ async def test_grpc_messages_count_with_them() -> None:
 
 
 def unknown(count: int) -> bytes:
-    """A field of so many bytes, below 16,384, that no message has."""
+    """Return an unknown field of ``num_bytes`` bytes, below 16,384."""
     return bytes([0xFA, 0x7F, count & 0x7F | 0x80, count >> 7]) + bytes(count)
 
 
 async def test_a_key_that_holds_most_does_not_keep_others_out() -> None:
     """M3: each key that holds any has its share."""
-    async with running_cluster(STALLED, (Role.BOTH,), max_held_bytes=4000, api_keys="alice,bob") as cluster:
+    async with running_cluster(
+        STALLED, (Role.AGGREGATED,), max_held_bytes=4000, api_keys="alice,bob"
+    ) as cluster:
         asking = [asyncio.create_task(cluster.post(TEXT, BODY, headers=key("alice"))) for _ in range(2)]
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         assert (await cluster.post(TEXT, BODY, headers=key("alice")))[0] == 429
@@ -82,7 +84,7 @@ async def test_a_key_that_holds_most_does_not_keep_others_out() -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 60), st.booleans()), max_size=60))
 def test_no_more_than_twice_the_limit_is_held(asked: list[tuple[str, int, bool]]) -> None:
-    """And everything is given back."""
+    """All bytes are released at the end."""
     held = HeldBytes(100)
     open_blocks = []
     for tenant, size, ends in asked:

@@ -1,4 +1,4 @@
-"""A chat template that takes too much for some conversations, within a whole router."""
+"""A chat template that takes too long for some conversations, in a whole router."""
 
 import asyncio
 from pathlib import Path

@@ -21,7 +21,7 @@ from router.attempt import Attempt
 from router.failures import Failures
 from router.leg_failure import Failure
 from router.severed import SeveredPairs
-from router.testing import Script
+from router.testing.script import Script
 from router.worker_calls import RouterExhaustedError
 from tests.router.cluster import running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
@@ -57,7 +57,7 @@ async def test_a_decode_leg_that_nobody_needs_may_fail(
         assert status == 200, answer
         assert answer["usage"]["completion_tokens"] == 1
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
-        assert len(cluster.workers["prefill-0"].prefills) == 1
+        assert len(cluster.workers["prefill-0"].received.prefills) == 1
         await nothing_is_left(cluster)
 
 
@@ -86,7 +86,7 @@ async def test_token_0_is_delivered_before_a_failure_that_does_matter() -> None:
     async with running_cluster(script) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["choices"][0]["text"]) == (200, "abcdef")
-        assert [call.task.first_index for call in cluster.workers["prefill-0"].prefills] == [0, 1]
+        assert [call.task.first_index for call in cluster.workers["prefill-0"].received.prefills] == [0, 1]
 
 
 async def test_an_embedding_does_not_wait_behind_a_decode_bound_queue() -> None:
@@ -117,8 +117,8 @@ async def test_embeddings_do_not_pass_an_answer_that_waits_for_the_same_prefill_
         await cluster.until(lambda state: state["num_in_line"] == 2)
         prefill = cluster.workers["prefill-0"]
         first.cancel()
-        await prefill.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
-        assert (len(prefill.prefills), len(prefill.embeds)) == (2, 0)
+        await prefill.received.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
+        assert (len(prefill.received.prefills), len(prefill.received.embeds)) == (2, 0)
         assert [status for status, _ in await asyncio.gather(answer, embedding)] == [200, 200]
 
 
@@ -177,13 +177,13 @@ async def test_a_router_without_descriptors_waits_and_goes_on() -> None:
             return Script(refuse=WorkerLostError("cannot be dialled"))
         return Script(tokens=TOKENS)
 
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         worker = cluster.workers["both-0"]
         async with cluster.session.get(cluster.url("/health")):
             pass  # the session's connection is open now
         with no_descriptors():
             asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-            await worker.wait_for(lambda each: len(each.decodes) >= 3)
+            await worker.received.wait_for(lambda each: len(each.decodes) >= 3)
             refused.set()
             status, answer = await asking
         assert status == 200, answer

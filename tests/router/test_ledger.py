@@ -18,7 +18,7 @@ from router.request import GenerationRequest
 
 
 def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:
-    ledger = Ledger(1, RouterMetrics())
+    ledger = Ledger(1, RouterMetrics().requests)
     usage = Usage(num_prompt_tokens=1, num_completion_tokens=0, num_cached_tokens=0)
     with ledger.open(GenerationRequest(request_id="a", prompt="x")) as record:
         assert (ledger.num_waiting, ledger.num_running) == (1, 0)
@@ -35,7 +35,7 @@ def _asked(tenant: str) -> GenerationRequest:
 
 def test_one_client_does_not_keep_another_out_of_the_queue() -> None:
     """M3: the queue is full of one client's requests; another one gets its share all the same, and the first no more."""
-    ledger = Ledger(4, RouterMetrics())
+    ledger = Ledger(4, RouterMetrics().requests)
     with ExitStack() as held:
         for _ in range(4):
             held.enter_context(ledger.open(_asked("hog")))

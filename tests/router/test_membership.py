@@ -10,7 +10,8 @@ import pytest
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
-from router.testing import Script, ScriptedWorker, kv_layout
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker, kv_layout
 from serving.cluster_tls import ROUTER_NAME, worker_tls
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, write_model
@@ -55,7 +56,7 @@ async def test_a_worker_whose_kv_can_be_converted_is_taken() -> None:
 
 async def test_a_worker_of_a_later_protocol_range_that_overlaps_is_taken() -> None:
     async with running_cluster(SAY, ()) as cluster:
-        await cluster.add(Role.BOTH, protocol_min=1, protocol_max=9)
+        await cluster.add(Role.AGGREGATED, protocol_min=1, protocol_max=9)
         await cluster.service.wait_ready()
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         assert len((await cluster.debug_state())["workers"]) == 1
@@ -117,14 +118,14 @@ async def test_a_process_that_registers_again_replaces_its_old_stream() -> None:
         old = await cluster.add(Role.DECODE, "decode-0", boot_id="one-process")
         await cluster.service.wait_ready()
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-        await old.wait_for(lambda worker: len(worker.decodes) == 1)
+        await old.received.wait_for(lambda worker: len(worker.decodes) == 1)
         cluster.script = lambda _: SAY
         new = await cluster.add(Role.DECODE, "decode-0", boot_id="one-process")
         status, answer = await asking
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
         assert "registered again with boot id" in answer["error"]["message"]
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
-        assert (len(old.decodes), len(new.decodes)) == (1, 1)
+        assert (len(old.received.decodes), len(new.received.decodes)) == (1, 1)
         assert len((await cluster.debug_state())["workers"]) == 2
 
 
@@ -144,10 +145,10 @@ async def test_a_worker_that_starts_again_takes_over_when_its_dead_stream_is_not
     async with running_cluster(SAY, (), peer_timeout_seconds=0.6) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
         async with Relay(host, int(port)) as relay:
-            dead = ScriptedWorker(Role.BOTH, relay.address, SECRET, lambda _: SAY, worker_id="both-0")
+            dead = ScriptedWorker(Role.AGGREGATED, relay.address, SECRET, lambda _: SAY, worker_id="both-0")
             async with dead:
                 relay.freeze()
-                await cluster.add(Role.BOTH, "both-0")
+                await cluster.add(Role.AGGREGATED, "both-0")
                 assert len((await cluster.debug_state())["workers"]) == 1
                 assert not dead.is_dead
 
@@ -167,34 +168,34 @@ async def test_health_follows_the_workers() -> None:
 
 async def test_load_decides_between_equals() -> None:
     async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
-        busy, idle = await cluster.add(Role.BOTH, "busy"), await cluster.add(Role.BOTH, "idle")
+        busy, idle = await cluster.add(Role.AGGREGATED, "busy"), await cluster.add(Role.AGGREGATED, "idle")
         await cluster.service.wait_ready()
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-        await busy.wait_for(lambda worker: len(worker.decodes) == 1)
-        busy.report(pb.Load(num_running=3, num_waiting=1, kv_cache_usage=0.5))
-        name = busy.decodes[0].task.request_id
-        busy.send(pb.TokenEntry(request_id=name, token_ids=[END], finish_reason="stop"))
+        await busy.received.wait_for(lambda worker: len(worker.decodes) == 1)
+        busy.stream.report(pb.Load(num_running=3, num_waiting=1, kv_cache_usage=0.5))
+        name = busy.received.decodes[0].task.request_id
+        busy.stream.send(pb.TokenEntry(request_id=name, token_ids=[END], finish_reason="stop"))
         assert (await asking)[0] == 200
         # The load came before the token on the worker's stream.
         cluster.script = lambda _: SAY
         for _ in range(3):
             await cluster.post(TEXT, {"prompt": "x"})
-        assert (len(busy.decodes), len(idle.decodes)) == (1, 3)
+        assert (len(busy.received.decodes), len(idle.received.decodes)) == (1, 3)
 
 
 async def test_a_request_waits_for_a_full_kv_cache() -> None:
     """It is bound as soon as the worker tells, with tokens of another request, that there is room."""
     async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
-        worker = await cluster.add(Role.BOTH, "full")
+        worker = await cluster.add(Role.AGGREGATED, "full")
         await cluster.service.wait_ready()
-        worker.report(pb.Load(num_running=1, kv_cache_usage=0.96))
+        worker.stream.report(pb.Load(num_running=1, kv_cache_usage=0.96))
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-        await worker.wait_for(lambda worker: len(worker.decodes) == 1)
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 1)
         cluster.script = lambda _: SAY
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-        assert not (await asyncio.wait({second}, timeout=0.2))[0] and len(worker.decodes) == 1
-        entry = pb.TokenEntry(request_id=worker.decodes[0].task.request_id, token_ids=[END])
-        worker.send(entry, load=pb.Load(num_running=1, kv_cache_usage=0.94))
+        assert not (await asyncio.wait({second}, timeout=0.2))[0] and len(worker.received.decodes) == 1
+        entry = pb.TokenEntry(request_id=worker.received.decodes[0].task.request_id, token_ids=[END])
+        worker.stream.send(entry, load=pb.Load(num_running=1, kv_cache_usage=0.94))
         async with asyncio.timeout(10):
             assert (await second)[0] == 200 and not first.done()
         first.cancel()
@@ -203,7 +204,7 @@ async def test_a_request_waits_for_a_full_kv_cache() -> None:
 async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> None:
     async with running_cluster(SAY, ()) as cluster:
         mute = ScriptedWorker(
-            Role.BOTH,
+            Role.AGGREGATED,
             cluster.service.addresses.internal,
             SECRET,
             lambda _: SAY,
@@ -212,7 +213,7 @@ async def test_the_model_is_learnt_from_the_first_worker_that_can_say_it() -> No
         )
         async with mute:
             assert (await cluster.get("/v1/models"))[1]["data"] == []
-            await cluster.add(Role.BOTH)
+            await cluster.add(Role.AGGREGATED)
             async with asyncio.timeout(20):
                 await cluster.service.wait_ready()
             status, models = await cluster.get("/v1/models")
@@ -247,7 +248,7 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
     async with running_cluster(SAY, (), peer_timeout_seconds=0.4) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
         async with Relay(host, int(port)) as relay:
-            worker = ScriptedWorker(Role.BOTH, relay.address, SECRET, lambda _: SAY)
+            worker = ScriptedWorker(Role.AGGREGATED, relay.address, SECRET, lambda _: SAY)
             async with worker:
                 assert len((await cluster.debug_state())["workers"]) == 1
                 relay.freeze()

@@ -1,4 +1,4 @@
-"""/v1/messages: Anthropic's shape, whole and streamed, over the pipeline of chats."""
+"""/v1/messages: Anthropic's objects, whole and streamed."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_responses import BYTES
 from tests.router.tool_cluster import prompt_of, writing_cluster
@@ -80,7 +80,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 
 async def both_of(cluster: Cluster, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole answer, after it was found to be the streamed one."""
+    """Return the whole answer, and check that the streamed one is equal."""
     status, whole = await cluster.post(PATH, body)
     assert status == 200, whole
     assert without_ids(streamed(await events_of(cluster, body))) == without_ids(whole)
@@ -132,7 +132,7 @@ async def test_why_an_answer_ends(
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
-async def test_an_answer_that_fills_the_model_says_so() -> None:
+async def test_an_answer_that_fills_the_model_has_its_own_stop_reason() -> None:
     async with running_cluster(Script(tokens=byte_ids(b"a") * 200)) as cluster:
         message = await both_of(cluster, {**SAY, "max_tokens": 1000})
     assert (message["stop_reason"], message["usage"]["output_tokens"]) == (
@@ -169,7 +169,7 @@ async def test_thinking_text_and_calls_are_blocks_in_their_order(tmp_path: Path)
     ],
 )
 async def test_the_input_of_a_call_is_always_an_object(arguments: str, value: Any, tmp_path: Path) -> None:
-    """F10: what a model wrote wrongly is mended as far as it can be, and the client can send it back."""
+    """F10: the model's broken arguments are repaired as far as possible, and the client can send them back."""
     text = f'<tool_call>{{"name": "now", "arguments": {arguments}'
     async with writing_cluster(tmp_path, text, **PARSERS) as cluster:
         (block,) = (await both_of(cluster, {**TOOLS, "max_tokens": 500}))["content"]
@@ -250,7 +250,7 @@ async def test_an_assistants_message_at_the_end_is_continued(tmp_path: Path) -> 
 async def test_a_tool_choice(choice: dict[str, Any], text: str, names: list[str], tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, text, **PARSERS) as cluster:
         message = await both_of(cluster, {**TOOLS, "tool_choice": choice})
-        has_grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.HasField("grammar")
+        has_grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.HasField("grammar")
         shown = prompt_of(cluster).startswith("tools:")
     assert [block["name"] for block in message["content"] if block["type"] == "tool_use"] == names
     assert message["stop_reason"] == ("tool_use" if names else "end_turn")
@@ -275,7 +275,7 @@ async def test_thinking_effort_and_format_reach_the_model(tmp_path: Path) -> Non
             status, answer = await cluster.post(PATH, {**SAY, **fields})
             assert status == 200, answer
             assert prompt_of(cluster).startswith(prompt), fields
-            sampling = cluster.workers["prefill-0"].prefills[-1].task.sampling
+            sampling = cluster.workers["prefill-0"].received.prefills[-1].task.sampling
             assert sampling.HasField("grammar") == ("format" in str(fields))
 
 
@@ -330,16 +330,16 @@ def check_messages_error(answer: dict[str, Any], kind: str, words: str) -> None:
 
 
 async def test_bad_input_is_named_in_anthropics_shape() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         for fields, words in BAD:
             status, answer = await cluster.post(PATH, {**SAY, **fields})
             assert status == 400, (fields, answer)
             check_messages_error(answer, "invalid_request_error", words)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
 async def test_errors_have_anthropics_shape_on_these_paths_alone() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), max_body_bytes=2000) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), max_body_bytes=2000) as cluster:
         status, answer = await cluster.post(PATH, {**SAY, "model": "other"})
         check_messages_error(answer, "not_found_error", "other")
         status, answer = await cluster.post(PATH, {**SAY, "system": "x" * 3000})
@@ -357,7 +357,7 @@ async def test_errors_have_anthropics_shape_on_these_paths_alone() -> None:
 
 async def test_an_error_within_a_stream_is_an_event() -> None:
     script = Script(tokens=byte_ids(b"abc"), fail_at=2, error=OverloadedError("too much"))
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         *events, last = await events_of(cluster, SAY)
     assert events[0]["type"] == "message_start"
     assert last["type"] == "error"
@@ -365,7 +365,7 @@ async def test_an_error_within_a_stream_is_an_event() -> None:
 
 
 async def test_a_key_may_come_as_x_api_key() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), api_keys=KEY) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         status, answer = await cluster.post(PATH, SAY)
         assert status == 401
         check_messages_error(answer, "authentication_error", "")

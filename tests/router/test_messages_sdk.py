@@ -54,7 +54,7 @@ async def test_the_sdk_stops_at_a_sequence() -> None:
             stop_sequences=["c"],
             extra_body={"temperature": 0.5, "top_k": 5, "top_p": 0.9},
         )
-        sampling = cluster.workers["prefill-0"].prefills[0].task.sampling
+        sampling = cluster.workers["prefill-0"].received.prefills[0].task.sampling
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "c")
     assert (sampling.temperature, sampling.top_k) == (0.5, 5)
 
@@ -83,12 +83,12 @@ async def test_the_sdk_calls_a_tool_and_goes_on(tmp_path: Path) -> None:
         await client.messages.create(model="tiny", max_tokens=300, messages=history, tools=tools)
         assert "get_weather city=Paris;tool: sunny;" in prompt_of(cluster)
         count = await client.messages.count_tokens(model="tiny", messages=history, tools=tools)
-        tokens = cluster.workers["prefill-0"].prefills[-1].task.prompt_token_ids
+        tokens = cluster.workers["prefill-0"].received.prefills[-1].task.prompt_token_ids
     assert count.input_tokens == len(tokens)
 
 
 async def test_the_sdk_raises_the_error_of_each_kind() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,), api_keys=KEY) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         async with sdk(cluster, "sk-wrong") as client:
             with pytest.raises(anthropic.AuthenticationError):
                 await client.messages.create(model="tiny", max_tokens=9, messages=HI)
@@ -105,5 +105,5 @@ async def test_the_sdk_reads_structured_output(tmp_path: Path) -> None:
     form: Any = {"format": {"type": "json_schema", "schema": {"type": "object", "properties": {}}}}
     async with writing_cluster(tmp_path, "{}") as cluster, sdk(cluster) as client:
         message = await client.messages.create(model="tiny", max_tokens=9, messages=HI, output_config=form)
-        assert cluster.workers["prefill-0"].prefills[0].task.sampling.HasField("grammar")
+        assert cluster.workers["prefill-0"].received.prefills[0].task.sampling.HasField("grammar")
     assert message.content[0].type == "text"

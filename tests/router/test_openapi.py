@@ -1,4 +1,4 @@
-"""The description of the HTTP API says what the router does: schemathesis asks a running one."""
+"""The OpenAPI document describes what the router does; schemathesis tests a running one against it."""
 
 import asyncio
 import sys
@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from router.http import batch_schema, schema
-from router.http.body import UNSERVED, Body
-from router.http.chat_fields import CHAT_FIELDS
-from router.http.fields import NEUTRAL
-from router.http.response_fields import RESPONSE_NEUTRAL
-from router.testing import Script
+from router.http.bodies.body import UNSERVED, Body
+from router.http.fields.chat import CHAT_FIELDS
+from router.http.fields.unsupported import NEUTRAL
+from router.http.responses.fields import RESPONSE_NEUTRAL
+from router.http.schema.chat import CHAT
+from router.http.schema.completion import COMPLETION
+from router.http.schema.files import BATCH, UPLOAD
+from router.http.schema.responses import RESPONSE
+from router.http.schema.tokenizing import DETOKENIZE, TOKENIZE
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
 
@@ -21,7 +25,7 @@ ANSWER = Script(tokens=[*byte_ids("añ".encode()), END])
 KEY = "sk-door"
 HTTP = Path(__file__).parents[2] / "router" / "http"
 NOT_CHECKED = "positive_data_acceptance"
-"""What the fields allow one by one may still not fit together, or not fit the model's vocabulary and length."""
+"""Values that are allowed one by one may not fit together, or not fit the model's vocabulary and length."""
 
 
 async def described(cluster: Cluster) -> dict[str, Any]:
@@ -33,7 +37,7 @@ async def described(cluster: Cluster) -> dict[str, Any]:
 async def test_every_path_is_described_and_none_more() -> None:
     async with running_cluster(ANSWER, ()) as cluster:
         document = await described(cluster)
-        app = cluster.service._http.runner.app  # type: ignore[union-attr]
+        app = cluster.service._public._http._app
     served = {
         (route.resource.canonical, route.method.lower())
         for route in app.router.routes()
@@ -56,26 +60,31 @@ async def test_keys_are_described_where_they_are_needed() -> None:
 
 
 SCHEMAS = {
-    name: getattr(schema, name) for name in ("CHAT", "COMPLETION", "RESPONSE", "TOKENIZE", "DETOKENIZE")
+    "CHAT": CHAT,
+    "COMPLETION": COMPLETION,
+    "RESPONSE": RESPONSE,
+    "TOKENIZE": TOKENIZE,
+    "DETOKENIZE": DETOKENIZE,
+    "BATCH": BATCH,
+    "UPLOAD": UPLOAD,
 }
-SCHEMAS |= {"BATCH": batch_schema.BATCH, "UPLOAD": batch_schema.UPLOAD}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_described_field_is_read(name: str) -> None:
-    """By its name in the code beside the description; what is read and not described, ``Body`` refuses."""
-    describing = ("schema.py", "batch_schema.py", "openapi.py")
-    sources = [path.read_text() for path in HTTP.glob("*.py") if path.name not in describing]
+    """Its name occurs in code other than the schema. ``Body`` rejects reading a field that is not described."""
+    describing = {*(HTTP / "schema").glob("*.py"), HTTP / "openapi.py"}
+    sources = [path.read_text() for path in HTTP.rglob("*.py") if path not in describing]
     for field in SCHEMAS[name]["properties"]:
         assert any(f'"{field}"' in source for source in sources), field
 
 
-def test_a_field_is_served_or_refused() -> None:
-    for described_, served in ((schema.CHAT, CHAT_FIELDS), (schema.COMPLETION, ())):
+def test_a_field_is_supported_or_rejected() -> None:
+    for described_, served in ((CHAT, CHAT_FIELDS), (COMPLETION, ())):
         unserved = {name for name, field in described_["properties"].items() if UNSERVED in field}
         assert unserved == NEUTRAL.keys() - set(served)
-    refused = {name for name, field in schema.RESPONSE["properties"].items() if UNSERVED in field}
-    assert refused == RESPONSE_NEUTRAL.keys()
+    rejected = {name for name, field in RESPONSE["properties"].items() if UNSERVED in field}
+    assert rejected == RESPONSE_NEUTRAL.keys()
 
 
 @pytest.mark.parametrize("name", ["nothing", "tools"])
@@ -88,7 +97,7 @@ def test_a_field_that_is_not_described_cannot_be_read(name: str) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 async def test_schemathesis_finds_nothing(strict: bool, tmp_path: Path) -> None:
     async with running_cluster(
-        ANSWER, (Role.BOTH,), api_keys=KEY, strict_api=strict, files_dir=tmp_path / "files"
+        ANSWER, (Role.AGGREGATED,), api_keys=KEY, strict_api=strict, files_dir=tmp_path / "files"
     ) as cluster:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "schemathesis.cli", "run", cluster.url("/openapi.json")),

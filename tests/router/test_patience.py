@@ -4,7 +4,7 @@ import asyncio
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER, texts
@@ -26,7 +26,7 @@ async def test_new_requests_without_prefill_worker_do_not_hold_up_a_replay_that_
         other = await cluster.add(Role.DECODE, "decode-1")
         await cluster.workers["decode-0"].die()
         assert "".join(await asking) == ANSWER
-        assert len(other.decodes) == 1
+        assert len(other.received.decodes) == 1
         assert not urgent.done()
         urgent.cancel()
         await asyncio.wait([urgent])
@@ -50,7 +50,7 @@ async def test_patience_with_one_role_is_not_used_up_by_another() -> None:
 
 async def test_the_line_is_empty_when_the_router_has_stopped() -> None:
     async with running_cluster(Script(tokens=TOKENS), (), worker_wait_seconds=60) as cluster:
-        both = await cluster.add(Role.BOTH)
+        both = await cluster.add(Role.AGGREGATED)
         await cluster.service.wait_ready()
         await both.die()
         await cluster.service.wait_for_workers(0)
@@ -58,6 +58,6 @@ async def test_the_line_is_empty_when_the_router_has_stopped() -> None:
         await cluster.until(lambda state: state["num_in_line"] == 20)
         await cluster.service.stop()
         await asyncio.wait(asking)
-        assert len(cluster.service._line) == 0
+        assert len(cluster.service._path.line) == 0
         for task in asking:
             assert task.exception() or task.result()[0] >= 499

@@ -8,7 +8,7 @@ from contract.identity import Role
 from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, LegPlan, Placement, placed
 from router.policy import Need, Wish, WorkerView, missing_role, place
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
 
 

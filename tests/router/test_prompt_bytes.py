@@ -18,7 +18,7 @@ from contract.errors import ContextLengthError, InvalidRequestError, OverloadedE
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from router.request import GenerationRequest, tokenize
-from router.testing import Script
+from router.testing.script import Script
 from router.tokenizing import TokenizerThreads, size_of
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, model_files, tiny_tokenizer, write_model
@@ -47,7 +47,7 @@ def growing_less_than(num_bytes: int) -> Iterator[None]:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         yield cluster
 
 
@@ -99,7 +99,7 @@ async def test_the_prompts_of_one_request_are_bounded_together(tmp_path: Path) -
     """H2: prompts that fit one by one do not add up without a limit."""
     model = write_model(tmp_path / "model", model_files(max_position_embeddings=8192))
     async with running_cluster(HELLO, (), model=model) as cluster:
-        await cluster.add(Role.BOTH, max_model_len=8192, model_name="model")
+        await cluster.add(Role.AGGREGATED, max_model_len=8192, model_name="model")
         error = await _refused(cluster, "/v1/completions", {"prompt": ["a" * 6000] * 200, "max_tokens": 1})
     assert "1048576 tokens together" in error["message"]
 

@@ -1,4 +1,4 @@
-"""Reasoning in /v1/chat/completions: told from the answer, by both names, counted."""
+"""Reasoning in /v1/chat/completions: separated from the answer, under both names, and counted."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A certificate that is renewed on disk: shown from the next connection on, without a restart, by HTTP and gRPC."""
+"""A certificate that is renewed on disk is used from the next connection on, without a restart, by HTTP and gRPC."""
 
 import asyncio
 import ssl
@@ -14,7 +14,7 @@ import trustme
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from router.testing import Script
+from router.testing.script import Script
 from tests.certificates import write_certificate
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
@@ -23,7 +23,7 @@ HELLO = Script(tokens=[word_id("hello"), END])
 
 
 class Client:
-    """Asks over HTTP and gRPC; trusts one authority alone, so every new connection needs a certificate of it."""
+    """A client of HTTP and gRPC that trusts only one authority, so every new connection needs its certificate."""
 
     def __init__(self, cluster: Cluster, authority: trustme.CA) -> None:
         addresses = cluster.service.addresses
@@ -38,14 +38,14 @@ class Client:
         )
 
     async def ask(self) -> None:
-        """Both ways. Raises aiohttp.ClientError, or grpc.aio.AioRpcError where HTTP alone can be trusted."""
+        """Send a request over both APIs. Raises aiohttp.ClientError, or grpc.aio.AioRpcError if only HTTP is trusted."""
         async with self._session.post(self._url, json={"prompt": "x"}) as response:
             assert (await response.json())["choices"][0]["text"] == "hello"
         stub = inference_pb2_grpc.InferenceStub(self._channel)
         assert (await stub.GenerateOnce(pb.GenerateRequest(text="x"))).choices[0].text == "hello"
 
     async def is_refused(self) -> None:
-        """Neither way may trust what it is shown."""
+        """Check that neither API is trusted."""
         with pytest.raises(aiohttp.ClientConnectorCertificateError):
             await self._session.post(self._url, json={"prompt": "x"})
         stub = inference_pb2_grpc.InferenceStub(self._channel)
@@ -61,11 +61,11 @@ class Client:
 
 @asynccontextmanager
 async def serving(folder: Path, authority: trustme.CA) -> AsyncIterator[Callable[[trustme.CA], Client]]:
-    """A service with a certificate of this authority in the folder; what it gives makes clients."""
+    """Run a service with a certificate of this authority in the folder; yield a factory of clients."""
     certificate, key = write_certificate(authority, folder, "127.0.0.1")
     files = {"tls_certificate_file": certificate, "tls_key_file": key}
     clients: list[Client] = []
-    async with running_cluster(HELLO, (Role.BOTH,), **files) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **files) as cluster:
 
         def client(trusted: trustme.CA) -> Client:
             clients.append(Client(cluster, trusted))
@@ -120,7 +120,7 @@ async def test_a_pair_that_cannot_be_used_changes_nothing_until_it_is_whole(
 
 
 async def test_a_link_that_is_turned_to_other_files_is_a_renewal(tmp_path: Path) -> None:
-    """As Kubernetes mounts secrets: by a link to a folder of each version."""
+    """Kubernetes mounts secrets as a link to the folder of the current version."""
     old, new = trustme.CA(), trustme.CA()
     (tmp_path / "0").mkdir()
     link = tmp_path / "data"

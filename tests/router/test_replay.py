@@ -8,7 +8,7 @@ import pytest
 from contract.errors import IncompatiblePeerError, InternalError, KvbatonError, OverloadedError, TransferError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 
@@ -56,7 +56,7 @@ async def test_the_answer_goes_on_when_its_worker_dies(die_at: int) -> None:
         metrics = await cluster.metrics()
         assert metrics['kvbaton_request_replays_total{kind="worker_lost"}'] == 1
         assert 'kvbaton_request_errors_total{kind="worker_lost"}' not in metrics
-        tasks = [call.task for worker in cluster.workers.values() for call in worker.decodes]
+        tasks = [call.task for worker in cluster.workers.values() for call in worker.received.decodes]
         replay = next(task for task in tasks if task.attempt == 1)
         prompt = len(next(task for task in tasks if task.attempt == 0).prompt_token_ids)
         delivered = list(replay.prompt_token_ids[prompt:])
@@ -71,7 +71,7 @@ async def test_a_prefill_workers_death_behind_token_0_costs_no_token() -> None:
         await add_twins(cluster, Role.PREFILL)
         asking = asyncio.create_task(texts(cluster))
         await cluster.until(lambda state: state["requests"]["streaming"])
-        first = next(worker for worker in cluster.workers.values() if worker.prefills)
+        first = next(worker for worker in cluster.workers.values() if worker.received.prefills)
         await first.die()
         assert "".join(await asking) == ANSWER
         await nothing_is_left(cluster)
@@ -80,9 +80,9 @@ async def test_a_prefill_workers_death_behind_token_0_costs_no_token() -> None:
 @pytest.mark.parametrize("replays", [1, 4])
 async def test_a_stream_survives_several_deaths(replays: int) -> None:
     script = lambda task: Script(tokens=TOKENS, die_at=task.attempt + 1 if task.attempt < replays else None)  # noqa: E731
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         for number in range(1, replays + 1):
-            await cluster.add(Role.BOTH, f"both-{number}")
+            await cluster.add(Role.AGGREGATED, f"both-{number}")
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())['kvbaton_request_replays_total{kind="worker_lost"}'] == replays
 
@@ -104,7 +104,7 @@ async def test_a_leg_that_is_refused_is_sent_elsewhere() -> None:
     async with running_cluster(on_leg(Role.DECODE, refuse=OverloadedError("no room"))) as cluster:
         await add_twins(cluster, *PAIR)
         assert "".join(await texts(cluster)) == ANSWER
-        decodes = [name for name, worker in cluster.workers.items() for _ in worker.decodes]
+        decodes = [name for name, worker in cluster.workers.items() for _ in worker.received.decodes]
         assert sorted(decodes) == ["decode-0", "decode-1"]
 
 
@@ -119,7 +119,7 @@ async def test_a_bug_is_not_replayed() -> None:
 async def test_without_prefill_worker_a_replay_is_computed_where_it_is_decoded() -> None:
     async with running_cluster(on_leg(Role.PREFILL, die_at=0)) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        replay = cluster.workers["decode-0"].decodes[1]
+        replay = cluster.workers["decode-0"].received.decodes[1]
         assert not replay.HasField("source")
         assert (replay.task.attempt, replay.task.first_index) == (1, 0)
         assert (await cluster.metrics())["kvbaton_request_local_recomputes_total"] == 1
@@ -133,20 +133,20 @@ async def test_two_failed_hand_overs_in_a_row_are_enough() -> None:
 
     async with running_cluster(script) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        last = cluster.workers["decode-0"].decodes[-1]
+        last = cluster.workers["decode-0"].received.decodes[-1]
         assert (last.task.attempt, last.HasField("source")) == (2, False)
-        assert len(cluster.workers["prefill-0"].prefills) == 2
+        assert len(cluster.workers["prefill-0"].received.prefills) == 2
 
 
 async def test_too_many_failures_without_a_token_are_one_clear_error() -> None:
     """The sixth attempt would do, but the client has been told before."""
     bad, good = Script(tokens=TOKENS, fail_at=2, error=OverloadedError("no room")), Script(tokens=TOKENS)
     script = lambda task: bad if task.attempt < 5 else good  # noqa: E731
-    async with running_cluster(script, (Role.BOTH,), max_replays=3) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=3) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 429, answer
         assert answer["error"]["message"] == "worker both-0: no room"
-        assert [call.task.attempt for call in cluster.workers["both-0"].decodes] == [0, 1, 2, 3]
+        assert [call.task.attempt for call in cluster.workers["both-0"].received.decodes] == [0, 1, 2, 3]
         await nothing_is_left(cluster)
 
 
@@ -170,19 +170,19 @@ async def test_a_worker_that_wakes_up_says_nothing_twice() -> None:
     """It was thought dead, its request goes on elsewhere, and it is heard again: all that it says is dropped."""
     stall = at_first(stall_at=2)
     async with running_cluster(stall, ()) as cluster:
-        old = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
+        old = await cluster.add(Role.AGGREGATED, "both-0", boot_id="one-process")
         await cluster.service.wait_ready()
         asking = asyncio.create_task(texts(cluster))
-        await old.wait_for(lambda worker: len(worker.decodes) == 1)
+        await old.received.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["requests"]["streaming"])
-        task = old.decodes[0].task
-        other = await cluster.add(Role.BOTH, "both-1")
-        again = await cluster.add(Role.BOTH, "both-0", boot_id="one-process")
+        task = old.received.decodes[0].task
+        other = await cluster.add(Role.AGGREGATED, "both-1")
+        again = await cluster.add(Role.AGGREGATED, "both-0", boot_id="one-process")
         late = pb.TokenEntry(
             request_id=task.request_id, attempt=0, first_index=2, token_ids=TOKENS[2:], finish_reason="stop"
         )
-        again.send(late)
-        other.send(late)
+        again.stream.send(late)
+        other.stream.send(late)
         assert "".join(await asking) == ANSWER
         await cluster.until(
             lambda state: sum(worker["num_stale_entries"] for worker in state["workers"]) == 2
@@ -194,7 +194,7 @@ async def test_the_failed_attempt_is_cancelled_where_it_may_still_run() -> None:
         await add_twins(cluster, Role.PREFILL)
         assert "".join(await texts(cluster)) == ANSWER
         await cluster.service.stop()  # which waits for the cancels that are on their way
-        assert [cancel.attempt for cancel in cluster.workers["decode-0"].cancels] == [0]
+        assert [cancel.attempt for cancel in cluster.workers["decode-0"].received.cancels] == [0]
 
 
 async def test_the_deadline_counts_over_all_attempts() -> None:

@@ -10,7 +10,7 @@ from contract.errors import OverloadedError, TransferError, WorkerLostError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
@@ -38,7 +38,7 @@ async def test_tokens_of_prefill_legs_do_not_hide_that_handing_over_always_fails
 
     async with running_cluster(script) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        decodes = cluster.workers["decode-0"].decodes
+        decodes = cluster.workers["decode-0"].received.decodes
         assert [call.HasField("source") for call in decodes] == [True, True, False]
         await nothing_is_left(cluster)
 
@@ -50,7 +50,7 @@ async def test_tokens_of_prefill_legs_do_not_prolong_a_request_that_no_decode_wo
     async with running_cluster(script, max_replays=2) as cluster:
         status, _ = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 429
-        assert len(cluster.workers["decode-0"].decodes) == 3
+        assert len(cluster.workers["decode-0"].received.decodes) == 3
         await nothing_is_left(cluster)
 
 
@@ -68,14 +68,14 @@ async def test_a_death_of_which_a_peer_told_before_the_router_saw_it_costs_one_a
 
     async with running_cluster(script, max_replays=1) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
-        assert len(cluster.workers["prefill-0"].prefills) == 2
-        assert len(cluster.workers["decode-0"].decodes) == 3
+        assert len(cluster.workers["prefill-0"].received.prefills) == 2
+        assert len(cluster.workers["decode-0"].received.decodes) == 3
         await nothing_is_left(cluster)
 
 
 async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_spoken() -> None:
     script = Script(tokens=TOKENS, is_mute=True, token_delay_seconds=0.2)
-    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.5) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), accept_timeout_seconds=0.5) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
 
@@ -84,7 +84,7 @@ async def test_a_leg_that_neither_accepts_nor_speaks_is_replayed() -> None:
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS) if task.attempt else Script(tokens=TOKENS, is_mute=True, stall_at=0)
 
-    async with running_cluster(script, (Role.BOTH,), accept_timeout_seconds=0.3) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), accept_timeout_seconds=0.3) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())[REPLAYS + '{kind="deadline"}'] == 1
         await nothing_is_left(cluster)
@@ -98,19 +98,19 @@ async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_sus
 
     bad = Script(refuse=OverloadedError("no room"))
     good = Script(tokens=TOKENS)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
-        suspect = await cluster.add(Role.BOTH, "both-1")
+        suspect = await cluster.add(Role.AGGREGATED, "both-1")
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
-        await suspect.wait_for(lambda worker: len(worker.decodes) == 1)
+        await suspect.received.wait_for(lambda worker: len(worker.decodes) == 1)
         await cluster.until(lambda state: state["num_in_line"] == 1 or asking.done())
         bad = good
         busy.cancel()
         status, answer = await asking
         assert (status, answer["choices"][0]["text"]) == (200, ANSWER)
-        assert len(suspect.decodes) == 1
+        assert len(suspect.received.decodes) == 1
 
 
 async def test_the_worker_that_starts_again_is_no_suspect() -> None:
@@ -120,16 +120,16 @@ async def test_the_worker_that_starts_again_is_no_suspect() -> None:
         is_stuck = task.sampling.seed == 1 or not task.attempt
         return Script(tokens=TOKENS, stall_at=1 if is_stuck else None)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         busy = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 1}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
-        second = await cluster.add(Role.BOTH, "both-1")
+        second = await cluster.add(Role.AGGREGATED, "both-1")
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 2}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 2)
         await second.die()
         await cluster.until(lambda state: state["num_in_line"] == 1)
-        await cluster.add(Role.BOTH, "both-1")
+        await cluster.add(Role.AGGREGATED, "both-1")
         assert (await asking)[0] == 200
         busy.cancel()
 
@@ -138,8 +138,8 @@ async def test_a_replay_on_a_worker_that_is_both_is_no_local_recompute() -> None
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS, die_at=None if task.attempt else 2)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
-        await add_twins(cluster, Role.BOTH)
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
+        await add_twins(cluster, Role.AGGREGATED)
         assert "".join(await texts(cluster)) == ANSWER
         assert (await cluster.metrics())[LOCAL] == 0
 

@@ -1,4 +1,4 @@
-"""/v1/responses over real sockets: the objects, and the events in which they are streamed."""
+"""/v1/responses over real sockets: the objects, and the events of their streams."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import cancelled_on, nothing_is_left
 from tests.router.test_grammars import grammars_of
@@ -70,7 +70,7 @@ ECHO = {
 
 
 async def events_of(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """A stream's events; each names its type twice, and has the next number."""
+    """Return a stream's events; each names its type twice and has the next number."""
     async with cluster.session.post(cluster.url(PATH), json={**body, "stream": True}) as response:
         assert (response.status, response.content_type) == (200, "text/event-stream")
         text = await response.text()
@@ -86,7 +86,7 @@ async def events_of(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, An
 
 
 def without_ids(response: dict[str, Any]) -> dict[str, Any]:
-    """What two answers to one request have in common."""
+    """Return the parts that two answers to one request have in common."""
     output = [
         {name: value for name, value in item.items() if name not in ("id", "call_id")}
         for item in response["output"]
@@ -287,9 +287,9 @@ async def test_log_probabilities_are_those_of_the_text(tmp_path: Path) -> None:
     assert plain["output"][1]["content"][0]["logprobs"] == []
 
 
-async def test_an_error_in_mid_stream_is_told_twice_and_ends_it() -> None:
+async def test_an_error_in_mid_stream_is_reported_twice_and_ends_it() -> None:
     script = Script(tokens=[*byte_ids(b"abcdef"), END], fail_at=3, error=TransferError("the digest differs"))
-    async with running_cluster(script, (Role.BOTH,), max_replays=0) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
         events = await events_of(cluster, ASK)
         await nothing_is_left(cluster)
     *_, error, failed = events

@@ -1,12 +1,12 @@
-"""What /v1/responses refuses, by name, and what it takes though it changes nothing."""
+"""Fields that /v1/responses rejects by name, and fields that it accepts and ignores."""
 
 from typing import Any
 
 import pytest
 
 from contract.identity import Role
-from router.http.body import Body
-from router.http.response_input import response_chat
+from router.http.bodies.body import Body
+from router.http.responses.conversation import response_chat
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_all
 from tests.router.test_responses import ASK, BYTES, NOW, PATH, events_of
@@ -77,15 +77,15 @@ REFUSED: dict[str, Any] = {
 }
 
 
-async def test_bad_input_is_named_and_no_worker_hears_of_it() -> None:
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+async def test_bad_input_is_named_and_no_worker_receives_it() -> None:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, PATH, ASK, BAD)
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_what_is_not_served_is_refused_by_name() -> None:
+async def test_unsupported_fields_of_responses_are_rejected_by_name() -> None:
     refused = [({name: value}, name) for name, value in REFUSED.items()]
-    async with running_cluster(BYTES, (Role.BOTH,)) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,)) as cluster:
         await check_all(cluster, PATH, ASK, refused)
         _, answer = await cluster.post(PATH, {**ASK, "previous_response_id": "resp_1"})
         assert answer["error"]["code"] == "unsupported_parameter"
@@ -121,7 +121,7 @@ HISTORIES: list[tuple[list[dict[str, Any]], list[tuple[Any, ...]]]] = [
 
 @pytest.mark.parametrize("index", range(len(HISTORIES)))
 def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
-    """F10: items of an answer, reasoning alone and broken calls among them, become what the model wrote."""
+    """F10: the items of an answer, also lone reasoning and broken calls, become the model's message again."""
     items, wanted = HISTORIES[index]
     body = Body({"input": [{"role": "user", "content": "a"}, *items, *ASK_AGAIN]})
     _, *found, last = response_chat(body).messages
@@ -132,7 +132,7 @@ def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
     assert last["role"] == "user"
 
 
-async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
+async def test_neutral_values_are_accepted_under_strict_api_too() -> None:
     body = {
         **ASK,
         **dict.fromkeys(REFUSED),
@@ -148,17 +148,17 @@ async def test_what_asks_for_nothing_is_taken_under_strict_api_too() -> None:
         "stop": ["zz"],
         "timings": True,
     }
-    async with running_cluster(BYTES, (Role.BOTH,), strict_api=True) as cluster:
+    async with running_cluster(BYTES, (Role.AGGREGATED,), strict_api=True) as cluster:
         events = await events_of(cluster, body)
         status, answer = await cluster.post(PATH, {**ASK, "text": {"formt": {}}})
-        sampling = cluster.workers["both-0"].decodes[0].task.sampling
+        sampling = cluster.workers["both-0"].received.decodes[0].task.sampling
     assert events[-1]["response"]["kvbaton"]["timings"]["end_to_end"] > 0
     assert (sampling.seed, sampling.top_k) == (7, 5)
     assert (status, answer["error"]["param"]) == (400, "text.formt")
 
 
 class Counted(str):
-    """A text that counts the characters in front of which it is put."""
+    """A text that counts the characters that it is concatenated with."""
 
     num_copied = 0
 

@@ -1,4 +1,4 @@
-"""Errors over gRPC carry google.rpc's details, and HTTP says when to try again."""
+"""Errors over gRPC carry google.rpc's details, and HTTP errors a Retry-After header."""
 
 import asyncio
 from typing import Any
@@ -12,8 +12,8 @@ from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import Role
 from protos import inference_pb2 as pb
 from protos.worker_pb2 import Credit
-from router.grpc_api import REQUEST_ID_KEY
-from router.testing import Script
+from router.grpc.calls import REQUEST_ID_KEY
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END
 
@@ -21,7 +21,7 @@ DONE = Script(tokens=[END])
 
 
 async def details(cluster: Cluster, request: pb.GenerateRequest, **options: Any) -> dict[type, Any]:
-    """The details of the error that a request ends with, by their type."""
+    """Return the details of the error that a request ends with, by their type."""
     async with cluster.channel() as channel:
         call = cluster.inference(channel).GenerateOnce(request, **options)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -43,7 +43,7 @@ async def details(cluster: Cluster, request: pb.GenerateRequest, **options: Any)
 
 
 async def test_a_field_at_fault_is_named() -> None:
-    async with running_cluster(DONE, (Role.BOTH,)) as cluster:
+    async with running_cluster(DONE, (Role.AGGREGATED,)) as cluster:
         sampling = pb.SamplingParams(temperature=3)
         found = await details(cluster, pb.GenerateRequest(text="x", sampling=sampling))
         (violation,) = found[BadRequest].field_violations
@@ -65,7 +65,7 @@ async def test_a_refused_key_has_details_too() -> None:
         assert found[ErrorInfo].metadata["code"] == "invalid_api_key"
 
 
-async def test_unavailable_says_when_to_try_again() -> None:
+async def test_unavailable_has_a_time_to_retry() -> None:
     async with running_cluster(DONE, ()) as cluster:
         found = await details(cluster, pb.GenerateRequest(text="x"))
         assert found[RetryInfo].retry_delay.seconds == 1
@@ -73,13 +73,13 @@ async def test_unavailable_says_when_to_try_again() -> None:
             assert (response.status, response.headers["Retry-After"]) == (503, "1")
 
 
-async def test_overload_says_when_to_try_again() -> None:
+async def test_overload_has_a_time_to_retry() -> None:
     script = Script(tokens=[END], stall_at=0)
-    async with running_cluster(script, (Role.BOTH,), max_queue=1) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_queue=1) as cluster:
         worker = cluster.workers["both-0"]
         first = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
-        await worker.wait_for(lambda each: len(each.decodes) == 1)
-        worker.grant(Credit(max_requests=1, max_tokens=100))
+        await worker.received.wait_for(lambda each: len(each.decodes) == 1)
+        worker.stream.grant(Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)
@@ -90,10 +90,10 @@ async def test_overload_says_when_to_try_again() -> None:
 
 
 @pytest.mark.parametrize(("error", "seconds"), [(WorkerLostError("gone"), "1"), (KvbatonError("bug"), None)])
-async def test_a_lost_worker_says_when_to_try_again(error: KvbatonError, seconds: str | None) -> None:
+async def test_a_lost_worker_has_a_time_to_retry(error: KvbatonError, seconds: str | None) -> None:
     script = Script(tokens=[END], fail_at=0, error=error)
     async with (
-        running_cluster(script, (Role.BOTH,), max_replays=0) as cluster,
+        running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster,
         cluster.session.post(cluster.url("/v1/completions"), json={"prompt": "x"}) as response,
     ):
         assert response.status == (503 if seconds else 500)
@@ -101,10 +101,8 @@ async def test_a_lost_worker_says_when_to_try_again(error: KvbatonError, seconds
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize"])
-async def test_bytes_that_are_no_message_are_the_clients_mistake(
-    method: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    async with running_cluster(DONE, (Role.BOTH,)) as cluster, cluster.channel() as channel:
+async def test_invalid_bytes_are_the_clients_mistake(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    async with running_cluster(DONE, (Role.AGGREGATED,)) as cluster, cluster.channel() as channel:
         path = f"/kvbaton.v1.Inference/{method}"
         untyped: Any = channel
         with pytest.raises(grpc.aio.AioRpcError) as caught:

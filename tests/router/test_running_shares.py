@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.running_shares import RECENT_SECONDS, Held, RunningShares, Use
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
 
@@ -87,12 +87,12 @@ async def until_running(cluster: Cluster, count: int) -> None:
     await cluster.until(lambda state: state["requests"]["streaming"] == count)
 
 
-@pytest.mark.parametrize("roles", [(Role.BOTH,), (Role.PREFILL, Role.DECODE)])
+@pytest.mark.parametrize("roles", [(Role.AGGREGATED,), (Role.PREFILL, Role.DECODE)])
 async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: tuple[Role, ...]) -> None:
     """H5, M3: one key's long answers, of the highest priority, leave room for another key."""
     async with running_cluster(Script(tokens=TOKENS), roles, api_keys=KEYS) as cluster:
         name = next(name for name in cluster.workers if "prefill" not in name)
-        cluster.workers[name].grant(FOUR)
+        cluster.workers[name].stream.grant(FOUR)
         await cluster.until(lambda state: any(w["max_requests"] == 4 for w in state["workers"]))
         assert await ask(cluster, "bob") == 200
         cluster.script = lambda _: Script(tokens=TOKENS, stall_at=1)
@@ -109,8 +109,10 @@ async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: t
 
 async def test_one_key_alone_takes_all_workers() -> None:
     """Nothing is kept free for keys that nobody uses."""
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,), api_keys=KEYS) as cluster:
-        cluster.workers["both-0"].grant(FOUR)
+    async with running_cluster(
+        Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), api_keys=KEYS
+    ) as cluster:
+        cluster.workers["both-0"].stream.grant(FOUR)
         await cluster.until(lambda state: any(w["max_requests"] == 4 for w in state["workers"]))
         hogs = [asyncio.create_task(ask(cluster, "alice")) for _ in range(8)]
         await until_running(cluster, 4)

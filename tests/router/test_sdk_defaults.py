@@ -1,4 +1,4 @@
-"""Fields that SDKs and coding agents send by default: how much to think and write, what is too long, what is stored."""
+"""Fields that SDKs and coding agents send by default: effort, verbosity, truncation and storage."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ AGENT: dict[str, Any] = {
 
 
 def told(path: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Build a body that says how much to think and write."""
+    """Return a body with an effort and a verbosity."""
     if path == CHAT:
         names = {"effort": "reasoning_effort", "verbosity": "verbosity"}
         body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
@@ -69,7 +69,7 @@ async def answered(cluster: Cluster, path: str, body: dict[str, Any]) -> dict[st
 async def test_effort_and_verbosity_reach_the_template_by_the_names_that_it_reads(
     path: str, tmp_path: Path
 ) -> None:
-    """A choice: ``reasoning_effort`` and ``verbosity`` were refused, which agents send by default."""
+    """A choice: ``reasoning_effort`` and ``verbosity``, which agents send by default, were rejected."""
     async with writing_cluster(tmp_path, "x", template=TEMPLATE, strict_api=True) as cluster:
         for fields, variables in TOLD:
             await answered(cluster, path, told(path, fields))
@@ -89,7 +89,7 @@ async def test_what_a_coding_agent_sends_is_served_and_comes_back(tmp_path: Path
 
 
 async def test_with_truncation_auto_nothing_is_left_out_of_a_long_input() -> None:
-    """A choice: an input that is too long is refused rather than cut."""
+    """A choice: an input that is too long is rejected, not truncated."""
     async with running_cluster(BYTES) as cluster:
         status, answer = await cluster.post(RESPONSES, {"input": "x" * 500, "truncation": "auto"})
         error = check_error(answer, status, "input")

@@ -1,4 +1,4 @@
-"""The router process: its ports, its pages, and what it never imports."""
+"""The router process: its ports, its status pages, and modules that it never imports."""
 
 import asyncio
 import json
@@ -19,7 +19,8 @@ from contract.errors import SettingError
 from contract.identity import Role
 from router.service import RouterService
 from router.settings import RouterSettings
-from router.testing import Script, ScriptedWorker
+from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from serving.metrics import ROUTER_METRICS
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
@@ -55,7 +56,7 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
         async with asyncio.timeout(60):
             addresses = json.loads(await process.stdout.readline())
             worker = ScriptedWorker(
-                Role.BOTH, addresses["internal"], SECRET, lambda _: HELLO, model_files=model_files()
+                Role.AGGREGATED, addresses["internal"], SECRET, lambda _: HELLO, model_files=model_files()
             )
             async with worker:
                 assert await completion(addresses) == "abc"
@@ -68,13 +69,13 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
             await process.wait()
 
 
-async def test_a_request_waits_while_the_model_is_learnt_from_the_first_worker() -> None:
-    """Reading and probing a model takes a while, in which its workers are attached already."""
+async def test_a_request_waits_while_the_model_is_loaded_from_the_first_worker() -> None:
+    """Loading a model takes a while, during which its workers are already attached."""
     async with running_cluster(HELLO, ()) as cluster:
         status, answer = await cluster.post("/v1/completions", {"prompt": "x"})
         assert (status, answer["error"]["message"].startswith("no worker is ready")) == (503, True)
         internal = cluster.service.addresses.internal
-        worker = ScriptedWorker(Role.BOTH, internal, SECRET, lambda _: HELLO, model_files=model_files())
+        worker = ScriptedWorker(Role.AGGREGATED, internal, SECRET, lambda _: HELLO, model_files=model_files())
         worker.may_give_files.clear()
         async with worker:
             await cluster.until(lambda state: state["workers"] and state["workers"][0]["max_requests"])
@@ -86,7 +87,7 @@ async def test_a_request_waits_while_the_model_is_learnt_from_the_first_worker()
 
 
 async def completion(addresses: dict[str, str]) -> str:
-    """One completion, asked when gRPC health says that the router can answer."""
+    """Return one completion, requested as soon as gRPC health reports SERVING."""
     async with (
         grpc.aio.insecure_channel(addresses["grpc"]) as channel,
         aiohttp.ClientSession() as session,
@@ -101,7 +102,7 @@ async def completion(addresses: dict[str, str]) -> str:
 
 
 async def test_metrics_have_the_documented_names_types_and_values() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         await cluster.post("/v1/completions", {"prompt": [5] * 9})
         await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2})
         await cluster.post("/v1/completions", {"prompt": [5] * 9, "max_tokens": 2000})
@@ -149,7 +150,7 @@ async def test_stop_leaves_no_task_behind() -> None:
     before = asyncio.all_tasks()
     async with running_cluster(Script(tokens=HELLO.tokens, stall_at=1)) as cluster:
         asking = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
-        await cluster.workers["decode-0"].wait_for(lambda worker: len(worker.decodes) == 1)
+        await cluster.workers["decode-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
         asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     assert asyncio.all_tasks() == before
@@ -185,7 +186,7 @@ def test_settings_name_what_is_wrong(tmp_path: Path) -> None:
 
 
 def listening() -> set[int]:
-    """The ports that this process listens on."""
+    """Return the ports that this process listens on."""
     return {c.laddr.port for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN}
 
 

@@ -1,4 +1,4 @@
-"""/v1/completions with a list of prompts: a choice for each, in any order of arrival, and one end for all."""
+"""/v1/completions with a list of prompts: one choice for each, in any order of arrival, and one end for all."""
 
 import asyncio
 import logging
@@ -11,7 +11,7 @@ import pytest
 from contract.errors import InternalError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import nothing_is_left
 from tests.text.tiny_model import END, byte_ids, word_id
@@ -21,11 +21,11 @@ HELLO, WORLD, AGAIN = (word_id(word) for word in ("hello", " world", " again"))
 
 
 def echoing(task: pb.Task) -> Script:
-    """Each prompt's answer is its own tokens and " world"."""
+    """Return a script whose answer is the prompt's tokens and " world"."""
     return Script(tokens=[*task.prompt_token_ids, WORLD, END])
 
 
-@pytest.mark.parametrize("roles", [PAIR, (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [PAIR, (Role.AGGREGATED,)])
 @pytest.mark.parametrize(
     "prompts", [["hello", " again", "hello again"], [[HELLO], [AGAIN], [HELLO, AGAIN]]], ids=["text", "ids"]
 )
@@ -61,16 +61,16 @@ async def test_a_list_of_one_prompt_is_that_prompt() -> None:
     assert listed["choices"] == alone["choices"] and listed["usage"] == alone["usage"]
 
 
-async def test_one_bad_prompt_refuses_them_all() -> None:
-    """With the error object of that prompt, and nothing is left of the others."""
+async def test_one_bad_prompt_rejects_them_all() -> None:
+    """The error is that of the bad prompt, and nothing is left of the others."""
     async with running_cluster(echoing) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello", "x" * 500], "max_tokens": 4})
         assert status == 400 and "maximum context length" in answer["error"]["message"]
         await nothing_is_left(cluster)
 
 
-async def test_others_go_on_between_the_prompts_of_a_long_list() -> None:
-    """The last prompt is a bad one: nothing but tokenizing takes place."""
+async def test_others_continue_between_the_prompts_of_a_long_list() -> None:
+    """The last prompt is bad, so that only tokenizing takes place."""
     prompts = [*["hello"] * 999, "x" * 500]
     async with running_cluster(echoing) as cluster:
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": prompts, "max_tokens": 4}))
@@ -88,7 +88,7 @@ async def test_an_error_of_one_answer_ends_the_others() -> None:
             return Script(tokens=byte_ids(b"abc"), fail_at=1, error=InternalError("torn"))
         return Script(tokens=byte_ids(b"abc"), stall_at=2)
 
-    async with running_cluster(failing, (Role.BOTH,)) as cluster:
+    async with running_cluster(failing, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello", " again"], "max_tokens": 3})
         assert status == 500 and "torn" in answer["error"]["message"]
         await nothing_is_left(cluster)
@@ -96,13 +96,13 @@ async def test_an_error_of_one_answer_ends_the_others() -> None:
 
 async def test_a_client_that_leaves_cancels_every_answer() -> None:
     async with running_cluster(
-        lambda _: Script(tokens=byte_ids(b"abc"), stall_at=1), (Role.BOTH,)
+        lambda _: Script(tokens=byte_ids(b"abc"), stall_at=1), (Role.AGGREGATED,)
     ) as cluster:
         worker = cluster.workers["both-0"]
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["a", "b", "c"], "max_tokens": 3}))
-        await worker.wait_for(lambda worker: len(worker.decodes) == 3)
+        await worker.received.wait_for(lambda worker: len(worker.decodes) == 3)
         asking.cancel()
-        await worker.wait_for(lambda worker: len(worker.cancels) == 3)
+        await worker.received.wait_for(lambda worker: len(worker.cancels) == 3)
         await nothing_is_left(cluster)
 
 
@@ -110,7 +110,7 @@ async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:
     """H2: 256 prompts with 4,096 characters of stop strings took 170 MB."""
     stops = [f"{number:02}" * 32 for number in range(64)]
     script = Script(tokens=[*byte_ids(b"00"), END], stall_at=2)
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         tracemalloc.start()
         try:
             body = {"prompt": ["x"] * 256, "stop": stops, "max_tokens": 9}
@@ -131,7 +131,7 @@ async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:
 )
 async def test_what_every_prompt_takes_along_is_bounded(field: dict[str, Any]) -> None:
     """H2: one request of 200 kB sent 400 MB to the workers."""
-    async with running_cluster(echoing, (Role.BOTH,)) as cluster:
+    async with running_cluster(echoing, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": ["hello"] * 1000, **field})
         assert (status, answer["error"]["param"]) == (400, "prompt")
         assert "with each of 1000 prompts" in answer["error"]["message"]
@@ -142,10 +142,10 @@ async def test_a_request_of_too_many_prompts_is_refused_before_one_is_opened(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """M3: each of its prompts was opened and closed, and had a line in the log: 1,000 took 100 ms of everybody's time."""
-    async with running_cluster(Script(tokens=[END], stall_at=0), (Role.BOTH,), max_queue=4) as cluster:
+    async with running_cluster(Script(tokens=[END], stall_at=0), (Role.AGGREGATED,), max_queue=4) as cluster:
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
-        await cluster.workers["both-0"].wait_for(lambda worker: len(worker.decodes) == 1)
-        cluster.workers["both-0"].grant(pb.Credit(max_requests=1, max_tokens=100))
+        await cluster.workers["both-0"].received.wait_for(lambda worker: len(worker.decodes) == 1)
+        cluster.workers["both-0"].stream.grant(pb.Credit(max_requests=1, max_tokens=100))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 1)
         second = asyncio.create_task(cluster.post(TEXT, {"prompt": "hello"}))
         await cluster.until(lambda state: state["num_in_line"] == 1)
@@ -161,8 +161,8 @@ async def test_a_request_of_many_prompts_that_ends_early_has_one_line_in_the_log
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """L1: a client that goes away took a line for each prompt; and none of those that wait is begun while they end."""
-    async with running_cluster(Script(tokens=[HELLO, END], stall_at=0), (Role.BOTH,)) as cluster:
-        cluster.workers["both-0"].grant(pb.Credit(max_requests=2, max_tokens=1000))
+    async with running_cluster(Script(tokens=[HELLO, END], stall_at=0), (Role.AGGREGATED,)) as cluster:
+        cluster.workers["both-0"].stream.grant(pb.Credit(max_requests=2, max_tokens=1000))
         await cluster.until(lambda state: state["workers"][0]["max_requests"] == 2)
         asking = asyncio.create_task(cluster.post(TEXT, {"prompt": ["hello"] * 50}))
         await cluster.until(lambda state: state["num_in_line"] == 48)
@@ -170,5 +170,5 @@ async def test_a_request_of_many_prompts_that_ends_early_has_one_line_in_the_log
             asking.cancel()
             await cluster.until(lambda state: not any(state["requests"].values()))
         await nothing_is_left(cluster)
-        assert len(cluster.workers["both-0"].decodes) == 2
+        assert len(cluster.workers["both-0"].received.decodes) == 2
     assert len([line for line in caplog.messages if "ended as cancelled" in line]) == 1

@@ -14,12 +14,12 @@ from router.legs import AGGREGATED, DECODE, PREFILL, placed
 from router.policy import Wish, WorkerView, place
 from router.registry import AttachedWorker
 from router.severed import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, SeveredPairs
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 ANSWER = "abcdef"
 CUT = PeerUnreachableError("the control link to prefill-0 is cut")
 
@@ -39,8 +39,8 @@ async def test_a_cut_link_between_the_only_two_workers_costs_one_attempt() -> No
     """P6: all six requests are answered, the decode worker computes their prompts; only the first one pays for it."""
     async with running_cluster(unreachable) as cluster:
         assert [await ask(cluster) for _ in range(6)] == [(200, ANSWER)] * 6
-        assert len(cluster.workers["prefill-0"].prefills) == 1
-        sources = [call.HasField("source") for call in cluster.workers["decode-0"].decodes]
+        assert len(cluster.workers["prefill-0"].received.prefills) == 1
+        sources = [call.HasField("source") for call in cluster.workers["decode-0"].received.decodes]
         assert sources == [True, *[False] * 6]
         await nothing_is_left(cluster)
 
@@ -53,7 +53,7 @@ async def test_another_pair_takes_over_from_a_severed_one() -> None:
 
     async with running_cluster(script) as cluster:
         cut = await cluster.add(D, "decode-1")
-        cut._script = unreachable
+        cut.player.script = unreachable
         assert [await ask(cluster) for _ in range(40)] == [(200, ANSWER)] * 40
         metrics = await cluster.metrics()
         assert metrics['kvbaton_request_replays_total{kind="peer_unreachable"}'] == 1

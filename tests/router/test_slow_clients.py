@@ -1,4 +1,4 @@
-"""What a client that does not read holds: bounded memory, and no worker's credit."""
+"""A client that does not read occupies bounded memory and no worker's credit."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ from contract.errors import CancelledError
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.inbox import Inbox, UnreadBytes
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, nothing_is_left
 from tests.text.tiny_model import END, byte_ids
@@ -43,9 +43,9 @@ def _script(task: pb.Task) -> Script:
     return Script(tokens=[*(LONG if is_hog else byte_ids(b"ok")), END], tokens_per_step=30, logprobs=best)
 
 
-@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.BOTH,)])
+@pytest.mark.parametrize("roles", [(Role.PREFILL, Role.DECODE), (Role.AGGREGATED,)])
 async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(roles: tuple[Role, ...]) -> None:
-    """H5: two streams with n = 128 and logprobs that nobody reads hold no credit, and others are answered."""
+    """H5: two unread streams with n = 128 and logprobs hold no credit, and others are answered."""
     many = {"prompt": "x", "n": 128, "logprobs": 5, "max_tokens": 180}
     async with running_cluster(_script, (), client_stall_seconds=60) as cluster:
         for role in roles:
@@ -65,7 +65,7 @@ async def test_legs_that_have_ended_are_unbound_however_slowly_clients_read(role
 
 
 def test_the_answers_of_one_request_share_a_bound() -> None:
-    """H5: each of 128 answers stays below the bound of one, and the request is ended all the same."""
+    """H5: each of 128 answers stays below its own bound, but the request exceeds the common one and is ended."""
     unread, ended = UnreadBytes(1000, 10**9), []
     with unread.open("") as account:
         boxes = [Inbox[str](account, 1000, lambda: ended.append(1)) for _ in range(128)]
@@ -81,7 +81,7 @@ def test_the_answers_of_one_request_share_a_bound() -> None:
     )
 )
 def test_no_more_than_the_total_is_ever_unread(puts: list[tuple[int, int, int, bool]]) -> None:
-    """H5: whatever comes in whatever order, the sum stays within the bound and is the sum of what is held."""
+    """H5: for any order of events the sum stays within the bound and equals the unread bytes."""
 
     async def walk() -> None:
         unread = UnreadBytes(600, 2000)

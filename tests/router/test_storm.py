@@ -10,12 +10,12 @@ import pytest
 from contract.errors import DeadlineError, OverloadedError, TransferError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER
 
-ROLES = {f"{role.value}-{number}": role for role in (*PAIR, Role.BOTH) for number in range(2)}
+ROLES = {f"{role.value}-{number}": role for role in (*PAIR, Role.AGGREGATED) for number in range(2)}
 CREDIT = pb.Credit(max_requests=4, max_tokens=400)
 
 
@@ -41,7 +41,7 @@ async def revive(cluster: Cluster, dice: random.Random) -> None:
         state = await cluster.until(lambda state: len(state["workers"]) < len(ROLES))
         alive = {worker["worker_id"] for worker in state["workers"]}
         name = dice.choice(sorted(ROLES.keys() - alive))
-        (await cluster.add(ROLES[name], name)).grant(CREDIT)
+        (await cluster.add(ROLES[name], name)).stream.grant(CREDIT)
 
 
 async def ask(cluster: Cluster, dice: random.Random) -> str | None:
@@ -62,7 +62,7 @@ async def test_a_storm(seed: int, caplog: pytest.LogCaptureFixture) -> None:
         lambda _: trouble(dice), (), max_replays=1000, worker_wait_seconds=60
     ) as cluster:
         for name, role in ROLES.items():
-            (await cluster.add(role, name)).grant(CREDIT)
+            (await cluster.add(role, name)).stream.grant(CREDIT)
         await cluster.service.wait_ready()
         async with asyncio.timeout(60):
             reviving = asyncio.create_task(revive(cluster, dice))

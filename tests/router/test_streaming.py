@@ -1,4 +1,4 @@
-"""A client that stops reading is cut off wherever the stream is, its end included."""
+"""A client that stops reading is disconnected at any point of the stream, also at its end."""
 
 import asyncio
 import socket
@@ -55,7 +55,7 @@ async def test_the_end_of_a_stream_does_not_wait_for_a_client_that_reads_nothing
 
 
 def _read_to_the_end(client: socket.socket) -> None:
-    """Returns when the server has closed the connection, whether in order or not."""
+    """Return when the server has closed the connection, in order or not."""
     client.settimeout(20)
     try:
         while client.recv(65536):

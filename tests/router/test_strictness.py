@@ -1,12 +1,12 @@
-"""Fields that change nothing (known and ignored, or unknown), and how much a request may hold."""
+"""Fields that change nothing (ignored or unknown), and the limits on lists of a request."""
 
 from typing import Any
 
 import pytest
 
 from contract.identity import Role
-from router.http.fields import NEUTRAL
-from router.testing import Script
+from router.http.fields.unsupported import NEUTRAL
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import CHAT, SAY, TEXT, check_all, check_error
 from tests.text.tiny_model import END, word_id
@@ -27,7 +27,7 @@ IDLE = {name: values[0] if values else None for name, values in NEUTRAL.items()}
 
 
 async def test_unknown_fields_are_ignored_by_default() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         body = {**SAY, "temprature": 0, "x": {"y": [1]}}
         assert (await cluster.post(CHAT, body))[0] == 200
         assert (await cluster.post("/tokenize", {"prompt": "a", "x": 1}))[0] == 200
@@ -50,20 +50,20 @@ async def test_unknown_fields_are_ignored_by_default() -> None:
         ("/detokenize", {"tokens": [5], "token": 0}, "token", "did you mean tokens?"),
     ],
 )
-async def test_strict_api_names_what_it_does_not_know(
+async def test_strict_api_names_unknown_fields(
     path: str, body: dict[str, Any], param: str, words: str
 ) -> None:
-    async with running_cluster(HELLO, (Role.BOTH,), strict_api=True) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), strict_api=True) as cluster:
         status, answer = await cluster.post(path, body)
         error = check_error(answer, status, param)
         assert (status, error["code"]) == (400, "unknown_parameter")
         assert error["message"].startswith("Unknown parameter: ")
         assert words in error["message"]
-        assert cluster.workers["both-0"].decodes == []
+        assert cluster.workers["both-0"].received.decodes == []
 
 
-async def test_what_is_known_and_changes_nothing_is_accepted_under_strict_api_too() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,), strict_api=True) as cluster:
+async def test_ignored_fields_are_accepted_under_strict_api_too() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), strict_api=True) as cluster:
         for fields in (IGNORED, IDLE, dict.fromkeys({**IGNORED, **IDLE})):
             for path, body in ((CHAT, SAY), (TEXT, {"prompt": "a"})):
                 status, answer = await cluster.post(path, {**body, **fields})
@@ -71,7 +71,7 @@ async def test_what_is_known_and_changes_nothing_is_accepted_under_strict_api_to
 
 
 async def test_the_types_of_ignored_fields_are_checked() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         wrong: list[tuple[dict[str, Any], str]] = [
             ({name: [7]}, name) for name in IGNORED if name != "metadata"
         ]
@@ -89,7 +89,7 @@ LIMITS: list[tuple[dict[str, Any], str, str]] = [
 
 
 async def test_a_request_that_holds_too_much_is_refused_by_name() -> None:
-    async with running_cluster(HELLO, (Role.BOTH,)) as cluster:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
         for fields, param, words in LIMITS:
             status, answer = await cluster.post(CHAT, {**SAY, **fields})
             assert status == 400

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from contract.identity import Role
 from router.request import BACKGROUND_PRIORITY, PreparedRequest
 from router.tenancy import TenantRules, tenant_salt
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
 from tests.router.test_waiting_line import grant_one
@@ -24,8 +24,8 @@ async def salt_of(cluster: Cluster, path: str, body: dict[str, Any], key: str | 
     status, answer = await cluster.post(path, body, headers=headers)
     assert status == 200, answer
     workers = cluster.workers.values()
-    tasks = [call.task for worker in workers for call in worker.prefills]
-    tasks += [call.task for worker in workers for call in worker.embeds]
+    tasks = [call.task for worker in workers for call in worker.received.prefills]
+    tasks += [call.task for worker in workers for call in worker.received.embeds]
     return tasks[-1].cache_salt
 
 
@@ -74,7 +74,7 @@ def test_a_priority_counts_up_to_the_limit(priority: int, limit: int) -> None:
 
 async def test_a_flood_of_the_highest_priority_does_not_starve_others() -> None:
     """M3: an ordinary request is answered while another client's urgent ones keep coming."""
-    async with running_cluster(Script(tokens=TOKENS), (Role.BOTH,), max_queue=200) as cluster:
+    async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,), max_queue=200) as cluster:
         await grant_one(cluster, "both-0")
         is_over = False
 
@@ -92,4 +92,4 @@ async def test_a_flood_of_the_highest_priority_does_not_starve_others() -> None:
             assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
         is_over = True
         assert sum(await asyncio.gather(*hogs)) <= 20 * 10
-        assert max(call.task.priority for call in cluster.workers["both-0"].decodes) == 100
+        assert max(call.task.priority for call in cluster.workers["both-0"].received.decodes) == 100

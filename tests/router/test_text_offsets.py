@@ -1,4 +1,4 @@
-"""``text_offset`` indexes the prompt's text followed by the answer's, whatever is shown, whole or streamed."""
+"""``text_offset`` indexes the prompt's text followed by the answer's, for every option, whole or streamed."""
 
 import asyncio
 from typing import Any
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.offsets import text_offsets, token_offsets
-from router.testing import Script
+from router.http.generation.offsets import text_offsets, token_offsets
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.test_tokenizer import sentencepiece_like
 from tests.text.tiny_model import BOS, END, byte_ids, tiny_tokenizer, word_id
@@ -28,7 +28,7 @@ def pieces_of(text: str, offsets: list[int]) -> list[str]:
 
 
 def assert_indexes(text: str, tokens: list[str], offsets: list[int]) -> None:
-    """Each token that is whole characters stands where its offset says, but for a space that its text lacks."""
+    """Check that each token of whole characters is at its offset, except for a leading space that the text lacks."""
     assert offsets == sorted(offsets)
     assert not offsets or (offsets[0] >= 0 and offsets[-1] <= len(text))
     for token, offset in zip(tokens, offsets, strict=True):
@@ -113,7 +113,7 @@ async def test_every_offset_is_one_of_the_text_whole_and_streamed() -> None:
         told = [-1.0] * (len(task.prompt_token_ids) - 1)
         return Script(tokens=[*answer, END], prompt_logprobs=told, tokens_per_step=2)
 
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
 
         @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
         @given(prompt=PROMPTS, tokens=ANSWERS, echo=st.booleans(), max_tokens=st.integers(1, 9))
@@ -127,7 +127,7 @@ async def test_every_offset_is_one_of_the_text_whole_and_streamed() -> None:
 
 
 async def test_tokens_of_a_stop_string_lie_behind_the_end_of_the_text() -> None:
-    """F17: what was cut away has no place in the text."""
+    """F17: the tokens of a removed stop string are not in the text."""
     script = Script(tokens=[*byte_ids(b"ab"), word_id("STOP"), END])
     async with running_cluster(script) as cluster:
         body = {"prompt": "x", "logprobs": 0, "stop": "STOP"}

@@ -29,7 +29,8 @@ from router.request import GenerationRequest, PreparedRequest
 from router.running_shares import RunningShares
 from router.severed import SeveredPairs
 from router.tasks import TaskSet
-from router.testing import Script, ScriptedWorker, Writer
+from router.testing.script import Script, Writer
+from router.testing.worker import ScriptedWorker
 from router.waiting_line import WaitingLine
 from router.worker_calls import WorkerCalls
 from serving.cluster_tls import router_tls
@@ -135,7 +136,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             while not all(view.max_requests for view in registry.snapshot()):
                 await changes.next.wait()
         encode, prefiller, decode = workers
-        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics()))
+        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics().requests))
 
 
 @pytest.mark.parametrize("encoder", [Script(), Script(stall_at=0)], ids=["that ends", "that says nothing"])
@@ -143,13 +144,13 @@ async def test_an_attempt_runs_through_a_third_kind_of_leg(encoder: Script) -> N
     """The end of the encoder's leg does not end the answer, and the prefill worker's token shows that it is over."""
     async with three_workers(encoder) as trio:
         assert await trio.answer() == (TOKENS, FinishReason.STOP)
-        (encode,) = trio.encoder.embeds
-        (prefill,) = trio.prefill.prefills
-        (decode,) = trio.decode.decodes
+        (encode,) = trio.encoder.received.embeds
+        (prefill,) = trio.prefill.received.prefills
+        (decode,) = trio.decode.received.decodes
         assert [leg.task.first_index for leg in (encode, prefill, decode)] == [0, 0, 1]
         assert decode.source.transfer_id == prefill.transfer_id
         assert decode.source.worker_id == "prefill-0"
-        assert not trio.encoder.cancels
+        assert not trio.encoder.received.cancels
 
 
 async def test_an_attempt_ends_when_its_third_leg_fails() -> None:
@@ -162,8 +163,8 @@ async def test_an_attempt_ends_when_its_third_leg_fails() -> None:
 
     async with three_workers(encoder) as trio:
         assert await trio.answer() == (TOKENS, FinishReason.STOP)
-        assert [call.task.attempt for call in trio.encoder.embeds] == [0, 1]
-        assert [call.task.attempt for call in trio.prefill.prefills] == [0, 1]
-        await trio.prefill.wait_for(lambda worker: len(worker.cancels) == 1)
-        await trio.decode.wait_for(lambda worker: len(worker.cancels) == 1)
-        assert not trio.encoder.cancels
+        assert [call.task.attempt for call in trio.encoder.received.embeds] == [0, 1]
+        assert [call.task.attempt for call in trio.prefill.received.prefills] == [0, 1]
+        await trio.prefill.received.wait_for(lambda worker: len(worker.cancels) == 1)
+        await trio.decode.received.wait_for(lambda worker: len(worker.cancels) == 1)
+        assert not trio.encoder.received.cancels

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from contract.requests import TransferReport
-from router.testing import Script
+from router.testing.script import Script
 from router.timings import Stopwatch, Timings
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
@@ -73,7 +73,7 @@ def test_tokens_that_come_in_one_piece() -> None:
 
 async def test_a_request_header_asks_for_the_split_as_a_response_header() -> None:
     script = Script(tokens=[*byte_ids(b"abc"), END])
-    async with running_cluster(script, (Role.BOTH,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
         url = cluster.url("/v1/completions")
         body = {"prompt": ["x", "y"], "timings": True}
         async with cluster.session.post(url, json=body, headers={"x-kvbaton-timings": "true"}) as response:

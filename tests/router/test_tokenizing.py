@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, their gRPC twins, and what else needs no worker's answer."""
+"""/tokenize and /detokenize, their gRPC counterparts, and other paths that need no worker."""
 
 from importlib.metadata import version
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 
 from contract.identity import Role
 from protos import inference_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_error
 from tests.text.tiny_model import END, byte_ids, word_id
@@ -21,10 +21,10 @@ WORDS = [word_id("hello"), word_id(" world")]
 
 
 async def test_a_text_is_tokenized_as_a_completion_would_be() -> None:
-    async with running_cluster(SAY, (Role.BOTH,)) as cluster:
+    async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
         status, answer = await cluster.post("/tokenize", {"prompt": "hello world", "model": "tiny"})
         await cluster.post("/v1/completions", {"prompt": "hello world", "max_tokens": 1})
-        (decode,) = cluster.workers["both-0"].decodes
+        (decode,) = cluster.workers["both-0"].received.decodes
     assert status == 200
     assert answer == {"count": 2, "max_model_len": 128, "tokens": WORDS, "token_strs": None}
     assert list(decode.task.prompt_token_ids) == answer["tokens"]

@@ -1,4 +1,4 @@
-"""Tools in /v1/chat/completions: what the model is told of them, and how its calls are written."""
+"""Tools in /v1/chat/completions: the prompt that describes them, and the objects of calls."""
 
 import json
 from pathlib import Path
@@ -101,7 +101,7 @@ async def test_a_call_that_max_tokens_cuts_keeps_its_reason(tmp_path: Path) -> N
     assert early["choices"][0]["message"]["content"] == text[:20], "no call has begun: nothing is lost"
 
 
-async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_path: Path) -> None:
+async def test_the_template_gets_tools_and_arguments_as_objects(tmp_path: Path) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS}}
     conversation = [
         {"role": "user", "content": "hi"},
@@ -119,7 +119,7 @@ async def test_the_template_is_told_of_tools_and_gets_arguments_as_objects(tmp_p
     assert counted["count"] == answer["usage"]["prompt_tokens"]
 
 
-async def test_with_tool_choice_none_tools_are_neither_told_nor_looked_for(tmp_path: Path) -> None:
+async def test_with_tool_choice_none_tools_are_neither_shown_nor_parsed(tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, FORMATS["hermes"], tool_parser="hermes") as cluster:
         _, answer = await cluster.post(CHAT, {**ASK, "tool_choice": "none"})
         assert prompt_of(cluster) == "user: hi;assistant: "
@@ -199,7 +199,7 @@ async def test_forced_calls_are_held_to_their_schema_and_read(
     async with writing_cluster(tmp_path, text, **settings) as cluster:
         status, whole = await cluster.post(CHAT, body)
         streamed = joined(await cluster.stream(CHAT, body))
-        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+        grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.grammar
     assert status == 200
     (answer,) = whole["choices"]
     assert answer["finish_reason"] == streamed["finish_reason"] == reason
@@ -216,7 +216,7 @@ async def test_forced_calls_are_held_to_their_schema_and_read(
 async def test_one_call_where_they_may_not_be_several(tmp_path: Path) -> None:
     async with writing_cluster(tmp_path, "[]", tool_parser="hermes") as cluster:
         await cluster.post(CHAT, {**ASK, "tool_choice": "required", "parallel_tool_calls": False})
-        grammar = cluster.workers["prefill-0"].prefills[0].task.sampling.grammar
+        grammar = cluster.workers["prefill-0"].received.prefills[0].task.sampling.grammar
     assert json.loads(grammar.text)["maxItems"] == 1
 
 
@@ -240,7 +240,7 @@ async def test_an_answer_of_another_form_is_content_though_it_looks_like_reasoni
 
 
 async def test_tags_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
-    """Llama's and Mistral's tags are; other special tokens stay hidden, and so do these where nobody looks for them."""
+    """Llama's and Mistral's tags are special tokens; they are hidden like others if no parser needs them."""
     special = ("[TOOL_CALLS]", "[ARGS]", "[OTHER]")
     begin, args, other = range(first_special(), first_special() + 3)
     tokens = [other, *byte_ids(b"Ok. "), begin, *byte_ids(b"now"), args, *byte_ids(b"{}"), begin]
@@ -270,7 +270,7 @@ async def test_logprobs_and_token_ids_are_those_of_all_tokens(tmp_path: Path) ->
 
 @pytest.mark.parametrize("die_at", [1, 5, 30, 60, 90])
 async def test_a_call_goes_on_when_its_worker_dies(die_at: int, tmp_path: Path) -> None:
-    """Inside of a tag, of the name, of the arguments: nothing is lost and nothing comes twice."""
+    """Inside a tag, the name or the arguments: nothing is lost and nothing is repeated."""
 
     def script(task: pb.Task) -> dict[str, Any]:
         return {"die_at": die_at if task.attempt == 0 else None}

@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.identity import Role
 from protos.worker_pb2 import Credit
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 
@@ -18,7 +18,7 @@ def _is_in_line(count: int, state: dict[str, Any]) -> bool:
 
 
 async def grant_one(cluster: Cluster, name: str) -> None:
-    cluster.workers[name].grant(ONE)
+    cluster.workers[name].stream.grant(ONE)
     await cluster.until(
         lambda state: any(w["worker_id"] == name and w["max_requests"] == 1 for w in state["workers"])
     )
@@ -38,7 +38,7 @@ async def test_a_worker_gets_no_more_requests_than_its_credit() -> None:
 
 
 async def test_the_line_goes_by_priority_then_by_arrival() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
@@ -50,14 +50,14 @@ async def test_the_line_goes_by_priority_then_by_arrival() -> None:
             await cluster.until(partial(_is_in_line, number + 1))
         first.cancel()
         await asyncio.gather(*asking)
-        seeds = [call.task.sampling.seed for call in cluster.workers["both-0"].decodes[1:]]
+        seeds = [call.task.sampling.seed for call in cluster.workers["both-0"].received.decodes[1:]]
         assert seeds == [1, 3, 0, 2]
 
 
 async def test_a_big_request_at_the_head_is_not_passed() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
-        worker.grant(Credit(max_requests=9, max_tokens=60))
+        worker.stream.grant(Credit(max_requests=9, max_tokens=60))
         await cluster.until(lambda state: state["workers"][0]["max_tokens"] == 60)
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "max_tokens": 20}))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
@@ -68,11 +68,11 @@ async def test_a_big_request_at_the_head_is_not_passed() -> None:
         await cluster.until(lambda state: state["num_in_line"] == 2)
         first.cancel()
         await asyncio.gather(big, small)
-        assert [len(call.task.prompt_token_ids) for call in worker.decodes] == [1, 40, 1]
+        assert [len(call.task.prompt_token_ids) for call in worker.received.decodes] == [1, 40, 1]
 
 
 async def test_a_client_that_goes_away_leaves_the_line() -> None:
-    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.BOTH,)) as cluster:
+    async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
         await cluster.until(lambda state: state["num_in_line"] == 2)
@@ -80,7 +80,7 @@ async def test_a_client_that_goes_away_leaves_the_line() -> None:
             task.cancel()
         await cluster.until(lambda state: state["num_in_line"] == 0)
         await cluster.until(lambda state: state["workers"][0]["num_legs"] == 0)
-        assert len(cluster.workers["both-0"].decodes) == 1
+        assert len(cluster.workers["both-0"].received.decodes) == 1
 
 
 async def test_requests_wait_for_a_role_that_comes_soon() -> None:
@@ -107,7 +107,7 @@ async def test_after_that_they_are_refused_at_once_until_it_is_there() -> None:
 
 async def test_the_deadline_ends_a_request_in_the_line() -> None:
     async with running_cluster(
-        Script(tokens=TOKENS, stall_at=1), (Role.BOTH,), request_timeout_seconds=1
+        Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), request_timeout_seconds=1
     ) as cluster:
         await grant_one(cluster, "both-0")
         answers = await asyncio.gather(*(cluster.post(TEXT, {"prompt": "x"}) for _ in range(2)))

@@ -16,14 +16,15 @@ from router.changes import ChangeSignal
 from router.legs import PREFILL
 from router.policy import Wish, WorkerView, candidates, fits, place
 from router.registry import Registry
-from router.testing import Script, kv_layout
+from router.testing.script import Script
+from router.testing.worker import kv_layout
 from tests.router.cluster import running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
 from wire.membership import layout_from_proto
 
-P, D, B = Role.PREFILL, Role.DECODE, Role.BOTH
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 LONG = "x" * 50
 
 
@@ -41,11 +42,11 @@ async def test_a_smaller_decode_worker_gets_only_what_fits_it() -> None:
         assert (status, answer["choices"][0]["text"]) == (200, "abcdef"), (
             "the small one is idle, and it fits there"
         )
-        assert len(small.decodes) == 1
+        assert len(small.received.decodes) == 1
         first.cancel()
         answers = await asyncio.gather(*asking)
         assert [status for status, _ in answers] == [200] * 6
-        assert len(small.decodes) == 1
+        assert len(small.received.decodes) == 1
         await nothing_is_left(cluster)
 
 
@@ -61,8 +62,8 @@ async def test_a_request_that_is_too_long_for_one_worker_goes_to_the_larger_one(
         small = await cluster.add(role, "small", **limits)
         answers = await asyncio.gather(*(cluster.post(TEXT, {"prompt": LONG}) for _ in range(8)))
         assert [status for status, _ in answers] == [200] * 8
-        assert not small.prefills
-        assert not small.decodes
+        assert not small.received.prefills
+        assert not small.received.decodes
 
 
 async def test_an_input_that_is_too_long_for_one_prefill_worker_is_embedded_by_the_larger_one() -> None:
@@ -70,7 +71,7 @@ async def test_an_input_that_is_too_long_for_one_prefill_worker_is_embedded_by_t
     async with running_cluster(Script()) as cluster:
         small = await cluster.add(P, "small", max_model_len=40)
         status, _ = await cluster.post("/v1/embeddings", {"input": [LONG] * 4})
-        assert (status, len(small.embeds)) == (200, 0)
+        assert (status, len(small.received.embeds)) == (200, 0)
 
 
 async def test_the_refusal_of_one_worker_is_not_the_clients_while_another_one_can() -> None:
@@ -78,7 +79,7 @@ async def test_the_refusal_of_one_worker_is_not_the_clients_while_another_one_ca
     error = InvalidRequestError("the prompt has 50 tokens; this engine takes 39 at most", param=SIZE_PARAM)
     async with running_cluster(Script(tokens=TOKENS)) as cluster:
         small = await cluster.add(D, "decode-1")
-        small._script = lambda _: Script(tokens=TOKENS, fail_at=1, error=error)
+        small.player.script = lambda _: Script(tokens=TOKENS, fail_at=1, error=error)
         answers = await asyncio.gather(*(cluster.post(TEXT, {"prompt": LONG}) for _ in range(6)))
         assert [answer["choices"][0]["text"] for _, answer in answers] == ["abcdef"] * 6
 
@@ -89,14 +90,14 @@ async def test_what_every_worker_refuses_is_one_clear_400() -> None:
     async with running_cluster(Script(tokens=TOKENS)) as cluster:
         await cluster.add(D, "decode-1")
         for name in ("decode-0", "decode-1"):
-            cluster.workers[name]._script = lambda task: Script(
+            cluster.workers[name].player.script = lambda task: Script(
                 tokens=TOKENS, fail_at=task.first_index, error=error
             )
         status, answer = await cluster.post(TEXT, {"prompt": LONG})
         assert status == 400
         assert "takes 39 at most" in answer["error"]["message"]
         assert answer["error"]["param"] == "prompt"
-        assert sum(len(worker.decodes) for worker in cluster.workers.values()) == 2
+        assert sum(len(worker.received.decodes) for worker in cluster.workers.values()) == 2
         await nothing_is_left(cluster)
 
 
@@ -114,7 +115,7 @@ async def test_a_stream_does_not_end_when_only_a_smaller_worker_is_left_for_a_wh
         await cluster.add(D, "decode-0")
         status, answer = await asking
         assert (status, answer["choices"][0]["text"]) == (200, "y" * 60)
-        assert not small.decodes
+        assert not small.received.decodes
 
 
 async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
@@ -127,7 +128,7 @@ async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
         small = await cluster.add(D, "small", max_model_len=40)
         status, _ = await cluster.post(TEXT, {"prompt": "x", "max_tokens": 100})
         assert status == 200
-        assert len(small.decodes) == 1
+        assert len(small.received.decodes) == 1
 
 
 async def test_a_new_request_that_fits_no_worker_any_more_is_told_how_long_it_may_be() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.testing import Script
+from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files, tiny_tokenizer, write_model
 
@@ -42,7 +42,7 @@ async def writing_cluster(
     script: dict[str, Any] | Callable[[pb.Task], dict[str, Any]] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cluster]:
-    """special: more special tokens of the model, with the ids from ``first_special()`` on. script: more of ``Script``."""
+    """Run the cluster. special: added special tokens, with ids from ``first_special()`` on. script: fields of ``Script``."""
     backend = tiny_tokenizer()
     backend.add_special_tokens(list(special))
     config = {"chat_template": template, "eos_token": "<|end|>"}
@@ -62,25 +62,25 @@ async def writing_cluster(
 
 
 def first_special() -> int:
-    """The id of the first added special token."""
+    """Return the id of the first added special token."""
     return int(tiny_tokenizer().get_vocab_size())
 
 
 def prompt_of(cluster: Cluster) -> str:
-    """The text of the last prompt that was sent to a prefill worker."""
-    ids = list(cluster.workers["prefill-0"].prefills[-1].task.prompt_token_ids)
+    """Return the text of the last prompt that was sent to a prefill worker."""
+    ids = list(cluster.workers["prefill-0"].received.prefills[-1].task.prompt_token_ids)
     return str(tiny_tokenizer().decode(ids, skip_special_tokens=False))
 
 
 def choices(chunks: list[Any]) -> list[dict[str, Any]]:
-    """The choices of a stream's chunks, without the last event."""
+    """Return the choices of a stream's chunks, without the last event."""
     *chunks, done = chunks
     assert done == "[DONE]"
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
 def joined(chunks: list[Any]) -> dict[str, Any]:
-    """The message that a client puts together from a stream, and its finish reason."""
+    """Return the message that a client assembles from a stream, and its finish reason."""
     message: dict[str, Any] = {}
     calls: list[dict[str, Any]] = []
     finish_reason = None

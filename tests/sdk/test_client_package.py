@@ -13,7 +13,7 @@ from kvbaton_client import AsyncClient, Client, SamplingParams
 
 from contract.identity import Role
 from protos import worker_pb2
-from router.testing import Script
+from router.testing.script import Script
 from tests.chaos.settings import process_environment
 from tests.router.cluster import MODEL, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids
@@ -24,7 +24,7 @@ SCRIPT = Script(tokens=[*byte_ids(b"yes"), END])
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[Cluster]:
-    async with running_cluster(SCRIPT, roles=(Role.BOTH,)) as running:
+    async with running_cluster(SCRIPT, roles=(Role.AGGREGATED,)) as running:
         yield running
 
 
@@ -38,7 +38,7 @@ async def test_the_client_for_coroutines_gives_whole_answers_and_streams(cluster
     assert (whole.choices[0].text, whole.usage.completion_tokens) == ("yes", 4)
     assert "".join(piece.choices[0].text for piece in pieces) == "yes"
     assert {piece.request_id for piece in pieces} == {"mine"}
-    tasks = [request.task for request in cluster.workers["both-0"].decodes]
+    tasks = [request.task for request in cluster.workers["both-0"].received.decodes]
     assert [list(task.prompt_token_ids) for task in tasks] == [byte_ids(b"hi")] * 2
     assert (tasks[0].cache_salt, tasks[0].priority, tasks[0].sampling.max_tokens) == ("s", 3, 9)
 
@@ -62,7 +62,7 @@ async def test_prompts_are_embedded_by_both_clients() -> None:
         with Client(address, timeout_seconds=30) as client:
             return [list(each.values) for each in client.embed(["hi", byte_ids(b"you")]).embeddings]
 
-    async with running_cluster(script, roles=(Role.BOTH,)) as cluster:
+    async with running_cluster(script, roles=(Role.AGGREGATED,)) as cluster:
         address = cluster.service.addresses.grpc
         assert await asyncio.to_thread(use, address) == [[0.5, 2.0], [0.5, 3.0]]
         async with AsyncClient(address, timeout_seconds=30) as client:
@@ -76,7 +76,7 @@ async def test_prompts_are_embedded_by_both_clients() -> None:
                 await client.embed("hi")
         assert [list(each.values) for each in found.embeddings] == [[0.5, 1.0], [0.5, 2.0]]
         assert (found.request_id, found.usage.prompt_tokens) == ("mine", 3)
-        last = cluster.workers["both-0"].embeds[-1].task
+        last = cluster.workers["both-0"].received.embeds[-1].task
         assert (last.priority, last.cache_salt) == (3, "s")
 
 
@@ -96,7 +96,7 @@ async def test_leaving_a_stream_cancels_the_request(cluster: Cluster) -> None:
 
     await asyncio.to_thread(leave)
     await cluster.until(lambda state: not any(state["requests"].values()))
-    assert len(cluster.workers["both-0"].decodes) == 2
+    assert len(cluster.workers["both-0"].received.decodes) == 2
 
 
 async def test_a_request_is_cancelled_by_its_name(cluster: Cluster) -> None:
@@ -113,7 +113,7 @@ async def test_a_request_is_cancelled_by_its_name(cluster: Cluster) -> None:
 
 
 async def test_a_key_is_sent(tmp_path: Path) -> None:
-    async with running_cluster(SCRIPT, roles=(Role.BOTH,), api_keys="right,other") as cluster:
+    async with running_cluster(SCRIPT, roles=(Role.AGGREGATED,), api_keys="right,other") as cluster:
         address = cluster.service.addresses.grpc
         async with AsyncClient(address, api_key="right") as client:
             assert (await client.generate("hi")).choices[0].text == "yes"

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from contract.errors import UnsupportedFieldError
-from router.http.body import Body
-from router.http.response_input import response_chat
-from router.http.schema import RESPONSE
+from router.http.bodies.body import Body
+from router.http.responses.conversation import response_chat
+from router.http.schema.responses import RESPONSE
 from text.chat import parse_messages
 
 USER = {"role": "user", "content": "hi"}

@@ -28,8 +28,8 @@ _BUGS = frozenset({ErrorKind.INTERNAL, ErrorKind.INVALID_REQUEST})
 class Question:
     """A prompt and the one right answer.
 
-    keeps_transfer: every attempt has the same transfer id. told: who hears that an attempt is given up; the other
-    worker has to find out by itself. lost: whose leg of the first attempt never arrives.
+    keeps_transfer: every attempt has the same transfer id. told: the worker that is notified of an abandoned attempt; the
+    other one has to find out by itself. lost: whose leg of the first attempt never arrives.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class Question:
     lost: Role | None
 
     def transfer_id(self, attempt: int) -> str:
-        """What this attempt is lent under."""
+        """Return the transfer id of this attempt."""
         return f"t-{self.request_id}" if self.keeps_transfer else f"t-{self.request_id}.{attempt}"
 
 
@@ -70,7 +70,7 @@ def _tokens(rng: random.Random, num: int) -> list[int]:
 
 @dataclass
 class Tally:
-    """What came of everything. ``broken`` names each promise that was not kept."""
+    """The outcome of all requests. ``broken`` names each promise that was not kept."""
 
     num_whole: int = 0
     num_cancelled: int = 0
@@ -89,7 +89,7 @@ class Tally:
 
 @dataclass
 class _Attempt:
-    """What one attempt has brought. ``over``: an error, or all that it was to bring."""
+    """The outcome of one attempt. ``over``: an error, or all that it was to bring."""
 
     number: int
     tokens: dict[int, int] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Asker:
             self.tally.num_whole += 1
 
     async def cancel(self) -> None:
-        """The client is gone, and the workers hear of it."""
+        """Disconnect the client, and notify the workers."""
         self.is_cancelled.set()
         await self._abort(None)
 

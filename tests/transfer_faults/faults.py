@@ -37,7 +37,7 @@ class Victim(Protocol):
 
 
 class Stage(Protocol):
-    """Where faults happen: a link and the workers at its ends, and how patient these are.
+    """The place of faults: a link, the workers at its ends, and their timeouts.
 
     has_data_stream: KV crosses the link (and not only shared memory).
     """
@@ -173,7 +173,7 @@ async def slow_down(stage: Stage, rng: random.Random) -> None:
 
 
 async def garble(stage: Stage, rng: random.Random) -> None:
-    """One bit of what the sender says on its data connections."""
+    """Flip one bit of what the sender sends on its data connections."""
     stage.data.flip_after_bytes = rng.randrange(rng.choice((200, 100_000)))
 
 
@@ -202,7 +202,7 @@ async def cancel_some(world: World, rng: random.Random) -> None:
         if asker.is_over:
             continue
         looks = [asyncio.create_task(worker.state()) for worker in world.workers]
-        await asyncio.sleep(0)  # the workers are asked, and told after that
+        await asyncio.sleep(0)  # the workers get the requests before the faults
         await asker.cancel()
         name = asker.question.request_id
         for state, desk in zip(await asyncio.gather(*looks), ("leases", "fetches"), strict=True):

@@ -1,4 +1,4 @@
-"""A relay of control links that knows their frames: they can be waited for, repeated and put in another order."""
+"""A relay of control links that parses their frames: tests can wait for, repeat and reorder them."""
 
 import asyncio
 from collections import Counter, deque
@@ -19,7 +19,7 @@ _MAX_PINGS_AHEAD = 2
 
 @dataclass(frozen=True)
 class Trick:
-    """What to do to the next frame of a kind (None: any but pings). after: how many frames later it is repeated."""
+    """A change of the next frame of a kind (None: any but pings). after: how many frames later it is repeated."""
 
     way: Literal["repeat", "swap"]
     kind: str | None = None
@@ -72,7 +72,7 @@ class FramedPort(FaultyPort):
                 await writer.drain()
 
     def _disturbed(self, frame: bytes, kind: str, kept: deque[_Kept]) -> list[bytes]:
-        """What goes out in place of this frame."""
+        """Return the frames to send instead of this one."""
         due = _passed_by(kept, is_ping=kind == _PING)
         trick = None if kind in _HANDSHAKE else self._trick_for(kind)
         if trick is None:

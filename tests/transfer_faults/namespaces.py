@@ -47,7 +47,7 @@ class Cable:
         return "10.77.0.1", "10.77.0.2"
 
     def pull(self, end: str) -> None:
-        """Nothing crosses any more; the other end does not even hear of it."""
+        """Drop everything; the other end gets no notice."""
         _run("ip", "-n", end, "link", "set", "eth0", "down")
 
     def plug(self, end: str) -> None:
@@ -55,13 +55,13 @@ class Cable:
         _run("ip", "-n", end, "link", "set", "eth0", "up")
 
     def slow(self, end: str, kilobits: int) -> None:
-        """What this end sends is so slow, and lost where 100 ms of it wait."""
+        """Limit the rate of this end, and drop what would wait for more than 100 ms."""
         _run(
             *f"tc -n {end} qdisc replace dev eth0 root tbf rate {kilobits}kbit burst 16kb latency 100ms".split()
         )
 
     def speed_up(self, end: str) -> None:
-        """As fast as the machine again. Does nothing where it is."""
+        """Remove the limit, if any."""
         subprocess.run(f"tc -n {end} qdisc del dev eth0 root".split(), check=False, capture_output=True)
 
 

@@ -1,11 +1,11 @@
-"""A worker's computing half without torch: KV of real bytes, which say to which tokens they belong."""
+"""A worker's computing half without torch: KV of real bytes, which identify the tokens that they belong to."""
 
 from collections.abc import Sequence
 
 from contract.layout import KVLayout
 from engine.settings import EngineSettings
 from engine.testing.fakes import FakeExecutor, FakeMemory, FakeRunner
-from kv_transfer.testing import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=128, block_size=4, dtype="float32")
 _SLOT_BYTES = LAYOUT.block_bytes // LAYOUT.block_size

@@ -34,7 +34,7 @@ Drawn = tuple[Callable[[_World, random.Random], Awaitable[None]], int]
 
 @dataclass
 class Report:
-    """What a run of schedules came to. broken: empty where every promise was kept."""
+    """The outcome of a run of schedules. broken: empty if every promise was kept."""
 
     seed: int
     num_schedules: int = 0
@@ -49,7 +49,7 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """What broke a promise."""
+        """Return what broke a promise."""
         return self.tally.broken
 
     def as_dict(self) -> dict[str, Any]:

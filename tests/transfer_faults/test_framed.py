@@ -1,4 +1,4 @@
-"""The relay that knows frames: what it repeats and reorders, what it leaves alone, and that it loses nothing."""
+"""The relay that parses frames: it repeats and reorders some, passes the rest, and loses nothing."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -54,7 +54,7 @@ async def relayed(*tricks: Trick) -> AsyncIterator[tuple[FramedPort, Listener, a
 
 
 async def heard_of(tricks: list[Trick], said: list[Message], num_heard: int) -> list[Message]:
-    """What comes out of a relay with these tricks when this goes in."""
+    """Return the output of a relay with these tricks for this input."""
     async with relayed(*tricks) as (_, listener, writer), asyncio.timeout(30):
         for message in said:
             writer.write(encode_frame(message, 65536))

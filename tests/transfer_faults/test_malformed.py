@@ -8,7 +8,7 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.links.framing import HEADER, as_frame, encode_frame, read_frame
-from kv_transfer.transports.data_wire import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataHello, DataReply, DataStatus
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort
 
 WAIT = 30.0

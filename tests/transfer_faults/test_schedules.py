@@ -28,7 +28,7 @@ async def test_every_request_ends_once_and_right_whatever_happens_to_the_hand_ov
 
 
 def test_kv_of_another_prompt_or_a_single_wrong_byte_is_noticed() -> None:
-    """What the schedules rely on: the fake KV says to which tokens it belongs."""
+    """The schedules rely on it: the fake KV identifies its tokens."""
     memory = CodedMemory(4)
     memory.write([1, 2], [11, 12, 13, 14, 15, 16], 0, 6)
     memory.check([1, 2], [11, 12, 13, 14, 15, 16], 6)

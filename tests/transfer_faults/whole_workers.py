@@ -66,7 +66,7 @@ class WholeStage:
 
 @dataclass
 class WholeReport:
-    """What a number of runs came to. wrong, failed: empty where every promise was kept."""
+    """The outcome of several runs. wrong, failed: empty if every promise was kept."""
 
     num_runs: int = 0
     num_whole: int = 0

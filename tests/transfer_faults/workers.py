@@ -27,7 +27,7 @@ _START_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker listens and how others reach it."""
+    """The addresses of a worker."""
 
     host: str
     advertise_host: str
@@ -98,7 +98,7 @@ class Worker:
 
     @property
     def has_failed(self) -> bool:
-        """Its process has ended, and nobody killed it."""
+        """Return True if its process has ended without being killed."""
         return self.client.died.is_set() and self.boot_id not in self._killed
 
     async def run(self, request: EngineRequest, take: Callable[[EngineOutput], None]) -> None:
@@ -122,7 +122,7 @@ class Worker:
         await self.client.abort(request_id, attempt)
 
     def source(self, transfer_id: str) -> ReceiveTransfer:
-        """How a decode worker finds this incarnation."""
+        """Return the reference by which a decode worker finds this incarnation."""
         return ReceiveTransfer(transfer_id, self.role.value, self.boot_id, self.client.info.control_address)
 
     async def state(self) -> dict[str, Any]:

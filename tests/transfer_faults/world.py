@@ -20,7 +20,7 @@ _CALM_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Terrain:
-    """What a world is like. num_blocks: of each pool, prefill and decode; one is the null block."""
+    """The dimensions of a world. num_blocks: of each pool, prefill and decode; one is the null block."""
 
     transport: str
     num_blocks: tuple[int, int]
@@ -33,7 +33,7 @@ class Terrain:
 
 @dataclass
 class World:
-    """Two workers, the relays between them, and whoever asks at present; ``others`` are legs that belong to no asker.
+    """Two workers, the relays between them, and the present requests; ``others`` are legs that belong to no asker.
 
     pulls_again: reads that followed one that failed, by the decode worker's incarnation.
     """

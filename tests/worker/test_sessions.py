@@ -13,7 +13,7 @@ from tests.worker.test_worker import Running, running, task, until_accepted, wai
 
 
 def session_of(running_worker: Running) -> str:
-    (attached,) = running_worker.router._registry.workers
+    (attached,) = running_worker.router._path.registry.workers
     return attached.session
 
 
@@ -25,7 +25,7 @@ async def test_a_request_for_an_earlier_stream_is_refused(tmp_path: Path) -> Non
         leg = waiting_leg()
         leg.task.session = old
         await it.call("Decode", leg)
-        (attached,) = it.router._registry.workers
+        (attached,) = it.router._path.registry.workers
         attached.gone.set()
         await until_accepted(it, 0)
         await it.worker.wait_ready()
@@ -51,7 +51,7 @@ async def test_a_late_cancel_of_an_old_attempt_stops_it_though_a_newer_one_is_he
 
 
 async def test_cancels_that_arrive_in_the_wrong_order_are_both_remembered(tmp_path: Path) -> None:
-    async with running(Role.BOTH, tmp_path) as it:
+    async with running(Role.AGGREGATED, tmp_path) as it:
         for attempt in (1, 0):
             await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=attempt))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

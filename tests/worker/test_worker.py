@@ -34,7 +34,7 @@ from worker.settings import WorkerSettings
 from worker.worker import Worker, WorkerIdentity
 
 SECRET = "a secret of the tests, of 32 or more characters"
-SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.BOTH: AggregatedServicer}
+SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}
 FREE: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
 
 
@@ -128,17 +128,23 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
         (Role.DECODE, "Decode", pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
         (Role.DECODE, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
         (Role.DECODE, "Embed", pb.EmbedLegRequest(task=task()), missing, "Embed"),
-        (Role.BOTH, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
+        (Role.AGGREGATED, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
         (Role.PREFILL, "Embed", pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
-        (Role.BOTH, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
+        (Role.AGGREGATED, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
         (
-            Role.BOTH,
+            Role.AGGREGATED,
             "Decode",
             pb.DecodeRequest(task=task(sampling=bad_sampling)),
             invalid,
             "temperature is 9.0",
         ),
-        (Role.BOTH, "Decode", pb.DecodeRequest(task=task(prompt_token_ids=[10**6])), invalid, "vocabulary"),
+        (
+            Role.AGGREGATED,
+            "Decode",
+            pb.DecodeRequest(task=task(prompt_token_ids=[10**6])),
+            invalid,
+            "vocabulary",
+        ),
     ]
 
 
@@ -168,7 +174,7 @@ async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -
         await until_accepted(it, 0)
 
 
-@pytest.mark.parametrize("role", [Role.BOTH, Role.DECODE])
+@pytest.mark.parametrize("role", [Role.AGGREGATED, Role.DECODE])
 async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> None:
     """Decode without a source: the prompt is computed here, on a decode worker too (no prefill worker is left)."""
     async with running(role, tmp_path) as it:
@@ -177,7 +183,7 @@ async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> No
         assert (await it.worker.engine.call("counters"))["generation_tokens_total"] == 4
 
 
-@pytest.mark.parametrize("role", [Role.BOTH, Role.PREFILL])
+@pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL])
 async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
     """On a prefill worker it needs no transfer; the model's own kind of pooling is read when it comes."""
     async with running(role, tmp_path) as it:
@@ -194,7 +200,7 @@ async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
 
 async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path) -> None:
     """Two unary calls may arrive in any order: a request that was cancelled before it came does not start."""
-    async with running(Role.BOTH, tmp_path) as it:
+    async with running(Role.AGGREGATED, tmp_path) as it:
         await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=1))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await it.call("Decode", pb.DecodeRequest(task=task(attempt=1)))
@@ -221,7 +227,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
-        (attached,) = it.router._registry.workers
+        (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait, 1)
         await it.call("Decode", waiting_leg())
         while attached.load.num_waiting == 0:
@@ -236,7 +242,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:
     """Law 9: the small files of the model folder come over the wire, byte by byte."""
-    async with running(Role.BOTH, tmp_path) as it:
+    async with running(Role.AGGREGATED, tmp_path) as it:
         got: dict[str, bytes] = {}
         async for piece in it.stub.GetModelFiles(pb.GetModelFilesRequest()):
             got[piece.name] = got.get(piece.name, b"") + piece.data
@@ -252,7 +258,7 @@ async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -
     engine = await InProcessClient.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
     try:
         settings = worker_settings(tmp_path, router.addresses.internal)
-        worker = Worker(WorkerIdentity(Role.BOTH, "w", "boot"), settings, engine)
+        worker = Worker(WorkerIdentity(Role.AGGREGATED, "w", "boot"), settings, engine)
         with pytest.raises(
             IncompatiblePeerError, match="does not prove that it holds this worker's cluster secret"
         ):
@@ -264,7 +270,7 @@ async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -
 
 async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
     """The supervisor starts it again; nobody waits for an engine that is gone."""
-    async with running(Role.BOTH, tmp_path) as it:
+    async with running(Role.AGGREGATED, tmp_path) as it:
         await it.worker.engine.shutdown()
         await asyncio.wait([it.run], timeout=10)
         assert "the engine of worker w has stopped" in str(it.run.exception())
@@ -275,7 +281,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
-        (attached,) = it.router._registry.workers
+        (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait, 1)
         await it.call("Decode", waiting_leg())
         await until_accepted(it, 1)

@@ -1,1 +1,1 @@
-"""The ``nccl`` transport: groups of two processes between GPUs."""
+"""The ``nccl`` transport: blocks by groups of two processes, between GPUs or host memories."""

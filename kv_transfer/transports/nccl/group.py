@@ -1,6 +1,7 @@
-"""A group of two processes that moves bytes: NCCL between GPUs, gloo between host memories."""
+"""A group of two processes that moves bytes (NCCL between GPUs, gloo between host memories), and the pool that it reads."""
 
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -8,9 +9,11 @@ import torch
 import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError, TransferError
+from engine.connector import KVMemory
 from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
-from kv_transfer.protocol.reads import PeerSilentError
+from kv_transfer.protocol.reads import BlockPart, PeerSilentError
+from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, read_views
 
 SENDER = 0
 RECEIVER = 1
@@ -18,7 +21,7 @@ _TAG = 0
 
 
 class Meeting:
-    """The store at which one group meets; it listens on ``host`` only, and lives as long as the group."""
+    """The sender's store, at which the group meets. It listens on ``host`` only, and lives as long as the group."""
 
     def __init__(self, host: str, advertise_host: str | None, timeout_seconds: float) -> None:
         listener = listen_on(host, 0)
@@ -35,7 +38,7 @@ class Meeting:
 
 
 def join(address: str, timeout_seconds: float) -> Any:
-    """The other one's store. Raises TransferError."""
+    """Return the store of the group's sender. Raises TransferError."""
     host, port = parse_address(address)
     try:
         return _distributed().TCPStore(
@@ -46,20 +49,21 @@ def join(address: str, timeout_seconds: float) -> Any:
 
 
 class PairGroup:
-    """One of two ranks. Blocks until both are there. Used by one thread; a call that fails ends the group.
+    """One of two ranks. The constructor waits for the other one. Used by one thread; a call that fails ends the group.
 
-    Raises PeerUnreachableError when the other one is gone or is silent for ``timeout_seconds``.
+    Raises PeerUnreachableError if the other rank is gone, or silent for ``timeout_seconds``.
     """
 
     def __init__(self, backend: str, store: Any, rank: int, host: str, timeout_seconds: float) -> None:
-        self._other, self._timeout = 1 - rank, timedelta(seconds=timeout_seconds)
+        self._other = 1 - rank
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._store = _distributed().PrefixStore("kv", store)
         self._group: Any = None
         begun = time.monotonic()
         try:
             self._group = self._make(backend, rank, host)
         except RuntimeError as error:
-            raise self._failed(begun, f"no group of two came about: {error}") from error
+            raise self._failed(begun, f"the group of two could not be formed: {error}") from error
 
     def send(self, content: torch.Tensor) -> None:
         """Send all of it."""
@@ -70,7 +74,7 @@ class PairGroup:
         self._wait(lambda: self._group.recv([content], self._other, _TAG))
 
     def close(self) -> None:
-        """End the group, and what the other one waits for. Idempotent."""
+        """End the group, and what the other rank waits for. Idempotent."""
         group = self._group
         self._group = None
         if group is not None:
@@ -88,7 +92,7 @@ class PairGroup:
         return makers.ProcessGroupGloo(self._store, rank, 2, options)
 
     def _failed(self, begun: float, message: str) -> PeerUnreachableError:
-        """The library has one error for everything: it was silence if the time is over."""
+        """Return the error for any failure: the library has only one, so it was silence if the time is over."""
         is_over = time.monotonic() - begun >= self._timeout.total_seconds()
         return PeerSilentError(message) if is_over else PeerUnreachableError(message)
 
@@ -103,5 +107,49 @@ class PairGroup:
 
 
 def _distributed() -> Any:
-    """Torch's classes for one group without a default group, which its stubs leave out."""
+    """Return torch's module, whose stubs lack the classes for a group without a default group."""
     return dist
+
+
+class GroupPool:
+    """This worker's pool, for a group. backend, device: see ``NcclPoolInfo``. place: where the bytes of a group are."""
+
+    def __init__(self, memory: KVMemory) -> None:
+        self._memory = memory
+        self.block_bytes = memory.layout.block_bytes
+        self._rows: Any = None
+        self.backend = "gloo"
+        self.device = ""
+        self.place = torch.device("cpu")
+        if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
+            pool = memory.pool
+            self._rows = pool.view(memory.num_blocks, -1)
+            self.backend = "nccl"
+            self.place = pool.device
+            self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
+
+    def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
+        """Return these blocks, or the part of each, side by side as bytes. Raises TransferError."""
+        start, end = block_span(self.block_bytes, part)
+        if self._rows is not None:
+            rows = self._rows if part is None else self._rows.view(torch.uint8)[:, start:end]
+            taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
+            torch.cuda.synchronize(self.place)
+            return taken.view(torch.uint8).flatten()
+        size = end - start
+        content = self.empty(len(block_ids) * size)
+        target = content.numpy().data
+        for number, view in enumerate(read_views(self._memory, block_ids, part)):
+            target[number * size : (number + 1) * size] = view
+        return content
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Return memory for so many bytes."""
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+
+    def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
+        """Copy the bytes into views of one size, in order."""
+        source = content.cpu().numpy().data
+        size = views[0].nbytes
+        for number, view in enumerate(views):
+            view[:] = source[number * size : (number + 1) * size]

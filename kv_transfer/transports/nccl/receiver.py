@@ -1,24 +1,20 @@
-"""The ``nccl`` transport's receiver: asks for pieces, receives them by a group of two, and puts them into its blocks.
+"""The ``nccl`` transport's receiver: asks for pieces, receives them by a group of two, and copies them into its blocks.
 
-Bytes arrive in memory of the receiver's own and are put into blocks by its own thread, and only when the lease was valid
-behind the last of them: a group that is stuck can never write into a block.
+Bytes arrive in memory of the receiver's own. Its own thread copies them into blocks, and only if the lease was valid after
+the last of them: a group that is stuck can never write into a block.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from contract.errors import TransferError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import block_span
-from kv_transfer.transports.data_port import dial, shut_down, unconnected
-from kv_transfer.transports.data_wire import DataReply, DataStatus
-from kv_transfer.transports.kept import Kept
-from kv_transfer.transports.nccl.group import RECEIVER, PairGroup, join
-from kv_transfer.transports.nccl.pool import GroupPool
-from kv_transfer.transports.nccl.sender import NcclSender
-from kv_transfer.transports.nccl.wire import MAX_NCCL_FRAME_BYTES, NcclWelcome
-from kv_transfer.transports.outcomes import as_outcome
+from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
+from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.nccl.group import RECEIVER, GroupPool, PairGroup, join
+from kv_transfer.transports.nccl.sender import NcclPoolInfo, NcclSender
 
 
 class _Peer:
@@ -34,7 +30,7 @@ class _Peer:
         self._sock = unconnected(source, timeout_seconds)
 
     def interrupt(self) -> None:
-        """End what waits for the peer's words; it ends the group then."""
+        """End a wait for the peer's messages, which ends the group too."""
         shut_down(self._sock)
 
     def close(self) -> None:
@@ -44,26 +40,26 @@ class _Peer:
             self._group.close()
 
     def connect(self, pool: GroupPool) -> PairGroup:
-        """Dial, show the token, and join the group; once. Raises KvbatonError where the two cannot be one."""
+        """Return the group. At the first call, dial and join it. Raises KvbatonError."""
         if self._group is not None:
             return self._group
         dial(self._sock, self._source)
-        welcome = read_frame(self._sock, NcclWelcome, MAX_NCCL_FRAME_BYTES)
-        check_welcome(welcome, pool, self._who)
-        self._block_bytes = welcome.block_bytes
-        store = join(welcome.store, self._timeout_seconds)
+        info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
+        check_info(info, pool, self._who)
+        self._block_bytes = info.block_bytes
+        store = join(info.store, self._timeout_seconds)
         self._group = PairGroup(pool.backend, store, RECEIVER, self._host, self._timeout_seconds)
         return self._group
 
     def fetch_piece(
         self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
     ) -> None:
-        """Read one piece; nothing of a stale one reaches the views."""
+        """Read one piece. No byte of a stale one reaches the views."""
         size = views[0].nbytes
         (start, end) = block_span(self._block_bytes, piece.part)
         if size != end - start:
             raise TransferError(f"a block of {self._who} has {end - start} bytes, not {size}")
-        write_frame(self._sock, piece, MAX_NCCL_FRAME_BYTES)
+        write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
         self._expect_ok(piece)
         content = pool.empty(piece.num_blocks * size)
         group.receive(content)
@@ -71,32 +67,36 @@ class _Peer:
         pool.scatter(content, views)
 
     def _expect_ok(self, piece: ReadRequest) -> None:
-        reply = read_frame(self._sock, DataReply, MAX_NCCL_FRAME_BYTES)
+        reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
         if reply.status is not DataStatus.OK:
             raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
 
 
 class NcclReceiver:
-    """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
+    """Owns the connections to peers. A connection is closed after any error but a stale lease."""
 
     def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:
         self._sender = sender
         self._host = host
         self._timeout_seconds = timeout_seconds
-        self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
+        self._peers = ConnectionCache(self._new_peer, harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:
         """Connect, authenticate and join. Raises what ``fetch`` would."""
-        with self._using(source, read) as peer, read.interruptible(peer.interrupt):
-            peer.connect(self._pool())
+        with self._peers.using(source, read) as peer:
+            with read.interruptible(peer.interrupt):
+                peer.connect(self._pool())
+            read.check()
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read piece by piece. A stop ends what is on its way; that can take the group's timeout, if the peer is silent."""
+        """Read piece by piece. A stop ends the current one; that can take the group's timeout, if the peer is silent."""
         pool = self._pool()
-        with self._using(source, read) as peer, read.interruptible(peer.interrupt):
-            group = peer.connect(pool)
-            for start, piece in request.pieces(views[0].nbytes):
-                peer.fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
+        with self._peers.using(source, read) as peer:
+            with read.interruptible(peer.interrupt):
+                group = peer.connect(pool)
+                for start, piece in request.pieces(views[0].nbytes):
+                    peer.fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
+            read.check()  # a stop after the last byte has shut the connection down as well
 
     def forget(self, source: Source) -> None:
         """End its connection and group."""
@@ -111,25 +111,17 @@ class NcclReceiver:
             raise TransferError("the pool is not allocated yet")
         return self._sender.pool
 
-    @contextmanager
-    def _using(self, source: Source, read: Read) -> Iterator[_Peer]:
-        """The peer; whatever goes wrong within is raised as ``fetch`` says."""
-        read.check()
-        try:
-            with self._peers.using(source, lambda: _Peer(source, self._host, self._timeout_seconds)) as peer:
-                yield peer
-                read.check()
-        except (OSError, TransferError) as error:
-            raise as_outcome(error, source, read) from error
+    def _new_peer(self, source: Source) -> _Peer:
+        return _Peer(source, self._host, self._timeout_seconds)
 
 
-def check_welcome(welcome: NcclWelcome, pool: GroupPool, who: str) -> None:
-    """Raise TransferError where the two pools cannot be one group."""
-    if welcome.status is not DataStatus.OK:
-        raise TransferError(f"{who} lends nothing over nccl: {welcome.message}")
-    if welcome.backend != pool.backend:
-        raise TransferError(f"{who} moves bytes by {welcome.backend}, this worker by {pool.backend}")
-    if welcome.device and welcome.device == pool.device:
+def check_info(info: NcclPoolInfo, pool: GroupPool, who: str) -> None:
+    """Raise TransferError if no group can connect the two pools."""
+    if info.status is not DataStatus.OK:
+        raise TransferError(f"{who} lends nothing over nccl: {info.message}")
+    if info.backend != pool.backend:
+        raise TransferError(f"{who} moves bytes by {info.backend}, this worker by {pool.backend}")
+    if info.device and info.device == pool.device:
         raise TransferError(
             f"{who} is on the same GPU ({pool.device}), and NCCL takes no two ranks there; choose nixl or shm"
         )

@@ -1,33 +1,91 @@
-"""One agent of the NIXL library. It is called by one thread at a time (``nixl_thread``).
+"""The NIXL library: how it is loaded, and one agent of it, which is called by one thread at a time (``nixl_thread``).
 
-The back end is UCX in peer error mode, in which a peer's death is an exception; the other mode is silent for ever. The
-library's progress thread is off on every machine: it spins on a core even when idle.
+The back end is UCX in peer error mode, in which a peer's death is an exception; in the other mode it is never reported. The
+library's progress thread is off on every machine: it uses a whole core even when idle.
 """
 
+import importlib
+import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
+from contract.errors import PeerUnreachableError, SettingError, TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.binding import NixlLibrary
 from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.settings import prepare_ucx
 
 logger = logging.getLogger(__name__)
-_SELF = "NIXL_INIT_AGENT"
-_MAX_PARTS = 256
+SELF = "NIXL_INIT_AGENT"
+_MODULES = ("nixl_cu13._api", "nixl_cu12._api", "nixl._api")
+_MISSING = "transport nixl needs the NIXL library: pip install 'kvbaton[nixl]', or choose auto, shm or tcp"
+
+
+@dataclass(frozen=True)
+class NixlLibrary:
+    """The loaded library. errors: everything that its calls raise. disconnected: the one of these for a lost peer."""
+
+    api: Any
+    errors: tuple[type[Exception], ...]
+    disconnected: type[Exception]
+
+
+def why_missing(modules: Sequence[str] = _MODULES) -> str | None:
+    """Return what to install, or None if a build of the library is found. Loads nothing."""
+    packages = [module.partition(".")[0] for module in modules]
+    return None if any(importlib.util.find_spec(package) for package in packages) else _MISSING
+
+
+def load(host: str, modules: Sequence[str] = _MODULES) -> NixlLibrary:
+    """Load the first build of the library that is installed. Raises SettingError. host: see ``prepare_ucx``."""
+    missing = why_missing(modules)
+    if missing is not None:
+        raise SettingError(missing, param="transport")
+    prepare_ucx(host)
+    for module in modules:
+        if importlib.util.find_spec(module.partition(".")[0]) is not None:
+            return _described(_import(module))
+    raise SettingError(_MISSING, param="transport")
+
+
+def _import(module: str) -> Any:
+    """Import it, and undo its changes to logging: a handler on standard output, and silence about broken handlers."""
+    raises = logging.raiseExceptions
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise SettingError(
+            f"the NIXL library cannot be loaded: {error}; repair it, or choose auto, shm or tcp",
+            param="transport",
+        ) from error
+    finally:
+        logging.raiseExceptions = raises
+        nixl_logger = logging.getLogger("nixl")
+        nixl_logger.handlers.clear()
+        nixl_logger.propagate = True
+        nixl_logger.setLevel(logging.WARNING)
+
+
+def _described(api: Any) -> NixlLibrary:
+    bindings = api.nixlBind
+    errors = [
+        getattr(bindings, name)
+        for name in dir(bindings)
+        if name.startswith("nixl") and name.endswith("Error")
+    ]
+    return NixlLibrary(api, tuple(errors), bindings.nixlRemoteDisconnectError)
 
 
 class NixlAgent:
-    """Owns the library's agent. Methods raise PeerUnreachableError where the peer is gone, TransferError for the rest."""
+    """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError."""
 
     def __init__(self, library: NixlLibrary, name: str) -> None:
-        """Bring it up. Raises SettingError."""
+        """Start it. Raises SettingError."""
         self._library = library
         self._num_users: Counter[str] = Counter()
         api = library.api
@@ -42,139 +100,92 @@ class NixlAgent:
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         except errors as error:
             raise SettingError(
-                f"transport nixl is not possible here: UCX does not come up ({error!r}); choose auto, shm or tcp",
+                f"transport nixl is not possible here: UCX does not start ({error!r}); choose auto, shm or tcp",
                 param="transport",
             ) from error
 
     def register(self, region: Region) -> Any:
-        """Make a region readable for peers that get ``metadata`` from now on, and for this agent to read into."""
-        with self._telling("registering memory"):
-            row = (region.address, region.num_bytes, region.device_id, "")
-            return self._agent.register_memory([row], region.memory_type)
+        """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read."""
+        row = (region.address, region.num_bytes, region.device_id, "")
+        return self._call("registering memory", self._agent.register_memory, [row], region.memory_type)
 
     def deregister(self, registration: Any) -> None:
-        """End that."""
-        with self._telling("deregistering memory"):
-            self._agent.deregister_memory(registration)
+        """End a registration."""
+        self._call("deregistering memory", self._agent.deregister_memory, registration)
 
     def metadata(self) -> bytes:
-        """What a peer needs to read what is registered now."""
+        """Return what a peer needs to read the regions that are registered now."""
         found: bytes = self._agent.get_agent_metadata()
         return found
 
-    def describe(self, region: Region, peer: str = _SELF, part: BlockPart | None = None) -> Any:
-        """A region's blocks, or the part of each, for ``prepare``: one strided row where the library knows such.
+    def describe(self, region: Region, peer: str = SELF, part: BlockPart | None = None) -> Any:
+        """Describe a region's blocks, or the part of each, for ``prepare``.
 
-        Else a row for each.
+        It takes one strided row if the library supports that, else a row for each block.
         """
-        with self._telling("describing memory"):
-            try:
-                return self._agent.prep_xfer_dlist(peer, region.strided_row(part), region.memory_type)
-            except (TypeError, ValueError, AttributeError):
-                return self._agent.prep_xfer_dlist(peer, region.rows(part), region.memory_type)
+        what = "describing memory"
+        describe = self._agent.prep_xfer_dlist
+        try:
+            return self._call(what, describe, peer, region.strided_row(part), region.memory_type)
+        except (TypeError, ValueError, AttributeError):
+            return self._call(what, describe, peer, region.rows(part), region.memory_type)
 
     def undescribe(self, blocks: Any) -> None:
-        """Give that back."""
-        with self._telling("releasing descriptors"):
-            self._agent.release_dlist_handle(blocks)
+        """Release a description."""
+        self._call("releasing descriptors", self._agent.release_dlist_handle, blocks)
 
     def add_peer(self, metadata: bytes, name: str) -> None:
-        """Know a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
-        with self._telling(f"adding {name}"):
-            found = self._agent.add_remote_agent(metadata)
-            found = found.decode() if isinstance(found, bytes) else found
-            if found != name:
-                raise TransferError(f"the peer's agent is {found}; it should be {name}")
-            self._num_users[name] += 1
-            self._agent.make_connection(name)
+        """Add a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
+        what = f"adding {name}"
+        found = self._call(what, self._agent.add_remote_agent, metadata)
+        found = found.decode() if isinstance(found, bytes) else found
+        if found != name:
+            raise TransferError(f"the peer's agent is {found}; it should be {name}")
+        self._num_users[name] += 1
+        self._call(what, self._agent.make_connection, name)
 
     def remove_peer(self, name: str) -> None:
-        """The last of them disconnects it."""
+        """Undo one ``add_peer``; the last one disconnects the peer."""
         self._num_users[name] -= 1
-        if self._num_users[name]:
-            return
-        del self._num_users[name]
-        with self._telling(f"removing {name}"):
-            self._agent.remove_remote_agent(name)
+        if not self._num_users[name]:
+            del self._num_users[name]
+            self._call(f"removing {name}", self._agent.remove_remote_agent, name)
 
     def prepare(
         self, local: Any, local_ids: npt.NDArray[np.int32], remote: Any, remote_ids: npt.NDArray[np.int32]
     ) -> Any:
-        """A read of remote blocks into local ones, to be posted."""
-        try:
-            return self._agent.make_prepped_xfer("READ", local, local_ids, remote, remote_ids)
-        except self._library.errors as error:
-            raise self._failed("preparing a read", error) from error
+        """Prepare a read of remote blocks into local ones, to be posted."""
+        make = self._agent.make_prepped_xfer
+        return self._call("preparing a read", make, "READ", local, local_ids, remote, remote_ids)
 
     def post(self, handle: Any) -> bool:
-        """Begin a read; True when it is done already."""
-        try:
-            return _is_done(self._agent.transfer(handle))
-        except self._library.errors as error:
-            raise self._failed("a read", error) from error
+        """Begin a read; return True if it is done already."""
+        return _is_done(self._call("a read", self._agent.transfer, handle))
 
     def is_done(self, handle: Any) -> bool:
-        """Drive it on; True when every byte is in place."""
-        try:
-            return _is_done(self._agent.check_xfer_state(handle))
-        except self._library.errors as error:
-            raise self._failed("a read", error) from error
+        """Let a posted read progress; return True when every byte is in place."""
+        return _is_done(self._call("a read", self._agent.check_xfer_state, handle))
 
     def release(self, handle: Any) -> None:
-        """Give the handle of a terminal read back."""
-        try:
-            self._agent.release_xfer_handle(handle)
-        except self._library.errors as error:
-            raise self._failed("releasing a read", error) from error
+        """Release the handle of a terminal read."""
+        self._call("releasing a read", self._agent.release_xfer_handle, handle)
 
     def progress(self) -> None:
-        """Drive on what peers do with this agent."""
-        with self._telling("serving peers"):
-            self._agent.get_new_notifs()
+        """Let the reads of peers progress."""
+        self._call("serving peers", self._agent.get_new_notifs)
 
     def close(self) -> None:
-        """End the library's agent: nothing that was posted can land any more. The last call."""
+        """End the library's agent, the last call: nothing that was posted can land any more."""
         self._agent = None
 
-    @contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
-        """Within, what the library raises becomes an error of ours. What every read does has no generator around it."""
+    def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the library, and replace its errors by ours."""
         try:
-            yield
+            return function(*arguments)
+        except self._library.disconnected as error:
+            raise PeerUnreachableError(f"nixl: {what} failed: the peer is gone") from error
         except self._library.errors as error:
-            raise self._failed(what, error) from error
-
-    def _failed(self, what: str, error: Exception) -> KvbatonError:
-        if isinstance(error, self._library.disconnected):
-            return PeerUnreachableError(f"nixl: {what} failed: the peer is gone")
-        return TransferError(f"nixl: {what} failed: {error!r}")
-
-
-class DescribedRegion:
-    """A region's blocks as ``NixlAgent.prepare`` wants them, whole or a part of each. One thread at a time uses it.
-
-    peer: whose memory it is; this process's own without one.
-    """
-
-    def __init__(self, agent: NixlAgent, region: Region, peer: str = _SELF) -> None:
-        self._agent = agent
-        self._region = region
-        self._peer = peer
-        self._by_part: dict[BlockPart | None, Any] = {None: agent.describe(region, peer)}
-
-    def blocks(self, part: BlockPart | None = None) -> Any:
-        """Described once for each part. Raises TransferError for one that no block has, or one too many."""
-        if part not in self._by_part:
-            if len(self._by_part) > _MAX_PARTS:
-                raise TransferError(f"nixl: blocks are read in {_MAX_PARTS} different parts already")
-            self._by_part[part] = self._agent.describe(self._region, self._peer, part)
-        return self._by_part[part]
-
-    def give_back(self) -> None:
-        """No read needs it any more. Raises TransferError."""
-        with ExitStack() as undo:
-            for blocks in self._by_part.values():
-                undo.callback(self._agent.undescribe, blocks)
+            raise TransferError(f"nixl: {what} failed: {error!r}") from error
 
 
 def _is_done(state: str) -> bool:

@@ -1,4 +1,4 @@
-"""What the NIXL library reads and writes: regions of blocks, in host memory or on a GPU."""
+"""Regions of blocks that the NIXL library reads and writes, in host memory or on a GPU."""
 
 import mmap
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ _MAX_BLOCKS = 2**31 - 1
 
 @dataclass(frozen=True)
 class Region:
-    """Blocks in one piece."""
+    """Blocks that lie side by side in memory."""
 
     address: int
     block_bytes: int
@@ -31,16 +31,16 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """The size of all blocks."""
         return self.block_bytes * self.num_blocks
 
     @property
     def memory_type(self) -> str:
-        """The library's word."""
+        """The library's name for this kind of memory."""
         return "VRAM" if self.is_device else "DRAM"
 
     def check(self) -> None:
-        """Raise TransferError for what cannot be memory."""
+        """Raise TransferError for numbers that cannot be memory."""
         numbers = (self.address, self.block_bytes, self.num_blocks)
         is_too_much = self.num_blocks > _MAX_BLOCKS
         if (
@@ -50,13 +50,13 @@ class Region:
             or self.device_id < 0
         ):
             raise TransferError(
-                f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are no memory"
+                f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are not memory"
             )
 
     def find(
         self, views: Sequence[memoryview], part: BlockPart | None = None
     ) -> npt.NDArray[np.int64] | None:
-        """Which blocks the writable ``views`` are, or are this part of; None where one of them is none of this region."""
+        """Return the blocks that the writable ``views`` are, or are this part of; None if one is not in this region."""
         if isinstance(views, BlockViews):
             is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
@@ -71,13 +71,13 @@ class Region:
         return np.array(found, np.int64)
 
     def strided_row(self, part: BlockPart | None = None) -> Any:
-        """All blocks, or the part of each, as one row of [address, length, device, stride, count]."""
+        """Return all blocks, or the part of each, as one row of [address, length, device, stride, count]."""
         start, end = block_span(self.block_bytes, part)
         row = (self.address + start, end - start, self.device_id, self.block_bytes, self.num_blocks)
         return np.array([row], np.uint64)
 
     def rows(self, part: BlockPart | None = None) -> Any:
-        """A row of [address, length, device] for each block, or the part of it."""
+        """Return a row of [address, length, device] for each block, or the part of it."""
         start, end = block_span(self.block_bytes, part)
         rows = np.empty((self.num_blocks, 3), np.uint64)
         rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address + start
@@ -94,17 +94,17 @@ class HostMemory:
         self.region = Region(address_of(self._view), block_bytes, num_blocks)
 
     def numbers(self, count: int) -> list[int]:
-        """The first 64 bits of it, so many times."""
+        """Return the first ``count`` 64-bit numbers."""
         return self._view[: 8 * count].cast("Q").tolist()
 
     def block(self, number: int) -> memoryview:
-        """One of its blocks."""
+        """Return one of its blocks."""
         size = self.region.block_bytes
         return self._view[number * size : (number + 1) * size]
 
 
 def region_of(memory: KVMemory) -> Region:
-    """The pool, wherever it is. Raises TransferError where its blocks are not in one piece."""
+    """Return the pool's region. Raises TransferError if its blocks do not lie side by side."""
     size = memory.layout.block_bytes
     count = memory.num_blocks
     if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":

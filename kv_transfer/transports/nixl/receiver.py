@@ -1,82 +1,168 @@
 """The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
 
-A read asks nobody: where the blocks are came with the words that they are published, and whether their lease has ended
-is read behind the last byte, out of the peer's table of generations. A read that was posted cannot be taken back:
-``fetch`` returns when it is terminal, however long that takes; until then its blocks stay in quarantine, and nobody else
+A read sends no request: the published ranges came with grants of their blocks, and the peer's table of generations
+shows, when it is read after the last byte, if their lease has ended. A posted read cannot be cancelled: ``fetch``
+returns when it is terminal, however long that takes. Until then its blocks stay in quarantine, and nothing else
 waits.
 
-Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). Which
-of them this is, is found out once by a read while the peer rests. A wrong guess costs LATE_SECONDS: the peer is asked for
-help as soon as a read is late.
+Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). A read
+while the peer rests finds out once which kind this is. A wrong guess costs LATE_SECONDS: the peer is asked for help as soon
+as a read is late.
 """
 
 import logging
 import select
+import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.block_grants import granted_blocks
 from kv_transfer.transports.block_views import block_outside, block_span, check_sizes
-from kv_transfer.transports.data_port import dial, shut_down, unconnected
-from kv_transfer.transports.data_wire import DataStatus
-from kv_transfer.transports.kept import Kept
-from kv_transfer.transports.nixl.agent import DescribedRegion
-from kv_transfer.transports.nixl.memory import ID_TYPE
+from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
+from kv_transfer.transports.data_handshake import DataStatus
+from kv_transfer.transports.data_port import shut_down
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, granted_blocks
+from kv_transfer.transports.nixl.memory import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.peer import MAX_SLOTS_AT_ONCE, RemotePool
-from kv_transfer.transports.nixl.read import Ids, NixlRead, ReadStep, SlotsStep
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
-from kv_transfer.transports.outcomes import as_outcome
+from kv_transfer.transports.nixl.reads import Ids, NixlRead, ReadStep, SlotsStep
+from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
 
 logger = logging.getLogger(__name__)
 _MAX_POST_BYTES = 64 * 2**20
-"""Reads are posted in parts: the CPU may be what moves the bytes, and a stop is heard between two of them."""
+"""Reads are posted in parts: the CPU may be what moves the bytes, and a stop takes effect between two of them."""
 _NONCE_SLOT = (0,)
+Steps = Sequence[ReadStep | SlotsStep]
 
 
 def agent_name(boot_id: str) -> str:
-    """What the agent of this incarnation of a worker is called."""
+    """Return the name of the agent of this incarnation of a worker."""
     return f"kvbaton-{boot_id}"
 
 
-class _Peer:
-    """The connection to a sender's data port, and its pool.
+class _Lane:
+    """Posts reads of one peer and waits for them; asks the peer's thread for help if they need it.
 
-    _needs_help: whether its thread must drive the library on while something is read; None where a read was late.
+    _needs_help: the thread must drive the library on while something is read; None after a late read: to be found out.
     """
+
+    def __init__(
+        self, sock: socket.socket, who: str, nixl_thread: NixlThread, timeout_seconds: float
+    ) -> None:
+        self._sock = sock
+        self._who = who
+        self._nixl_thread = nixl_thread
+        self._timeout_seconds = timeout_seconds
+        self._needs_help: bool | None = None
+        self._is_helped = True
+        self._end = select.poll()
+        self._end.register(sock, select.POLLIN)
+
+    def prepare(self, pool: RemotePool, read: Read) -> None:
+        """Ask for help if the next read needs it. Raises PeerUnreachableError if the peer has closed the connection."""
+        if self._end.poll(0):  # the peer sends only answers, so this is the end of its half of the connection
+            raise PeerUnreachableError(f"{self._who} closed its data connection")
+        if self._needs_help is None:
+            self.find_out(pool, read)
+        if self._needs_help:
+            self._ask(Help.BEGIN)
+
+    def end_help(self) -> None:
+        """End the help for this read, if any."""
+        if self._is_helped:
+            self._ask(Help.END)
+
+    def find_out(self, pool: RemotePool, read: Read) -> None:
+        """Find out, by a read while the peer rests, if reads need help."""
+        with read.interruptible(lambda: shut_down(self._sock)):
+            self._ask(Help.PAUSE)
+            read_frame(self._sock, NixlResting, MAX_NIXL_FRAME_BYTES)
+        self._needs_help = False
+        self.read_nonce(pool, read)
+        self._needs_help = self._is_helped
+        self.end_help()
+
+    def read_nonce(self, pool: RemotePool, read: Read) -> int:
+        """Return slot 0 of the peer's table."""
+        self.run_bounded(pool, [SlotsStep(pool, _NONCE_SLOT)], read)
+        return pool.found.numbers(1)[0]
+
+    def run(self, pool: RemotePool, steps: Steps) -> None:
+        """Read, and wait until that is terminal, however long: it may write to blocks of this worker's pool."""
+        posted = self._post(pool, steps)
+        has_warned = False
+        while not posted.is_terminal:
+            if not posted.wait(self._timeout_seconds) and not has_warned:
+                has_warned = True
+                logger.warning(
+                    "a read from %s is not terminal after %s s; its blocks stay in quarantine",
+                    self._who,
+                    self._timeout_seconds,
+                )
+            self._help_if_late(posted)
+        posted.check()
+
+    def run_bounded(self, pool: RemotePool, steps: Steps, read: Read) -> None:
+        """Read into memory of ``pool``, and wait until that is terminal, stopped or too late: it may end at any time."""
+        posted = self._post(pool, steps)
+        until = time.monotonic() + self._timeout_seconds
+        with read.interruptible(posted.wake):
+            while not (posted.is_terminal or read.is_stopped) and (left := until - time.monotonic()) > 0:
+                posted.wait(left)
+                self._help_if_late(posted)
+        read.check()
+        if not posted.is_terminal:
+            raise PeerSilentError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
+        posted.check()
+
+    def _post(self, pool: RemotePool, steps: Steps) -> NixlRead:
+        posted = NixlRead(pool, steps)
+        self._nixl_thread.post(posted)
+        return posted
+
+    def _ask(self, wanted: Help) -> None:
+        write_frame(self._sock, NixlAsk(wanted), MAX_NIXL_FRAME_BYTES)
+        self._is_helped = wanted is Help.BEGIN
+
+    def _help_if_late(self, posted: NixlRead) -> None:
+        """Ask for help with a late read that has none. The read goes on in any case."""
+        if not posted.is_late or posted.is_terminal or self._is_helped:
+            return
+        self._needs_help = None
+        try:
+            self._ask(Help.BEGIN)
+        except OSError as error:
+            logger.debug("%s cannot be asked for help: %s", self._who, error)
+
+
+class _Peer:
+    """The connection to a sender's data port; its pool and the lane to it once connected."""
 
     def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
         self._source = source
         self._nixl_thread = nixl_thread
-        self._timeout_seconds = timeout_seconds
         self._who = f"worker {source.worker_id}"
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
-        self._is_interrupted = self._is_posted = False
-        self._needs_help: bool | None = None
-        self._is_helped = False
+        self._is_interrupted = False
+        self._is_posted = False
         self._sock = unconnected(source, timeout_seconds)
-        self._end = select.poll()
+        self._lane = _Lane(self._sock, self._who, nixl_thread, timeout_seconds)
 
     def interrupt(self) -> None:
-        """The link is gone: end what waits for the peer's words at once, a posted read when it is terminal.
+        """End a wait for the peer's messages at once, and a posted read when it is terminal: the link is gone.
 
-        Until then the connection stays open: the peer must know that somebody reads.
+        Until then the connection stays open, so that the peer goes on helping.
         """
         with self._lock:
             self._is_interrupted = True
             if not self._is_posted:
-                self.stop_asking()
-
-    def stop_asking(self) -> None:
-        """Shut the connection down."""
-        shut_down(self._sock)
+                shut_down(self._sock)
 
     def close(self) -> None:
         """Close the connection, and forget the pool as soon as nothing is posted to it."""
@@ -85,50 +171,46 @@ class _Peer:
             self._nixl_thread.disconnect(self._pool)
 
     def connect(self, read: Read) -> RemotePool:
-        """Dial, show the token, and prove by reading that the library reaches the right memory; once.
+        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory.
 
-        Raises PeerUnreachableError where nobody (who knows us) answers, TransferError for a pool that cannot be read.
+        Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be read.
         """
         if self._pool is not None:
             return self._pool
-        with read.interruptible(self.stop_asking):
+        with read.interruptible(lambda: shut_down(self._sock)):
             dial(self._sock, self._source)
-            welcome = read_frame(self._sock, NixlWelcome, MAX_NIXL_FRAME_BYTES)
-        if welcome.status is not DataStatus.OK:
-            raise TransferError(f"{self._who} lends nothing over nixl: {welcome.message}")
-        pool = self._pool = self._nixl_thread.connect(agent_name(self._source.boot_id), self._who, welcome)
-        self._end.register(self._sock, select.POLLIN)
-        self._is_helped = True
-        if self._read_nonce(pool, read) != welcome.nonce:
+            info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
+        if info.status is not DataStatus.OK:
+            raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
+        pool = _remote_pool(info, agent_name(self._source.boot_id), self._who)
+        self._nixl_thread.connect(pool, info.agent)
+        self._pool = pool
+        if self._lane.read_nonce(pool, read) != info.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
-        self._wait_at_most(self._posted(pool, [_into_bounce(pool, np.zeros(1, np.int32))]), read)
-        self._find_out(pool, read)
+        self._lane.run_bounded(pool, [_into_bounce(pool, np.zeros(1, np.int32))], read)
+        self._lane.find_out(pool, read)
         return pool
 
     def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read the blocks, and then whether their lease has ended. Raises as ``ReceiverTransport.fetch``."""
-        pool = self._pool or self.connect(read)
+        """Read the blocks, and then if their lease has ended. Raises as ``ReceiverTransport.fetch``."""
+        pool = self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
-        block_ids, seen = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
-        if len(seen) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
-            raise TransferError(f"{len(views)} blocks under {len(seen)} leases are not read at once")
-        self._check_open()
-        if self._needs_help is None:
-            self._find_out(pool, read)
-        if self._needs_help:
-            self._ask(Help.BEGIN)
-        slots, generations = zip(*seen, strict=True)
+        block_ids, leases = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
+        if len(leases) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
+            raise TransferError(f"{len(views)} blocks under {len(leases)} leases are not read at once")
+        self._check_link()
+        self._lane.prepare(pool, read)
+        slots, generations = zip(*leases, strict=True)
         try:
             self._move(pool, block_ids, views, request, slots, read)
-        except TransferError as error:  # the library looks at each number
+        except TransferError as error:  # the library checks each id
             outside = block_outside(block_ids.astype(np.int64), pool.region.num_blocks)
             if outside is None:
                 raise
-            words = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
-            raise TransferError(words) from error
-        if self._is_helped:
-            self._ask(Help.END)
+            message = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
+            raise TransferError(message) from error
+        self._lane.end_help()
         if pool.found.numbers(len(slots)) != list(generations):
             raise StaleLeaseError(
                 f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended while"
@@ -144,7 +226,7 @@ class _Peer:
         slots: tuple[int, ...],
         read: Read,
     ) -> None:
-        """Part by part. The slots are read by the last one, which posts that only when its blocks are there."""
+        """Read part by part. The last one reads the slots too, which it posts only when its blocks have arrived."""
         part = request.part
         into = self._own_blocks(views, request)
         count = len(views)
@@ -161,29 +243,29 @@ class _Peer:
                 steps = [ReadStep(own, own_ids[start:end], pool.blocks, block_ids[start:end], part)]
             if end == count:
                 steps.append(SlotsStep(pool, slots))
-            self._carry_out(pool, steps, read)
+            self._run(pool, steps, read)
             if into is None:
-                at, to = block_span(pool.region.block_bytes, part)
+                first, last = block_span(pool.region.block_bytes, part)
                 for number in range(end - start):
-                    views[start + number][:] = pool.bounce.block(number)[at:to]
+                    views[start + number][:] = pool.bounce.block(number)[first:last]
 
     def _own_blocks(
         self, views: Sequence[memoryview], request: ReadRequest
     ) -> tuple[DescribedRegion, Ids] | None:
-        """Where the views are in this worker's own pool; None where they are not."""
+        """Return the blocks of this worker's own pool that the views are, or None."""
         pool = self._nixl_thread.pool
         blocks = self._nixl_thread.pool_blocks
         found = None if pool is None else pool.find(views, request.part)
         return None if found is None or blocks is None else (blocks, found.astype(np.int32))
 
-    def _carry_out(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep], read: Read) -> None:
-        """Until they are terminal. Raises ReadStoppedError before and behind them, TransferError without a link."""
+    def _run(self, pool: RemotePool, steps: Steps, read: Read) -> None:
+        """Run steps. Raises ReadStoppedError before and after them, TransferError without a link."""
         read.check()
         with self._lock:
             self._check_link()
             self._is_posted = True
         try:
-            self._wait(self._posted(pool, steps))
+            self._lane.run(pool, steps)
         finally:
             with self._lock:
                 self._is_posted = False
@@ -194,88 +276,24 @@ class _Peer:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
 
-    def _find_out(self, pool: RemotePool, read: Read) -> None:
-        """Whether a read becomes terminal while the peer rests."""
-        with read.interruptible(self.stop_asking):
-            self._ask(Help.PAUSE)
-            read_frame(self._sock, NixlResting, MAX_NIXL_FRAME_BYTES)
-        self._needs_help = False
-        self._read_nonce(pool, read)
-        self._needs_help = self._is_helped
-        if self._is_helped:
-            self._ask(Help.END)
-
-    def _read_nonce(self, pool: RemotePool, read: Read) -> int:
-        self._wait_at_most(self._posted(pool, [SlotsStep(pool, _NONCE_SLOT)]), read)
-        return pool.found.numbers(1)[0]
-
-    def _check_open(self) -> None:
-        """The peer says nothing unless it is asked: what can be heard now is the end of its half of the connection."""
-        self._check_link()
-        if self._end.poll(0):
-            raise PeerUnreachableError(f"{self._who} closed its data connection")
-
-    def _ask(self, wanted: Help) -> None:
-        write_frame(self._sock, NixlAsk(wanted), MAX_NIXL_FRAME_BYTES)
-        self._is_helped = wanted is Help.BEGIN
-
-    def _help_if_late(self, posted: NixlRead) -> None:
-        """The read may need help, which it is not given yet. It goes on in any case."""
-        if not posted.is_late or posted.is_terminal or self._is_helped:
-            return
-        self._needs_help = None
-        try:
-            self._ask(Help.BEGIN)
-        except OSError as error:
-            logger.debug("%s cannot be asked for help: %s", self._who, error)
-
-    def _posted(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep]) -> NixlRead:
-        posted = NixlRead(pool, steps)
-        self._nixl_thread.post(posted)
-        return posted
-
-    def _wait(self, posted: NixlRead) -> None:
-        """Until the read is terminal: blocks of the pool are its target."""
-        has_told = False
-        while not posted.is_terminal:
-            if not posted.hear(self._timeout_seconds) and not has_told:
-                has_told = True
-                logger.warning(
-                    "a read from %s is not terminal after %s s; its blocks stay in quarantine",
-                    self._who,
-                    self._timeout_seconds,
-                )
-            self._help_if_late(posted)
-        posted.check()
-
-    def _wait_at_most(self, posted: NixlRead, read: Read) -> None:
-        """Until it is terminal, stopped, or too late: it cannot reach blocks of the pool, and may end when it will."""
-        until = time.monotonic() + self._timeout_seconds
-        with read.interruptible(posted.wake):
-            while not (posted.is_terminal or read.is_stopped) and (left := until - time.monotonic()) > 0:
-                posted.hear(left)
-                self._help_if_late(posted)
-        read.check()
-        if not posted.is_terminal:
-            raise PeerSilentError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
-        posted.check()
-
 
 class NixlReceiver:
-    """Owns the connections to peers. One on which anything but a stale lease went wrong is closed, never reused."""
+    """Owns the connections to peers. A connection is closed after any error but a stale lease."""
 
     def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
         self._nixl_thread = nixl_thread
         self._timeout_seconds = timeout_seconds
-        self._peers: Kept[_Peer] = Kept(harmless=StaleLeaseError)
+        self._peers = ConnectionCache(self._new_peer, harmless=StaleLeaseError)
 
     def probe(self, source: Source, read: Read) -> None:
         """Connect, authenticate, and read the nonce and a block. Raises what ``fetch`` would."""
-        self._use(source, read, lambda peer: peer.connect(read))
+        with self._peers.using(source, read) as peer:
+            peer.connect(read)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read part by part. Stopping ends the read behind the part that is posted, once that is terminal."""
-        self._use(source, read, lambda peer: peer.read(request, views, read))
+        """Read part by part. Stopping ends the read after the part that is posted, once that is terminal."""
+        with self._peers.using(source, read) as peer:
+            peer.read(request, views, read)
 
     def forget(self, source: Source) -> None:
         """Close its connection and forget its pool."""
@@ -286,20 +304,18 @@ class NixlReceiver:
         self._peers.close()
         self._nixl_thread.close()
 
-    def _use(self, source: Source, read: Read, work: Callable[[_Peer], object]) -> None:
-        """Work with the peer; whatever goes wrong is raised as ``fetch`` says."""
-        read.check()
-        try:
-            with self._peers.using(
-                source, lambda: _Peer(source, self._nixl_thread, self._timeout_seconds)
-            ) as peer:
-                work(peer)
-        except (OSError, TransferError) as error:
-            raise as_outcome(error, source, read) from error
+    def _new_peer(self, source: Source) -> _Peer:
+        return _Peer(source, self._nixl_thread, self._timeout_seconds)
+
+
+def _remote_pool(info: NixlPoolInfo, agent: str, who: str) -> RemotePool:
+    """Return the described pool. Raises TransferError for numbers that cannot be memory."""
+    pool = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
+    return RemotePool(agent, who, pool, Region(info.table_address, SLOT_BYTES, NUM_SLOTS))
 
 
 def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:
-    """These of its blocks, or the part of each, into the first ones of ``pool.bounce``."""
+    """Return a read of these blocks, or the part of each, into the first ones of ``pool.bounce``."""
     return ReadStep(
         pool.bounce_blocks, np.arange(len(block_ids), dtype=np.int32), pool.blocks, block_ids, part
     )

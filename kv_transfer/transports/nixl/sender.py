@@ -1,56 +1,97 @@
-"""The ``nixl`` transport's sender: tells peers how to read the pool, and ends leases by counting generations up.
+"""The ``nixl`` transport's sender: describes the pool to peers, and ends leases by a table of generations.
 
-It moves nothing, and is asked for nothing but to drive the library on, where a reader's lane needs that.
+It moves no bytes. Its thread only drives the library on if a reader's lane needs that.
+
+After the handshake on the data port (``data_handshake``) the sender sends NixlPoolInfo and drives the library on. The
+receiver reads slot 0 of the table of generations and block 0 of the pool, sends a NixlAsk to PAUSE, and after the
+NixlResting reads slot 0 once more: so it finds out if the lanes between the two need the sender's help.
+
+A read needs no message. The blocks of a lease and its generation came on the control link in a BlockGrant; the
+receiver reads the blocks, and the slot after the last byte. If reads need help, it sends a NixlAsk to BEGIN before,
+and one to END after each; neither is answered. When the session is over the sender ends its half of the connection
+and sends no more. It goes on to receive, so that a read that is open then can still be helped.
 """
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from socket import SHUT_WR
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
 
 from contract.errors import KvbatonError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName
-from kv_transfer.transports.block_grants import encode_grant
-from kv_transfer.transports.context import TransportContext
+from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.data_wire import DataStatus
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, SharedLeases
+from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
 from kv_transfer.transports.nixl.memory import ID_TYPE, Region, region_of
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.wire import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlResting, NixlWelcome
-from kv_transfer.transports.settings import has_rdma_device
+from kv_transfer.transports.nixl.settings import has_rdma_device
+from kv_transfer.transports.transport import TransportContext
 
-_UNHEARD_SECONDS = 60.0
-"""A peer whose connection has ended is helped for so long: a read of its may be open, and it cannot ask any more."""
+MAX_NIXL_FRAME_BYTES = 262144
+_HELP_ON_SECONDS = 60.0
+"""After the end of its connection a peer is helped for so long: a read may be open, and it cannot ask for help any more."""
+
+
+class NixlPoolInfo(msgspec.Struct, frozen=True):
+    """The sender's pool, and how to read it.
+
+    agent: the library's own description of the agent, its ports and its memory. is_device, device_id: the pool is in
+    that GPU's memory. table_address: the table of generations, in host memory. nonce: the value of its slot 0.
+    """
+
+    status: DataStatus
+    message: str = ""
+    agent: bytes = b""
+    address: int = 0
+    block_bytes: int = 0
+    num_blocks: int = 0
+    is_device: bool = False
+    device_id: int = 0
+    table_address: int = 0
+    nonce: int = 0
+
+
+class Help(StrEnum):
+    """BEGIN: drive the library on, a read begins. END: the read is over. PAUSE: the same, and confirm that you rest."""
+
+    BEGIN = "begin"
+    END = "end"
+    PAUSE = "pause"
+
+
+class NixlAsk(msgspec.Struct, frozen=True):
+    """The reader's request to the sender's thread."""
+
+    help: Help
+
+
+class NixlResting(msgspec.Struct, frozen=True):
+    """The answer to PAUSE: this reader is not helped any more."""
 
 
 class NixlSender:
-    """Owns the data port, the leases and their table; ends ``nixl_thread``, the agent that it shares with the receiver.
+    """Owns the data port and the table of its leases; closes ``nixl_thread``, whose agent it shares with the receiver.
 
-    why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster. welcome:
-    what a reader is told.
+    why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster.
+    pool_info: the first message to a reader.
     """
 
     def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
         """Open the port."""
         self.why_not_offered: str | None = "the pool is not allocated yet"
+        self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
         self._nixl_thread = nixl_thread
         self._is_auto = context.is_auto
-        self._sessions = context.sessions
+        self._on_idle = context.on_idle
         self._table = GenerationTable()
-        self._leases = SharedLeases(self._table, context.on_idle)
-        self.welcome = NixlWelcome(DataStatus.DENIED, self.why_not_offered)
-        self._lock = threading.Lock()
-        self._connections: set[Connection] = set()
         self._is_closed = False
-        self._port = DataPort(context, "kv-nixl", self._talk, transport="nixl")
+        self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
         self.address = self._port.address
-        context.sessions.listen(self._end_session)
 
     def start(self, memory: KVMemory) -> None:
-        """Register the pool, for peers and for this worker's own reads; ``why_not_offered`` says the outcome."""
+        """Register the pool, for peers and for this worker's own reads. ``why_not_offered`` has the outcome."""
         table = Region(self._table.address, SLOT_BYTES, NUM_SLOTS)
         try:
             pool = region_of(memory)
@@ -58,7 +99,7 @@ class NixlSender:
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
-        self.welcome = NixlWelcome(
+        self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,
             address=pool.address,
@@ -72,77 +113,59 @@ class NixlSender:
         self.why_not_offered = _why_slower(pool) if self._is_auto else None
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
-        """Say where the blocks are, and how the lease's end can be seen. Raises TransferError for too many leases."""
-        if self.welcome.status is not DataStatus.OK:
+        """Return the grant of these blocks. Raises TransferError for too many leases."""
+        if self.pool_info.status is not DataStatus.OK:
             return None
-        return encode_grant(*self._leases.open(name), block_ids, ID_TYPE)
+        return encode_grant(*self._table.open(name), block_ids, ID_TYPE)
 
     def release(self, name: LeaseName) -> None:
-        """End the lease: what is read of it from now on, or is being read, fails at its reader."""
-        self._leases.revoke(name)
+        """End the lease: reads of it fail from now on, running ones too."""
+        self._table.end(name)
+        self._on_idle(name)
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._leases.revoke_all()
+        self._table.end_all()
         self._port.close()
         self._nixl_thread.close()
         self._table.close()
 
-    def _talk(self, connection: Connection) -> None:
-        """Welcome a reader, and help it as it asks."""
-        with connection.kept_open(), self._attended(connection):
-            write_frame(connection.sock, self.welcome, MAX_NIXL_FRAME_BYTES)
-            if self.welcome.status is not DataStatus.OK:
-                return
-            wanted = Help.BEGIN
-            while True:
-                wanted = self._help_until_next_word(connection) if wanted is Help.BEGIN else _hear(connection)
-                if wanted is Help.PAUSE:
-                    self._nixl_thread.settle()
-                    write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
+    def _serve(self, connection: Connection) -> None:
+        """Send the pool's description, and help the reader as it asks."""
+        with connection.receiving_on():
+            try:
+                write_frame(connection.sock, self.pool_info, MAX_NIXL_FRAME_BYTES)
+                if self.pool_info.status is DataStatus.OK:
+                    self._help(connection)
+            finally:
+                self._nixl_thread.serve_on(_HELP_ON_SECONDS)
 
-    @contextmanager
-    def _attended(self, connection: Connection) -> Iterator[None]:
-        """Within, the end of the session ends this half of the connection only.
-
-        The reader sees it, and may still ask for help: else a read that is open might never become terminal.
-        """
-        with self._lock:
-            self._connections.add(connection)
-        try:
-            if connection.token not in self._sessions:
-                self._end_session(connection.token)
-            yield
-        finally:
-            with self._lock:
-                self._connections.discard(connection)
-            self._nixl_thread.serve_on(_UNHEARD_SECONDS)
-
-    def _end_session(self, token: str) -> None:
-        with self._lock:
-            for connection in self._connections:
-                if connection.token == token:
-                    with suppress(OSError):  # its reader was faster
-                        connection.sock.shutdown(SHUT_WR)
-
-    def _help_until_next_word(self, connection: Connection) -> Help:
-        self._nixl_thread.begin_serving()
-        try:
-            return _hear(connection)
-        finally:
-            self._nixl_thread.end_serving()
+    def _help(self, connection: Connection) -> None:
+        """Help until the connection ends."""
+        wanted = Help.BEGIN
+        while True:
+            if wanted is Help.BEGIN:
+                self._nixl_thread.begin_serving()
+                try:
+                    wanted = _receive(connection)
+                finally:
+                    self._nixl_thread.end_serving()
+            else:
+                wanted = _receive(connection)
+            if wanted is Help.PAUSE:
+                self._nixl_thread.settle()
+                write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
 
 
-def _hear(connection: Connection) -> Help:
-    """The reader's next word."""
+def _receive(connection: Connection) -> Help:
     return read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
 
 
 def _why_slower(pool: Region) -> str | None:
-    """Over plain TCP between host memories the library is slower than ``tcp``."""
+    """Return why ``tcp`` is faster, if it is: over plain TCP between host memories."""
     if pool.is_device or has_rdma_device():
         return None
     return "the KV pool is in host memory and there is no RDMA card, so tcp is faster"

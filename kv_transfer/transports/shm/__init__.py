@@ -1,1 +1,1 @@
-"""The ``shm`` transport: the pool of a peer on the same host, mapped read-only."""
+"""The ``shm`` transport: blocks of a peer on the same host, whose pool is mapped read-only."""

@@ -1,4 +1,4 @@
-"""Where the ``shm`` transport's sockets lie, and whether this system can do what the transport needs."""
+"""The folder of the ``shm`` transport's sockets, and a check of what the transport needs of the system."""
 
 import os
 import socket
@@ -16,7 +16,7 @@ _CHOOSE = "choose transport auto or tcp"
 
 
 def why_unsupported(platform: str = sys.platform) -> str | None:
-    """What this system lacks, or None."""
+    """Return what this system lacks, or None."""
     if platform != "linux":
         return f"it needs Linux, and this is {platform}"
     try:
@@ -31,11 +31,11 @@ def why_unsupported(platform: str = sys.platform) -> str | None:
 
 
 def socket_path(folder: Path | None, boot_id: str) -> Path:
-    """The path of this worker's socket in ``folder``, which is made (0700) where it is missing.
+    """Return the path of this worker's socket in ``folder``, which is made (0700) if it is missing.
 
-    None: a fresh folder (0700) with a name that nobody can foresee, in the system's temporary folder; peers learn the path
-    by their control link. It is for ``remove_fresh_folder``. What dead workers left is removed. Raises SettingError for a
-    folder that is none, that others may write to, or whose name is too long.
+    None: make a folder (0700) with an unpredictable name in the system's temporary folder; peers learn the path on their
+    control link, and ``remove_fresh_folder`` removes it. Files of dead workers are removed. Raises SettingError for a path
+    that is not a folder, that others may write to, or that is too long.
     """
     path = Path(tempfile.gettempdir() if folder is None else folder).absolute()
     try:
@@ -55,13 +55,13 @@ def socket_path(folder: Path | None, boot_id: str) -> Path:
 
 
 def remove_fresh_folder(path: Path) -> None:
-    """Remove the folder that ``socket_path(None, ...)`` has made, once its socket is gone."""
+    """Remove the folder that ``socket_path(None, ...)`` has made, after its socket."""
     with suppress(OSError):
         path.rmdir()
 
 
 def _sweep_fresh_folders(base: Path) -> None:
-    """Remove this user's folders whose workers are dead. One that is being made has no socket, and is left."""
+    """Remove this user's folders whose workers are dead. A folder without a socket is being made, and stays."""
     for folder in base.glob(f"{_FRESH}*"):
         with suppress(OSError):
             info = folder.lstat()
@@ -72,7 +72,7 @@ def _sweep_fresh_folders(base: Path) -> None:
 def _check_folder(path: Path) -> None:
     info = path.lstat()
     if not stat.S_ISDIR(info.st_mode):
-        raise _unusable(path, "it is no folder")
+        raise _unusable(path, "it is not a folder")
     if info.st_uid not in (os.getuid(), 0):
         raise _unusable(path, f"it belongs to user {info.st_uid}")
     if info.st_mode & 0o022 and not _is_volume(path):
@@ -80,7 +80,7 @@ def _check_folder(path: Path) -> None:
 
 
 def _is_volume(path: Path) -> bool:
-    """Containers share a folder by mounting it, often with open permissions that they cannot change."""
+    """Return True for a mounted folder: containers share one so, often with permissions that they cannot change."""
     return path.is_mount()
 
 
@@ -89,7 +89,7 @@ def _unusable(path: Path, why: str) -> SettingError:
 
 
 def _sweep(folder: Path) -> int:
-    """Remove sockets that nobody listens on; how many. A living worker's file appears only when it listens."""
+    """Remove sockets without a listener; return how many. A living worker's file appears only when it listens."""
     num_removed = 0
     for path in folder.glob("*.sock"):
         with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
@@ -103,11 +103,10 @@ def _sweep(folder: Path) -> int:
 
 
 def listen_at(path: Path) -> socket.socket:
-    """A listening, non-blocking Unix socket, reachable by this user only. Raises OSError."""
+    """Return a listening Unix socket, reachable by this user only. Raises OSError."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     unready = path.with_suffix(".new")
     try:
-        listener.setblocking(False)
         listener.bind(str(unready))
         unready.chmod(0o600)
         listener.listen(128)

@@ -3,31 +3,23 @@
 import select
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 
 from contract.errors import PeerUnreachableError, TransferError
-from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body
-from kv_transfer.protocol.reads import (
-    PeerSilentError,
-    Read,
-    ReadRequest,
-    ReadStoppedError,
-    Source,
-    StaleLeaseError,
-    broken_connection,
-)
-from kv_transfer.transports.block_vectors import SocketBlocks, socket_blocks
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
+from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import bytes_of_each
-from kv_transfer.transports.data_port import dial, unconnected
-from kv_transfer.transports.data_stream import DataStream
-from kv_transfer.transports.data_wire import ALIGNMENT, OK_FRAME, DataReply, DataStatus
-from kv_transfer.transports.kept import Kept
+from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
+from kv_transfer.transports.data_handshake import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
+from kv_transfer.transports.data_port import limit_waits, shut_down
+from kv_transfer.transports.tcp.sender import OK_FRAME
+from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 
-_TOLD_BYTES = 2**20
+_REPORT_BYTES = 2**20
+"""A read that is followed reports its progress after so many bytes."""
 
 
 class _Connection:
-    """A data connection that may still have to be made."""
+    """A data connection, which ``connect`` establishes."""
 
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         self.source = source
@@ -36,16 +28,14 @@ class _Connection:
         self.sock = unconnected(source, timeout_seconds)
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
         self._poll.register(self.sock, select.POLLIN)
-        self._stream = DataStream(self.sock)
 
     def has_ended(self) -> bool:
-        """The peer has closed it: an idle connection becomes readable by its end only."""
+        """Test if the peer has closed it: an idle connection becomes readable only by its end."""
         return bool(self._poll.poll(0))
 
     def interrupt(self) -> None:
         """Shut the socket down, so that no byte can land afterwards."""
-        with suppress(OSError):  # the peer was faster
-            self.sock.shutdown(socket.SHUT_RDWR)
+        shut_down(self.sock)
 
     def close(self) -> None:
         """Close the socket."""
@@ -56,23 +46,28 @@ class _Connection:
         if self.is_connected:
             return
         dial(self.sock, self.source)
-        self._stream.wait_at_most(self.timeout_seconds, self.timeout_seconds)
+        limit_waits(self.sock, self.timeout_seconds, self.timeout_seconds)
         self.is_connected = True
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Ask once, and take what comes piece by piece."""
-        self._stream.say(
-            ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
-        )
+        """Send one request, and receive its pieces. Raises TimeoutError if the peer is silent."""
+        try:
+            self._fetch(request, views, read)
+        except BlockingIOError as error:  # the kernel's word for a wait that was too long (``limit_waits``)
+            raise TimeoutError("timed out") from error
+
+    def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
+        write_frame(self.sock, named, MAX_DATA_FRAME_BYTES)
         view_bytes = bytes_of_each(views)
         blocks = socket_blocks(views)
         pieces = list(request.pieces(view_bytes))
-        answers = bytearray(ALIGNMENT)  # whether the first piece comes
+        answers = bytearray(ALIGNMENT)  # the first one of the first piece
         for start, piece in pieces:
             read.check()
             self._receive(piece, answers, blocks, start, view_bytes, read)
-            answers = bytearray(2 * ALIGNMENT)  # the verdict about this piece, and whether the next one comes
-        self._hear_verdict(piece)
+            answers = bytearray(2 * ALIGNMENT)  # the second one of this piece, and the first one of the next
+        self._receive_last_answer(piece)
 
     def _receive(
         self,
@@ -83,15 +78,15 @@ class _Connection:
         view_bytes: int,
         read: Read,
     ) -> None:
-        """Answers and the piece behind them, into the blocks from ``start`` on; told while its bytes are in the cache."""
+        """Receive answers and a piece, into the blocks from ``start`` on, and report it while its bytes are in the cache."""
         end = start + piece.num_blocks
         at = start
         left_out = len(answers)
-        step = max(1, _TOLD_BYTES // view_bytes) if read.is_followed else piece.num_blocks
+        step = max(1, _REPORT_BYTES // view_bytes) if read.is_followed else piece.num_blocks
         try:
             for at in range(start, end, step):
                 last = min(at + step, end)
-                self._stream.fill_blocks(answers if at == start else bytearray(), blocks, at, last)
+                blocks.receive(self.sock, answers if at == start else bytearray(), at, last)
                 if at == start:
                     _expect_ok(answers, piece)
                     left_out = 0
@@ -103,18 +98,20 @@ class _Connection:
             raise PeerUnreachableError(
                 f"short read in block {block} of {_name(piece)}: {error.message}"
             ) from error
-        except TimeoutError as error:
+        except BlockingIOError as error:
             raise PeerSilentError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
 
-    def _hear_verdict(self, piece: ReadRequest) -> None:
+    def _receive_last_answer(self, piece: ReadRequest) -> None:
+        answer = bytearray(ALIGNMENT)
         try:
-            _expect_ok(self._stream.take(ALIGNMENT), piece)
+            receive_all(self.sock, [memoryview(answer)], socket.MSG_WAITALL)
         except ShortReadError as error:
-            raise PeerUnreachableError(f"short read behind {_blocks(piece)}: {error.message}") from error
+            raise PeerUnreachableError(f"short read after {_blocks(piece)}: {error.message}") from error
+        _expect_ok(answer, piece)
 
 
 def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
-    """Of the answers that are whole. Anything else is an error that ends the connection too."""
+    """Check the answers that are whole. Raises StaleLeaseError, or TransferError for a malformed one."""
     whole = answers[: len(answers) // ALIGNMENT * ALIGNMENT]
     if whole == OK_FRAME * (len(whole) // ALIGNMENT):
         return
@@ -122,7 +119,7 @@ def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
         reply = decode_body(body, DataReply)
         if reply.status is not DataStatus.OK:
             raise StaleLeaseError(f"{_blocks(piece)} were refused as {reply.status}")
-    raise TransferError(f"the peer's answer about {_blocks(piece)} is none")
+    raise TransferError(f"the peer sent a malformed answer about {_blocks(piece)}")
 
 
 class TcpReceiver:
@@ -130,24 +127,15 @@ class TcpReceiver:
 
     def __init__(self, timeout_seconds: float) -> None:
         self._timeout_seconds = timeout_seconds
-        self._connections: Kept[_Connection] = Kept(has_ended=_Connection.has_ended)
+        self._connections = ConnectionCache(self._new_connection, has_ended=_Connection.has_ended)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read piece by piece. Stopping shuts the connection down, so no byte can land afterwards."""
-        read.check()
-        try:
-            with self._connections.using(source, lambda: _Connection(source, self._timeout_seconds)) as found:
-                with read.interruptible(found.interrupt):
-                    found.connect()
-                    found.fetch(request, views, read)
-                read.check()  # a stop behind the last byte has shut the connection down as well
-        except (OSError, TransferError) as error:
-            if read.is_stopped:
-                raise ReadStoppedError("the read was stopped") from error
-            if isinstance(error, TransferError):
-                raise
-            message = f"reading from worker {source.worker_id} failed: {error}"
-            raise broken_connection(error, message) from error
+        with self._connections.using(source, read) as connection:
+            with read.interruptible(connection.interrupt):
+                connection.connect()
+                connection.fetch(request, views, read)
+            read.check()  # a stop after the last byte has shut the connection down as well
 
     def forget(self, source: Source) -> None:
         """Close its connection."""
@@ -156,6 +144,9 @@ class TcpReceiver:
     def close(self) -> None:
         """Close every connection."""
         self._connections.close()
+
+    def _new_connection(self, source: Source) -> _Connection:
+        return _Connection(source, self._timeout_seconds)
 
 
 def _name(piece: ReadRequest) -> str:

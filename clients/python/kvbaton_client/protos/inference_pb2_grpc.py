@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Text or token ids in; tokens, text and timings out.
+    """Generation, embeddings and tokenizing; prompts are text or token ids.
     """
 
     def __init__(self, channel):
@@ -73,54 +73,54 @@ class InferenceStub:
 
 
 class InferenceServicer:
-    """Text or token ids in; tokens, text and timings out.
+    """Generation, embeddings and tokenizing; prompts are text or token ids.
     """
 
     def Generate(self, request, context):
-        """Streams the answer as it is computed. The last message carries usage and timings. Initial metadata
-        ``x-kvbaton-request-id``, sent at once, is the router's id of the request. Errors carry the details of google.rpc.
+        """Stream the answer while it is computed. The last message has usage and timings. The initial metadata
+        ``x-kvbaton-request-id``, sent before any computation, is the router's id of the request. Errors have google.rpc details.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """The whole answer in one message.
+        """Return the complete answer in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """One embedding for each text or prompt of token ids, all or none.
+        """Return one embedding for each text or prompt of token ids; if one fails, the call fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """The token ids of a text.
+        """Return the token ids of a text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """The text of token ids.
+        """Return the text of token ids.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """What is served.
+        """List the served models.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends running requests of the caller, HTTP ones too; each ends with CANCELLED.
+        """Cancel running requests of the caller, HTTP requests included. A cancelled gRPC call ends with CANCELLED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +173,7 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Text or token ids in; tokens, text and timings out.
+    """Generation, embeddings and tokenizing; prompts are text or token ids.
     """
 
     @staticmethod

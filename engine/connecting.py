@@ -1,0 +1,66 @@
+"""An engine's connector: its half beside the scheduler, and what connects it with the executor's ranks."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from contract.layout import Side
+from engine.connector import ConnectorFactory, SchedulerConnector, ShowsProgress
+
+if TYPE_CHECKING:
+    from engine.executors.executor import Executor
+
+TakeFinished = Callable[[], tuple[set[str], set[str]]]
+"""Returns the keys of transfers that the ranks have finished since the last call: (sent, received)."""
+
+
+class EngineConnector:
+    """A connector of which both halves are open; or none, in an engine that sends and receives no KV.
+
+    scheduler: the half beside the scheduler. address: "host:port" of the control link, empty without a connector.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerConnector | None = None,
+        take_finished: TakeFinished = lambda: (set(), set()),
+        address: str = "",
+    ) -> None:
+        self.scheduler = scheduler
+        self.take_finished = take_finished
+        self.address = address
+
+    def next_arrival(self) -> float | None:
+        """Return when, on the clock, the KV of a request is expected; None if no sender has announced any."""
+        return self.scheduler.receiver.next_arrival() if self.scheduler is not None else None
+
+    def has_arrived(self) -> bool:
+        """Return whether KV has arrived that ``take_finished`` has not returned. From any thread."""
+        return self.scheduler is not None and self.scheduler.receiver.has_arrived()
+
+    def progress(self) -> dict[str, int]:
+        """Return how far the connector's threads have come; from any thread, without waiting for one."""
+        return self.scheduler.progress() if isinstance(self.scheduler, ShowsProgress) else {}
+
+    def close(self) -> None:
+        """Close the half beside the scheduler; the ranks close theirs."""
+        if self.scheduler is not None:
+            self.scheduler.close()
+
+
+def connect(
+    executor: "Executor", factory: ConnectorFactory | None, num_ranks: int, wake: Callable[[], None]
+) -> EngineConnector:
+    """Open both halves of a connector for an executor with an allocated KV cache. factory: None opens none.
+
+    Raises SettingError if the connector does not serve ``num_ranks`` ranks.
+    """
+    if factory is None:
+        return EngineConnector()
+    with ExitStack() as undo:
+        pair = factory(Side(executor.layout, num_ranks), executor.model_info.fingerprint, wake)
+        connector = EngineConnector(pair.scheduler, pair.ranks.take_finished, pair.address)
+        undo.callback(connector.close)
+        executor.set_connector(pair.ranks)
+        undo.pop_all()
+    return connector

@@ -1,0 +1,125 @@
+"""The program of a rank process: it joins the group, then carries out calls on the runner until the engine ends it."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+
+import msgspec
+import torch
+import zmq
+
+from contract.errors import ErrorKind, KvbatonError
+from engine.compute.runner import ModelRunner
+from engine.distributed.channel import (
+    Doorbell,
+    LargeSocket,
+    answers_ring,
+    calls_ring,
+    read_message,
+    write_message,
+)
+from engine.distributed.group import rank_device
+from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
+from engine.distributed.process_group import TorchRankGroup, open_store
+from engine.distributed.rank_watch import beat
+
+_PR_SET_PDEATHSIG = 1
+
+
+class RankLoop:
+    """The rank's end of the channel, and its runner."""
+
+    def __init__(self, plan: RankPlan, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        self._plan = plan
+        self._doorbell = Doorbell(socket.socket(fileno=plan.doorbell))
+        self._calls = calls_ring(plan.calls, plan.size)
+        self._answers = answers_ring(plan.answers)
+        os.close(plan.calls)
+        os.close(plan.answers)
+        end = context.socket(zmq.PAIR)
+        self._large = LargeSocket(end)
+        end.connect(plan.large_address)
+        self._decoder = msgspec.msgpack.Decoder(RankCall)
+        self._types = MethodTypes()
+        self._runner: ModelRunner | None = None
+
+    def run(self) -> None:
+        """Join the group, report the outcome, then answer each call until the engine closes the channel."""
+        self._send(_guarded(self._begin))
+        while self._doorbell.take():
+            call = self._decoder.decode(read_message(self._calls, self._plan.rank, self._large))
+            self._send(_guarded(partial(self._carry_out, call)))
+
+    def close(self) -> None:
+        """Free everything."""
+        if self._runner is not None:
+            self._runner.shutdown()
+        self._large.close()
+        self._doorbell.close()
+        self._calls.close()
+        self._answers.close()
+
+    def _begin(self) -> Returned:
+        self._runner = ModelRunner(self._plan.settings, group=_join(self._plan))
+        return Returned()
+
+    def _carry_out(self, call: RankCall) -> Returned:
+        value = getattr(self._runner, call.method)(*self._types.decode_arguments(call))
+        if call.from_rank not in (None, self._plan.rank):
+            return Returned()
+        return Returned(msgspec.msgpack.encode(value))
+
+    def _send(self, answer: Answer) -> None:
+        write_message(self._answers, [self._large], msgspec.msgpack.encode(answer))
+        self._doorbell.ring()
+
+
+def _guarded(action: Callable[[], Returned]) -> Answer:
+    """Run an action; what it raises becomes an answer. This is the boundary of a rank."""
+    try:
+        return action()
+    except KvbatonError as error:
+        return Raised(error.kind.value, error.message, error.param, traceback.format_exc())
+    except Exception as error:  # noqa: BLE001 the rank's one boundary
+        return Raised(ErrorKind.INTERNAL.value, repr(error), None, traceback.format_exc())
+
+
+def _join(plan: RankPlan) -> TorchRankGroup:
+    """Join the other ranks. Raises if they do not come in time, and SettingError without enough devices."""
+    device = rank_device(plan.settings.device, torch.cuda.device_count(), plan.rank, plan.size)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=plan.settings.rank_timeout_seconds)
+    listening = None if plan.store is None else socket.socket(fileno=plan.store)
+    store = open_store(listening, plan.store_port, plan.size)
+    return TorchRankGroup(device, plan.rank, plan.size, store, timeout)
+
+
+def _die_with_parent() -> None:
+    """Have the kernel end this process with its parent, on Linux. Elsewhere it ends after its call, by the doorbell."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main(plan_text: str) -> None:
+    """Run the process, until the engine closes the channel or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _die_with_parent()
+    plan = decode_plan(plan_text)
+    logging.basicConfig(
+        level=plan.log_level, format=f"%(asctime)s rank {plan.rank} %(levelname)s %(name)s: %(message)s"
+    )
+    is_over = threading.Event()
+    beat(plan.settings.peer_timeout_seconds, is_over)
+    with zmq.Context() as context, contextlib.closing(RankLoop(plan, context)) as loop:
+        loop.run()
+    is_over.set()

@@ -1,0 +1,115 @@
+"""The engine-core process itself: connect, run the step loop, while a thread reads the input."""
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import multiprocessing.connection
+import signal
+import sys
+import threading
+
+import msgspec
+import zmq
+
+from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
+from engine.hosting.running import EnginePlan, ProgressOf, run_engine
+from engine.hosting.sockets import Addresses
+from engine.stepping.dispatch import Inbox
+
+_PR_SET_PDEATHSIG = 1
+_FLUSH_MILLISECONDS = 2000
+_SWITCH_SECONDS = 0.00005
+"""How long a thread may keep Python's lock while another waits: one that moves KV takes it again and again."""
+
+
+def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
+    """Connect, run the engine, and exit with 0 if it ended as asked, else with 1."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    plan.prepare()
+    inbox = Inbox()
+    encoder = msgspec.msgpack.Encoder()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    output = context.socket(zmq.PUSH)
+    output.setsockopt(zmq.SNDHWM, 0)
+    output.setsockopt(zmq.LINGER, _FLUSH_MILLISECONDS)
+    output.connect(addresses.from_engine)
+    reader = _InputThread(context, addresses, inbox)
+    reader.start()
+    threading.Thread(target=_watch_parent, args=(inbox,), daemon=True).start()
+
+    def emit(message: FromEngine) -> None:
+        if isinstance(message, Ready):
+            _freeze_heap()
+        output.send(encoder.encode(message))
+
+    try:
+        has_ended_well = run_engine(plan, inbox, emit, reader.watch_progress)
+    finally:
+        output.close()
+        context.term()
+    sys.exit(0 if has_ended_well else 1)
+
+
+def _freeze_heap() -> None:
+    """Exclude what is allocated now from garbage collection, which would take a tenth of a second from a step."""
+    gc.collect()
+    gc.freeze()
+
+
+class _InputThread(threading.Thread):
+    """Moves messages from the socket to the inbox, until the context ends. Broken input ends the engine, not the thread.
+
+    It also sends the counts of the working threads. Its own answers are no sign of their life.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", addresses: Addresses, inbox: Inbox) -> None:
+        super().__init__(name="engine-input", daemon=True)
+        self._context = context
+        self._addresses = addresses
+        self._inbox = inbox
+        self._progress: ProgressOf | None = None
+
+    def watch_progress(self, progress: ProgressOf) -> None:
+        """Send these counts on each Ping from now on."""
+        self._progress = progress
+
+    def run(self) -> None:
+        """Read until the context ends."""
+        decoder = msgspec.msgpack.Decoder(ToEngine)
+        encoder = msgspec.msgpack.Encoder()
+        with (
+            self._context.socket(zmq.PUSH) as answers,
+            self._context.socket(zmq.PULL) as socket,
+            contextlib.suppress(zmq.ContextTerminated),
+        ):
+            answers.setsockopt(zmq.LINGER, 0)
+            # Before the input: the client takes that one's connection as a sign of both.
+            answers.connect(self._addresses.from_engine)
+            socket.setsockopt(zmq.RCVHWM, 0)
+            socket.connect(self._addresses.to_engine)
+            while True:
+                try:
+                    message = decoder.decode(socket.recv())
+                except msgspec.DecodeError as error:
+                    self._inbox.put(error)
+                    continue
+                self._inbox.put(message)
+                if isinstance(message, Ping) and self._progress is not None:
+                    with contextlib.suppress(zmq.Again):
+                        answers.send(encoder.encode(Progress(self._progress())), zmq.NOBLOCK)
+
+
+def _end_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _watch_parent(inbox: Inbox) -> None:
+    """End the loop when the parent is gone (also if it went before the kernel was asked to send a signal)."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        inbox.put(Shutdown())

@@ -1,0 +1,30 @@
+"""The facts about a running engine that others need."""
+
+import msgspec
+
+from contract.layout import KVLayout, Side
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A running engine, as its client and other workers see it.
+
+    max_model_len: tokens that prompt and answer may have together, in this engine. eos_token_ids: the model's own end
+    tokens. layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty
+    without a connector. has_head: False for a model that computes embeddings only.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    model_fingerprint: str
+    layout: KVLayout
+    num_blocks: int
+    dtype: str
+    control_address: str
+    num_ranks: int = 1
+    has_head: bool = True
+
+    @property
+    def side(self) -> Side:
+        """The layout of the engine's KV."""
+        return Side(self.layout, self.num_ranks)

@@ -1,0 +1,71 @@
+"""The effect of each message to an engine."""
+
+import logging
+from collections.abc import Callable
+from typing import Literal
+
+from contract.errors import ErrorKind, KvbatonError
+from engine.core import EngineCore
+from engine.hosting.messages import (
+    Abort,
+    AbortRequest,
+    AddRequest,
+    Call,
+    CallResult,
+    FromEngine,
+    Ping,
+    Shutdown,
+    ToEngine,
+)
+from engine.mailbox import Mailbox
+
+logger = logging.getLogger(__name__)
+
+WAKE: Literal["wake"] = "wake"
+Item = ToEngine | Literal["wake"] | Exception
+"""A message, from any thread. WAKE: the connector has events. An exception: the input itself is broken."""
+Inbox = Mailbox[Item]
+Emit = Callable[[FromEngine], None]
+
+
+class Dispatcher:
+    """Applies messages to a core, between steps.
+
+    is_stopping: Shutdown was received. num_dispatched: counts messages, as a sign of life.
+    """
+
+    def __init__(self, core: EngineCore, emit: Emit) -> None:
+        self.is_stopping = False
+        self.num_dispatched = 0
+        self._core = core
+        self._emit = emit
+
+    def dispatch(self, item: Item) -> None:
+        """Apply one message. Raises an exception that is sent as one."""
+        self.num_dispatched += 1
+        match item:
+            case AddRequest(request):
+                self._core.add_request(request)
+            case Abort(keys):
+                self._core.abort(keys)
+            case AbortRequest(request_id, attempt, choice):
+                self._core.abort_request(request_id, attempt, choice)
+            case Call():
+                self._emit(self._call(item))
+            case Ping():
+                pass  # it has been counted
+            case Shutdown():
+                self.is_stopping = True
+            case Exception():
+                raise item
+            case _:
+                self._core.request_step()
+
+    def _call(self, call: Call) -> CallResult:
+        try:
+            return CallResult(call.call_id, self._core.call(call.method, call.args))
+        except KvbatonError as error:
+            return CallResult(call.call_id, None, error.kind.value, error.message)
+        except (AssertionError, TypeError) as error:
+            logger.exception("utility %s failed", call.method)
+            return CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{call.method}: {error!r}")

@@ -1,0 +1,194 @@
+"""The publishing side of the data half: digests what is lent, and makes it readable."""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from contract.errors import ErrorKind
+from engine.connector import KVMemory, LayerWatch
+from kv_transfer.data.completion_estimator import CompletionEstimator
+from kv_transfer.data.reading import DigestViews
+from kv_transfer.data.threads import DataReports
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import RunningDigests, digests_of
+from kv_transfer.protocol.orders import PublishOrder
+from kv_transfer.protocol.reads import blocks_per_piece
+from kv_transfer.transports.block_views import is_flat, read_views
+from kv_transfer.transports.senders import Senders
+
+logger = logging.getLogger(__name__)
+
+
+class UnfinishedBlocks:
+    """Owns the digests of lent blocks, of which the first ``num_bytes`` bytes are computed. Used from one thread.
+
+    error: why they will fail when they are published.
+    """
+
+    def __init__(self, block_ids: Sequence[int], seeds: Sequence[int]) -> None:
+        self._block_ids = block_ids
+        self._digests = RunningDigests(seeds)
+        self.num_bytes = 0
+        self.error: Exception | None = None
+
+    def advance(self, memory: KVMemory, num_bytes: int) -> None:
+        """Digest the blocks' next bytes: the first ``num_bytes`` of each are computed now."""
+        start = self.num_bytes
+        self._digests.go_on(memory.read_view(block_id)[start:num_bytes] for block_id in self._block_ids)
+        self.num_bytes = num_bytes
+
+    def finish(self, memory: KVMemory, start: int, end: int) -> tuple[int, ...]:
+        """Return the digests of blocks ``start``..``end`` - 1, which are complete. Raises ``error``."""
+        if self.error is not None:
+            raise self.error
+        if self.num_bytes < memory.layout.block_bytes:
+            block_ids = self._block_ids[start:end]
+            self._digests.go_on((memory.read_view(each)[self.num_bytes :] for each in block_ids), start)
+        return self._digests.values(start, end)
+
+
+class Publisher:
+    """Owns the digests of blocks that are being computed. Orders come from the step thread; ``post`` runs them elsewhere.
+
+    post: runs jobs in one thread, in the order in which they are posted.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        views: DigestViews,
+        senders: Senders,
+        reports: DataReports,
+        post: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._memory = memory
+        self._views = views
+        self._senders = senders
+        self._reports = reports
+        self._post = post
+        self._unfinished: dict[str, UnfinishedBlocks] = {}
+
+    def post_layers(self, order: PublishOrder, num_bytes: int) -> None:
+        """Make the first ``num_bytes`` of each block of an order readable, in the data thread."""
+        self._post(partial(self._publish_layers, order, num_bytes))
+
+    def post_order(self, order: PublishOrder) -> None:
+        """Publish the blocks of an order, in the data thread."""
+        self._post(partial(self._publish, order))
+
+    def post_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
+        self._post(partial(self._report_end, orders, end))
+
+    def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+        is_new = order.key not in self._unfinished
+        unfinished = self._unfinished.setdefault(order.key, UnfinishedBlocks(order.block_ids, order.seeds))
+        try:
+            unfinished.advance(self._memory, num_bytes)
+            for start, end in self._ranges(order):
+                grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
+                ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
+                self._reports.send_event(order.key, ready)
+        except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
+            unfinished.error = error
+
+    def _report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+        seconds = max(0.0, end - time.monotonic())
+        for order in orders:
+            self._reports.end_expected(order.key, seconds)
+
+    def _publish(self, order: PublishOrder) -> None:
+        """Publish range by range: the receiver copies and verifies one while the next is being digested."""
+        unfinished = self._unfinished.pop(order.key, None)
+        for start, end in self._ranges(order):
+            outcome: ev.SendEvent
+            try:
+                outcome = self._publish_range(order, start, end, unfinished)
+            except Exception as error:  # the boundary of a job: its transfer fails, the others go on
+                logger.exception("publishing blocks of %s failed", order.key)
+                num_left = len(order.block_ids) - start
+                text = f"publishing failed: {error}"
+                outcome = ev.RangeFailed(order.first_block + start, num_left, ErrorKind.INTERNAL, text)
+            self._reports.send_event(order.key, outcome)
+            if isinstance(outcome, ev.RangeFailed):
+                return
+
+    def _publish_range(
+        self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
+    ) -> ev.BlockRange:
+        first = order.first_block + start
+        if unfinished is not None:  # its blocks are lent already
+            return ev.BlockRange(first, unfinished.finish(self._memory, start, end))
+        block_ids = order.block_ids[start:end]
+        views = self._views.of(read_views(self._memory, block_ids))
+        digests = digests_of(views, order.seeds[start:end])
+        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
+
+    def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
+        step = blocks_per_piece(self._memory.layout.block_bytes)
+        num_blocks = len(order.block_ids)
+        return ((start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))
+
+
+class PassWatch:
+    """A ``LayerWatch`` of one pass after another. Used from the step thread.
+
+    It makes some orders readable group by group of layers, and publishes them before a token is sampled: the token travels
+    through processes that compete with the publishing thread for processors. It also estimates when the pass will end.
+    """
+
+    def __init__(self, memory: KVMemory, publisher: Publisher) -> None:
+        self._memory = memory
+        self._publisher = publisher
+        # On a device a layer is reported when it is launched, from which no end can be estimated.
+        self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
+        self._split: list[PublishOrder] = []
+        self._due: dict[int, list[PublishOrder]] = {}
+        self._last: list[PublishOrder] = []
+        self._are_published = False
+
+    def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
+        """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
+        self._are_published = False
+        self._split = [order for order in orders if order.num_parts > 1]
+        self._due = defaultdict(list)
+        for order in self._split:
+            for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
+                self._due[num_layers].append(order)
+        self._last = [] if self._estimator is None else [order for order in orders if order.announces_end]
+        if self._last and self._estimator is not None:
+            num_blocks = sum(len(order.block_ids) for order in orders)
+            self._estimator.begin(num_blocks, partial(self._publisher.post_end, self._last))
+        return self if self._split or self._last else None
+
+    def stored(self, num_layers: int) -> None:
+        """See LayerWatch."""
+        if num_layers in self._due:
+            self._memory.mark_computed()
+            layout = self._memory.layout
+            for order in self._due[num_layers]:
+                self._publisher.post_layers(order, layout.block_bytes // layout.num_layers * num_layers)
+        if self._last and self._estimator is not None:
+            self._estimator.stored(num_layers)
+
+    def computed(self) -> None:
+        """See LayerWatch."""
+        if self._split:
+            self._are_published = True
+            self._memory.mark_computed()
+            for order in self._split:
+                self._publisher.post_order(order)
+        if self._last and self._estimator is not None:
+            self._estimator.computed()
+
+    def has_published(self, order: PublishOrder) -> bool:
+        """Return whether the order was posted before its step was over."""
+        return self._are_published and any(order is each for each in self._split)
+
+
+def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
+    """Return after how many layers each of ``num_parts`` groups ends; none for a single group."""
+    ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))
+    return frozenset(end for end in ends if end) if num_parts > 1 else frozenset()

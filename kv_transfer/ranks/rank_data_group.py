@@ -1,0 +1,252 @@
+"""The data halves of several ranks as one: what the control half uses in place of one rank's, and their executor's side.
+
+Jobs, releases and sessions are sent to every rank; what the ranks report is passed on once all have reported it.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from socket import socket
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import InternalError, SettingError
+from engine.connector import RankConnector, RankConnectorPlan
+from kv_transfer.counters import Counters
+from kv_transfer.data.threads import DataReports
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.messages import Offer
+from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.reads import LeaseName, Source
+from kv_transfer.ranks import rank_messages as messages
+from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, has_failed
+from kv_transfer.ranks.probes import RankQuestions, RankReceiver
+from kv_transfer.ranks.rank_data import RankSettings
+from kv_transfer.ranks.rank_sockets import RankSockets
+from kv_transfer.transports.choosing import Chooser
+from kv_transfer.transports.senders import IdleTogether
+
+_OPENER = "kv_transfer.ranks.rank_half:open_rank_half"
+_OPEN_SECONDS = 30.0
+
+
+class RankStartup:
+    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe.
+
+    Empty before all ranks have reported: readers, the transports that all can read over, best first; probing, those of them
+    that have to be probed on some rank; offers, what all lend over, best first, with each rank's address.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self.readers: list[str] = []
+        self.probing: set[str] = set()
+        self.offers: list[Offer] = []
+        self._num_ranks = num_ranks
+        self._opened: dict[int, messages.Opened] = {}
+        self._changed = threading.Condition()
+
+    def add(self, rank: int, opened: messages.Opened) -> None:
+        """Take a rank's report that its transports are open."""
+        with self._changed:
+            self._opened[rank] = opened
+            if len(self._opened) == self._num_ranks:
+                self._combine([self._opened[rank] for rank in range(self._num_ranks)])
+                self._changed.notify_all()
+
+    def wait(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
+        """Wait until all ranks have reported. Raises InternalError for those that have not in time."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._opened) == self._num_ranks, timeout_seconds):
+                missing = [rank for rank in range(self._num_ranks) if rank not in self._opened]
+                raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
+
+    def _combine(self, ranks: list[messages.Opened]) -> None:
+        self.readers = _shared([rank.readers for rank in ranks])
+        self.probing = {name for rank in ranks for name in rank.probing}
+        addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
+        first, *others = addresses
+        self.offers = [
+            Offer(name, first[name], tuple(other[name] for other in others))
+            for name in _shared([list(each) for each in addresses])
+        ]
+
+
+def _shared(names: list[list[str]]) -> list[str]:
+    return [name for name in names[0] if all(name in other for other in names)]
+
+
+class RankDataGroup:
+    """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
+
+    A job that fails on one rank is stopped on the others, and ends when it is terminal on all: until then its blocks
+    stay quarantined. sessions: see ``SessionBook``.
+    """
+
+    def __init__(self, num_ranks: int, counters: Counters) -> None:
+        self.num_ranks = num_ranks
+        self.chooser = Chooser({}, counters)
+        self.chooser.attach(self.post_pull)
+        self.sessions = RankQuestions(num_ranks, self._send_to_all)
+        self.startup = RankStartup(num_ranks)
+        self._counters = counters
+        self._jobs = JobAggregator(num_ranks)
+        self._ranges = RangeAggregator(num_ranks)
+        self._progress = RankProgress(num_ranks)
+        self._idle = IdleTogether([str(rank) for rank in range(num_ranks)], self._on_lease_idle)
+        self._sockets: RankSockets | None = None
+
+    def attach(self, reports: DataReports) -> None:
+        """Set the receiver of the reports; called once, before ``connect``."""
+        self._reports = reports
+
+    def readers(self) -> list[str]:
+        """Return the transports that all ranks read over, best first."""
+        return self.startup.readers
+
+    def offers(self) -> list[Offer]:
+        """Return what all ranks lend over, best first."""
+        return self.startup.offers
+
+    def connect(self, sockets: Sequence[socket]) -> None:
+        """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
+        self._sockets = RankSockets(sockets, self._on_message, self._reports.thread_failed)
+
+    def wait_opened(self) -> None:
+        """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
+        startup = self.startup
+        startup.wait()
+        probes = dict.fromkeys(startup.probing, self.sessions.probe)
+        self.chooser.add({name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers})
+
+    def post_pull(self, job: PullJob) -> None:
+        """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.
+
+        Raises InternalError for a read ahead, which no sender of several ranks offers.
+        """
+        if job.part is not None or job.ahead is not None:
+            raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
+        key = self._jobs.begin(job.key)
+        for rank in range(self.num_ranks):
+            self._connected.send(rank, replace(job.in_rank(rank), key=key))
+        job.read.when_stopped(partial(self._stop, key))
+
+    def post_commit(self, job: CommitJob) -> None:
+        """Have every rank commit; ends with CommitDone, JobFailed or JobStopped."""
+        key = self._jobs.begin(job.key)
+        self._send_to_all(replace(job, key=key))
+        job.read.when_stopped(partial(self._stop, key))
+
+    def release(self, name: LeaseName) -> None:
+        """End a lease on every rank; ``lease_idle`` is reported when no rank reads it any more."""
+        self._send_to_all(messages.Release(name))
+
+    def leave(self, source: Source) -> None:
+        """Have the ranks close what is open to a source whose link is gone, once their reads are terminal."""
+        self.chooser.forget(source)
+
+    def close(self) -> None:
+        """Fail the probes that run, and close the sockets. Idempotent."""
+        self.sessions.close()
+        self.chooser.close()
+        if self._sockets is not None:
+            self._sockets.close()
+
+    def debug_state(self) -> dict[str, Any]:
+        """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
+        return {
+            "num_ranks": self.num_ranks,
+            "transports": self.startup.readers,
+            "current": self._jobs.debug_state(),
+            "uneven_ranges": self._ranges.waiting(),
+            **({} if self._sockets is None else self._sockets.debug_state()),
+        }
+
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``: the threads that move KV are in the ranks' processes, which report their counts."""
+        if self._sockets is not None:
+            for rank in self._progress.to_ask():
+                self._sockets.send(rank, messages.RequestProgress())
+        return self._progress.counts()
+
+    @property
+    def _connected(self) -> RankSockets:
+        if self._sockets is None:
+            raise InternalError("the ranks are used before they are connected")
+        return self._sockets
+
+    def _send_to_all(self, message: messages.ToRank) -> None:
+        self._connected.send_to_all(message)
+
+    def _stop(self, key: str) -> None:
+        if self._jobs.stop(key):
+            self._send_to_all(messages.Stop(key))
+
+    def _forget(self, source: Source) -> None:
+        self._send_to_all(messages.Forget(source))
+
+    def _on_lease_idle(self, name: LeaseName) -> None:
+        self._reports.lease_idle(name)
+
+    def _on_message(self, rank: int, message: messages.FromRank) -> None:
+        match message:
+            case messages.RangeReport(key, event):
+                for done in self._ranges.add(key, rank, event):
+                    self._reports.send_event(key, done)
+            case messages.JobReport(key, event):
+                self._on_job_report(rank, key, event)
+            case messages.LeaseIdle(name):
+                self._idle.report(str(rank), name)
+            case messages.Answer():
+                self.sessions.answer(rank, message)
+            case messages.Counted(added):
+                self._counters.merge(added)
+            case messages.Progress(counts):
+                self._progress.add(rank, counts)
+            case messages.Opened():
+                self.startup.add(rank, message)
+            case messages.ThreadFailed(thread, error):
+                self._reports.thread_failed(thread, InternalError(f"on rank {rank}: {error}"))
+
+    def _on_job_report(self, rank: int, key: str, event: ev.FetchEvent) -> None:
+        outcome = self._jobs.add(key, rank, event)
+        if has_failed(event):
+            self._stop(key)
+        if outcome is not None:
+            self._reports.fetch_event(*outcome)
+
+
+class MultiRankConnector:
+    """Fulfils ``RanksConnector`` for several ranks. serve: begins to serve peers, once every rank has opened its half."""
+
+    def __init__(
+        self,
+        settings: Sequence[RankSettings],
+        group: RankDataGroup,
+        take_finished: Callable[[], tuple[set[str], set[str]]],
+        serve: Callable[[], None],
+    ) -> None:
+        self._settings = settings
+        self._group = group
+        self._serve = serve
+        self.take_finished = take_finished
+        self.close = group.close
+
+    def in_process(self) -> RankConnector:
+        """Raise SettingError: each half is opened in its rank's process."""
+        raise SettingError(
+            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
+            param="tensor_parallel_size",
+        )
+
+    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """See RanksConnector."""
+        self._group.connect(sockets)
+        encoded = [msgspec.msgpack.encode(each) for each in self._settings]
+        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
+
+    def begin(self) -> None:
+        """See RanksConnector."""
+        self._group.wait_opened()
+        self._serve()

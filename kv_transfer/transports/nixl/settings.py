@@ -1,0 +1,53 @@
+"""The environment of the NIXL library, set before it is loaded, and the devices that it can use."""
+
+import logging
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+logger = logging.getLogger(__name__)
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:
+    """Return True if a network card here can read another machine's memory."""
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def has_nvidia_gpu(driver: Path = _NVIDIA_DRIVER) -> bool:
+    """Return True if the driver is loaded, whether the KV pool is on a GPU or not."""
+    return driver.exists()
+
+
+def prepare_ucx(host: str) -> None:
+    """Restrict UCX, which ``nixl`` uses, to ``host``'s interface, and its log to standard error.
+
+    UCX opens ports of its own without authentication. Without an RDMA card its verbs modules are left out: where the
+    system's verbs library is installed they crash the process at its exit. Variables that are set already win.
+    """
+    defaults = {"UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
+    if not has_rdma_device():
+        defaults["UCX_MODULES"] = "^ib"
+        interface = interface_of(host)
+        if interface is not None:
+            defaults["UCX_NET_DEVICES"] = interface
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+    logger.info(
+        "UCX opens ports of its own on %s (UCX_NET_DEVICES)", os.environ.get("UCX_NET_DEVICES", "all devices")
+    )
+
+
+def interface_of(host: str) -> str | None:
+    """Return the network interface with this address (or this name's); None if there is none, as for a wildcard."""
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(address.address.partition("%")[0] in found for address in addresses):
+            return interface
+    return None

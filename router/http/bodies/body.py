@@ -1,0 +1,107 @@
+"""The fields of a request's JSON body, read one by one; an error names the field."""
+
+import reprlib
+from typing import Any
+
+from contract.errors import InvalidRequestError
+
+Json = dict[str, Any]
+UNSERVED = "x-unserved"
+"""Marks the schema of a field that is known but rejected (``router.http.fields.unsupported``)."""
+
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
+
+
+class Body:
+    """The fields of one request. Every getter returns the default for a field that is missing or null.
+
+    Getters raise InvalidRequestError for a value of another type.
+    schema: describes the fields (``router.http.schema``); reading a field that it does not describe is a bug and raises
+    LookupError. None: every field may be read.
+    """
+
+    def __init__(self, fields: dict[str, Any], schema: Json | None = None) -> None:
+        self.fields = fields
+        self.schema = schema or {}
+
+    def get(self, name: str) -> Any:
+        """Return the value as it is; None if the field is missing."""
+        if self.schema and UNSERVED in self.schema["properties"].get(name, (UNSERVED,)):
+            raise LookupError(f"{name} is read, but router/http/schema does not describe it")
+        return self.fields.get(name)
+
+    def integer(self, name: str) -> int | None:
+        """Return an integer."""
+        value = self.get(name)
+        if value is not None and type(value) is not int:
+            raise _wrong(name, value, "an integer")
+        return value
+
+    def integer_within(self, name: str, low: int, high: int) -> int | None:
+        """Return an integer in ``low``..``high``."""
+        value = self.integer(name)
+        if value is not None and not low <= value <= high:
+            raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+        return value
+
+    def number(self, name: str) -> float | None:
+        """Return a number."""
+        value = self.get(name)
+        if value is not None and type(value) not in (int, float):
+            raise _wrong(name, value, "a number")
+        try:
+            return value if value is None else float(value)
+        except OverflowError as error:
+            raise _wrong(name, value, "a number of at most 64 bits") from error
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """Return a boolean."""
+        value = self.get(name)
+        if value is not None and type(value) is not bool:
+            raise _wrong(name, value, "true or false")
+        return default if value is None else bool(value)
+
+    def string(self, name: str) -> str | None:
+        """Return a string."""
+        value = self.get(name)
+        if value is not None and not isinstance(value, str):
+            raise _wrong(name, value, "a string")
+        return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        """Return the strings of a field that is one string or a list of strings."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if isinstance(value, str):
+            return (value,)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise _wrong(name, value, "a string or a list of strings")
+        return tuple(value)
+
+    def integers(self, name: str) -> tuple[int, ...]:
+        """Return a list of integers."""
+        value = self.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise _wrong(name, value, "a list of integers")
+        return tuple(value)
+
+    def object(self, name: str) -> "Body":
+        """Return an object, with its own schema if there is one."""
+        value = self.get(name)
+        schema = self.schema.get("properties", {}).get(name, {})
+        schema = schema if "properties" in schema else None
+        if value is None:
+            return Body({}, schema)
+        if not isinstance(value, dict):
+            raise _wrong(name, value, "an object")
+        return Body(value, schema)
+
+
+def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:
+    shown = _SHOWN.repr(value)
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return InvalidRequestError(f"{name} is {shown}; it must be {wanted}", param=name)

@@ -1,0 +1,72 @@
+"""The JSON body of a POST request, from the socket to a ``Body``, within the limits of this router."""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from aiohttp import web
+
+from contract.errors import DeadlineError, InvalidRequestError, UnsupportedMediaTypeError
+from router.held_bytes import HeldBytes
+from router.http.access import tenant_of
+from router.http.bodies.body import Body, Json
+from router.http.bodies.decoding import decode
+from router.http.bodies.raw_body import BodyReader
+from router.http.bodies.strictness import reject_unknown
+from router.http.boundary import REQUEST_ID
+from router.http.lifetime import held_by
+from router.model_source import ModelSource
+from router.request import new_request_id
+from router.settings import RouterSettings
+
+
+class JsonBodyReader:
+    """Reads the bodies of all endpoints. held: counts their bytes until the requests are answered."""
+
+    def __init__(self, models: ModelSource, held: HeldBytes, settings: RouterSettings) -> None:
+        self._models = models
+        self._held = held
+        self._reader = BodyReader(settings.max_body_bytes, settings.max_bodies_bytes)
+        self._max_values = settings.max_body_values
+        self._max_seconds = min(settings.body_timeout_seconds, settings.request_timeout_seconds)
+        self._is_strict = settings.strict_api
+
+    async def read(self, request: web.Request, id_prefix: str, schema: Json) -> Body:
+        """Give the request an id with this prefix and return its fields, which ``schema`` describes.
+
+        Raises UnsupportedMediaTypeError, PayloadTooLargeError, OverloadedError, InvalidRequestError, DeadlineError.
+        """
+        request[REQUEST_ID] = new_request_id(id_prefix)
+        await self._models.settled()
+        try:
+            async with asyncio.timeout(self._max_seconds):
+                body = await self._receive(request, schema, partial(self._hold, request))
+        except TimeoutError:
+            raise DeadlineError(f"the body was not complete after {self._max_seconds} s") from None
+        if self._is_strict:
+            reject_unknown(body.fields, schema)
+        return body
+
+    async def _receive(self, request: web.Request, schema: Json, hold: Callable[[int], None]) -> Body:
+        if request.content_type != "application/json":
+            given = request.headers.get("Content-Type") or "missing"
+            raise UnsupportedMediaTypeError(f"the content type is {given[:100]}; send application/json")
+        with self._reader.reading() as body:
+            raw = await body.read(request)
+            hold(len(raw))
+            async with self._reader.turn(len(raw)):
+                return await decode_body(raw, self._max_values, schema)
+
+    def _hold(self, request: web.Request, num_bytes: int) -> None:
+        held_by(request).enter_context(self._held.holding(tenant_of(request), num_bytes))
+
+
+async def decode_body(raw: bytes, max_values: int, schema: Json) -> Body:
+    """Return the JSON object in ``raw``, whose fields ``schema`` describes.
+
+    max_values: most values in it. Raises PayloadTooLargeError, InvalidRequestError.
+    """
+    data = await decode(raw, max_values)
+    if not isinstance(data, dict):
+        raise InvalidRequestError("the body must be a JSON object")
+    return Body(data, schema)

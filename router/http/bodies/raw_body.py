@@ -1,0 +1,149 @@
+"""The bytes of a request's body, received and inflated within the limits of one request and of all requests together."""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from aiohttp import web
+
+from contract.errors import (
+    InvalidRequestError,
+    OverloadedError,
+    PayloadTooLargeError,
+    UnsupportedMediaTypeError,
+)
+from router.http.bodies.decoding import LARGE_BYTES
+from router.resting import Rest
+
+_CHUNK_BYTES = 2**16
+_SMALL_BYTES = 2**14
+"""A body of at most this size is accepted even while the large bodies of others use up ``max_total_bytes``."""
+_GZIP = zlib.MAX_WBITS | 16
+_ENCODINGS = ("gzip", "deflate", "identity")
+
+
+class BodyReader:
+    """Owns the count of the bytes of bodies that are in memory undecoded.
+
+    max_body_bytes: of one body, after it has been inflated. max_total_bytes: of all bodies at once.
+    """
+
+    def __init__(self, max_body_bytes: int, max_total_bytes: int) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._max_total_bytes = max_total_bytes
+        self._small_bytes = min(_SMALL_BYTES, max_total_bytes // 64)
+        self._one_large = asyncio.Semaphore(1)
+        self.num_bytes = 0
+        """Bytes of the bodies that are being read or decoded."""
+
+    @contextmanager
+    def reading(self) -> Iterator["OneBody"]:
+        """Count the bytes of one body for as long as the block lasts."""
+        body = OneBody(self, self._max_body_bytes)
+        try:
+            yield body
+        finally:
+            self.num_bytes -= body.num_bytes
+
+    @asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """Wait until a body may be decoded: one large body at a time."""
+        if num_bytes <= LARGE_BYTES:
+            yield
+            return
+        async with self._one_large:
+            yield
+
+    def take(self, num_bytes: int, held_by_body: int = 0) -> None:
+        """Count more bytes of a body. held_by_body: those that were counted before.
+
+        Raises OverloadedError if all bodies together have too many bytes and this body is not small.
+        """
+        is_small = held_by_body + num_bytes <= self._small_bytes
+        if self.num_bytes + num_bytes > self._max_total_bytes and not is_small:
+            raise OverloadedError(
+                f"the bodies of all requests that arrive have more than {self._max_total_bytes} bytes together; "
+                "send this one again later"
+            )
+        self.num_bytes += num_bytes
+
+
+class OneBody:
+    """The body of one request, of which ``num_bytes`` have been received."""
+
+    def __init__(self, reader: BodyReader, max_bytes: int) -> None:
+        self._reader = reader
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    async def read(self, request: web.Request) -> bytes:
+        """Return the whole body, inflated according to Content-Encoding.
+
+        Raises PayloadTooLargeError at the first byte beyond the limit, UnsupportedMediaTypeError for an unknown encoding,
+        InvalidRequestError for a body that cannot be inflated, OverloadedError.
+        """
+        encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding not in _ENCODINGS:
+            raise UnsupportedMediaTypeError(
+                f"Content-Encoding is {encoding[:40]!r}; it may be {', '.join(_ENCODINGS)}"
+            )
+        if (request.content_length or 0) > self._max_bytes:
+            raise self._too_large()
+        pieces: list[bytes] = []
+        try:
+            async for piece in _inflated(request, encoding):
+                self._reader.take(len(piece), self.num_bytes)
+                self.num_bytes += len(piece)
+                if self.num_bytes > self._max_bytes:
+                    raise self._too_large()
+                pieces.append(piece)
+        except (web.RequestPayloadError, zlib.error) as error:
+            raise InvalidRequestError(
+                "the body cannot be read; is it encoded as Content-Encoding declares?"
+            ) from error
+        return b"".join(pieces)
+
+    def _too_large(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(
+            f"the body has more than {self._max_bytes} bytes, the limit of this service"
+        )
+
+
+async def _inflated(request: web.Request, encoding: str) -> AsyncIterator[bytes]:
+    """Yield the body; if it is compressed, in pieces of at most 64 KiB."""
+    inflater: _Inflater | None = None
+    async for chunk in request.content.iter_any():
+        if encoding == "identity":
+            yield chunk
+            continue
+        inflater = inflater or _Inflater(chunk, encoding)
+        rest = Rest()
+        for piece in inflater.push(chunk):
+            yield piece
+            await rest.after_work()  # one chunk of zeros inflates to many pieces
+    if inflater is not None and not inflater.is_finished:
+        raise InvalidRequestError("the body ends before its compressed data does")
+
+
+class _Inflater:
+    """Inflates a body piece by piece; several gzip members in a row are one text."""
+
+    def __init__(self, first: bytes, encoding: str) -> None:
+        is_zlib = first[:1] and first[0] & 0x0F == zlib.DEFLATED
+        self._wbits = _GZIP if encoding == "gzip" else zlib.MAX_WBITS if is_zlib else -zlib.MAX_WBITS
+        self._one = zlib.decompressobj(self._wbits)
+
+    @property
+    def is_finished(self) -> bool:
+        """True once the compressed data is complete."""
+        return self._one.eof
+
+    def push(self, chunk: bytes) -> Iterator[bytes]:
+        """Yield the inflated chunk in pieces of bounded size. Raises zlib.error."""
+        while chunk:
+            if self._one.eof:
+                self._one = zlib.decompressobj(self._wbits)
+            if piece := self._one.decompress(chunk, _CHUNK_BYTES):
+                yield piece
+            chunk = self._one.unused_data if self._one.eof else self._one.unconsumed_tail

@@ -1,0 +1,1 @@
+"""Readers of the fields that several endpoints share: a ``Body`` becomes arguments of a ``GenerationRequest``."""

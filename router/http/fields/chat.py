@@ -1,0 +1,139 @@
+"""The fields of a chat: messages, tools, and the variables of the chat template."""
+
+import json
+from typing import Any
+
+from contract.errors import InvalidRequestError
+from contract.grammars import MAX_SCHEMA_BYTES, reduced
+from contract.json_schema import plain_schema
+from contract.requests import Grammar
+from router.http.bodies.body import Body
+from router.http.fields.thinking import thinking_kwargs
+from text.chat import RESERVED, Chat, parse_messages
+from text.parsing.forced import forced_calls_schema
+from text.tools import Tool, parse_tool_choice, parse_tools
+
+MAX_TOOLS = 4096
+"""Most functions when ``tool_choice`` forces a call."""
+CHAT_FIELDS = (
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "reasoning_effort",
+    "verbosity",
+)
+"""Fields that chats support and text completions do not."""
+
+
+def chat_of(body: Body) -> Chat:
+    """Read the conversation. With tool_choice "none" the tools are not shown to the model.
+
+    Raises InvalidRequestError, UnsupportedFieldError.
+    """
+    tools = parse_tools(body.get("tools"))
+    choice = parse_tool_choice(body.get("tool_choice"), tools)
+    continues = body.flag("continue_final_message")
+    has_header = body.flag("add_generation_prompt", default=not continues)
+    if continues and has_header:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt exclude each other",
+            param="continue_final_message",
+        )
+    return Chat(
+        messages=parse_messages(body.get("messages")),
+        tools=() if choice.mode == "none" else tools,
+        tool_choice=choice,
+        parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
+        documents=_documents(body.get("documents")),
+        template_kwargs=template_kwargs(
+            body, effort=body.get("reasoning_effort"), verbosity=body.get("verbosity")
+        ),
+        add_generation_prompt=has_header,
+        continue_final_message=continues,
+    )
+
+
+def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return ``fields``; if tool_choice forces a call, with the grammar of such calls.
+
+    Raises InvalidRequestError if the client has sent another grammar too.
+    """
+    if not chat.tool_choice.is_forced:
+        return fields
+    if fields.get("grammar"):
+        raise InvalidRequestError(
+            f"tool_choice forces a call, but {fields['grammar_field']} asks for an answer of another form",
+            param="tool_choice",
+        )
+    wanted = chat.tool_choice.name
+    _check_size([tool for tool in chat.tools if wanted in (None, tool["function"]["name"])])
+    tools = [
+        _with_plain_parameters(tool, index) if wanted in (None, tool["function"]["name"]) else tool
+        for index, tool in enumerate(chat.tools)
+    ]
+    schema = forced_calls_schema(tools, chat.tool_choice, chat.parallel_tool_calls)
+    grammar = reduced(Grammar("json_schema", json.dumps(schema)))
+    grammar.check()
+    return {**fields, "grammar": grammar, "grammar_field": "tool_choice"}
+
+
+def _check_size(tools: list[Tool]) -> None:
+    """Raise InvalidRequestError for tools whose schemas would take too long to reduce, however small the result is."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequestError(
+            f"tools has {len(tools)} functions; if tool_choice forces a call the limit is {MAX_TOOLS}",
+            param="tools",
+        )
+    num_bytes = sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools)
+    if num_bytes > MAX_SCHEMA_BYTES:
+        raise InvalidRequestError(
+            f"the parameters of the tools have {num_bytes} bytes with their annotations; if tool_choice forces a call "
+            f"the limit is {MAX_SCHEMA_BYTES}",
+            param="tools",
+        )
+
+
+def _with_plain_parameters(tool: Tool, index: int) -> Tool:
+    """Drop the constraints that cannot be enforced from the parameters' schema; with ``strict`` raise an error instead."""
+    function = tool["function"]
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict):
+        return tool
+    is_strict = function.get("strict") is True
+    try:
+        plain = plain_schema(json.dumps(parameters), is_lenient=not is_strict)
+    except InvalidRequestError as error:
+        raise InvalidRequestError(
+            f"tools[{index}].function.parameters: {error.message}", param="tools"
+        ) from error
+    return {**tool, "function": {**function, "parameters": json.loads(plain)}}
+
+
+def _documents(raw: Any) -> tuple[dict[str, Any], ...]:
+    if raw is None:
+        return ()
+    if not isinstance(raw, list) or not all(isinstance(document, dict) for document in raw):
+        raise InvalidRequestError("documents must be a list of objects", param="documents")
+    return tuple(raw)
+
+
+def template_kwargs(
+    body: Body, *, effort: Any = None, verbosity: Any = None, prefix: tuple[str, str] = ("reasoning_", "")
+) -> dict[str, Any]:
+    """Return the template's variables: ``chat_template_kwargs``, and those for effort and verbosity.
+
+    prefix: the beginnings of the names of the fields that effort and verbosity were read from.
+    Raises InvalidRequestError for a variable that cannot be set.
+    """
+    found = body.object("chat_template_kwargs").fields
+    if taken := next((name for name in found if name in RESERVED), None):
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{taken} cannot be set; these variables have their own fields, or belong to the model: "
+            f"{', '.join(RESERVED)}",
+            param=f"chat_template_kwargs.{taken}",
+        )
+    thinking = thinking_kwargs(effort, f"{prefix[0]}effort", verbosity, f"{prefix[1]}verbosity")
+    return {**thinking, **found}

@@ -1,0 +1,113 @@
+"""The fields that are rejected by name, and those that are accepted and ignored.
+
+A field that another server supports and this one does not is rejected unless its value asks for nothing: a client must not
+believe that it was honoured. When a field becomes supported, its entry here is deleted.
+"""
+
+from collections.abc import Callable, Container, Mapping
+from typing import Any
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.bodies.body import Body
+
+FOREIGN = (
+    "system",
+    "chat_template",
+    "instructions",
+    "text",
+    "json_schema",
+    "grammar",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "format",
+    "guided_json_object",
+    "guided_decoding",
+    "max_output_tokens",
+    "max_new_tokens",
+    "min_new_tokens",
+    "n_predict",
+    "num_predict",
+    "stop_sequences",
+    "repeat_penalty",
+    "no_repeat_ngram_size",
+    "logits_processors",
+    "allowed_tools",
+)
+"""Fields of other APIs and servers that instruct the model or constrain its answer: ignoring them would drop that."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "length_penalty": (1, 1.0),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "audio": (),
+    "modalities": (["text"],),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "guided_whitespace_pattern": (),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "continue_final_message": (False,),
+    "add_generation_prompt": (True,),
+    "documents": ([],),
+    "prompt_embeds": (),
+    "lora_request": (),
+    "lora_path": (),
+    "prompt_adapter_request": (),
+    "mm_processor_kwargs": ({},),
+    "spaces_between_special_tokens": (True, False),
+    **dict.fromkeys(FOREIGN, ()),
+}
+"""Field → the values (besides null) that ask for nothing."""
+
+
+def _texts(body: Body, name: str) -> None:
+    for key, value in body.object(name).fields.items():
+        if not isinstance(value, str):
+            raise InvalidRequestError(f"{name}[{key[:20]!r}] must be a string", param=name)
+
+
+_IGNORED: dict[str, Callable[[Body, str], Any]] = {
+    "user": Body.string,
+    "safety_identifier": Body.string,
+    "prompt_cache_key": Body.string,
+    "metadata": _texts,
+    "service_tier": Body.string,
+    "store": Body.flag,
+    "prompt_cache_retention": Body.string,
+    "client_metadata": Body.object,
+    "prediction": Body.object,
+}
+
+
+def reject_unsupported(
+    body: Body, supported: Container[str] = (), known: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> None:
+    """Raise UnsupportedFieldError that names the first field which asks for something that is not supported.
+
+    supported: fields that this endpoint supports although others do not. known: field → neutral values.
+    Raises InvalidRequestError for an ignored field of a wrong type.
+    """
+    for name, read in _IGNORED.items():
+        read(body, name)
+    for name, value in body.fields.items():
+        neutral = None if name in supported else known.get(name)
+        if neutral is not None:
+            reject_unless_neutral(name, value, neutral)
+
+
+def reject_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    """Raise UnsupportedFieldError that names the field, unless the value is null or one of ``neutral``."""
+    if value is not None and not any(type(value) is type(idle) and value == idle for idle in neutral):
+        raise UnsupportedFieldError(
+            f"{name} is not served by this version; leave it out or send {_spelled(neutral)}", param=name
+        )
+
+
+def _spelled(neutral: tuple[Any, ...]) -> str:
+    return "null" if not neutral else " or ".join(repr(idle) for idle in neutral[:2])

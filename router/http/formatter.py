@@ -1,0 +1,38 @@
+"""The interface of the classes that write answers in the objects of one API."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.answer import Delta
+from router.http.bodies.body import Json
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerOptions:
+    """The parts of an answer that its client asked for.
+
+    created: Unix seconds. num_choices: answers in total, each with its own last delta. num_chosen: answers to each prompt
+    that the client gets. include_usage: add an event with the usage to a stream.
+    """
+
+    request_id: str
+    model: str
+    created: int
+    num_choices: int = 1
+    num_chosen: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    return_token_ids: bool = False
+    timings: bool = False
+    prompt_logprobs: bool = False
+
+
+class AnswerFormatter(Protocol):
+    """Writes one response. Call ``chunks`` for every delta of a stream, in order, or ``whole`` once."""
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Return the stream's objects for one delta; none while there is nothing to show."""
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """Return the response object of an answer that is not streamed; each choice's last delta has usage and timings."""

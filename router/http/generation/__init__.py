@@ -1,0 +1,1 @@
+"""OpenAI's chats and text completions: /v1/chat/completions and /v1/completions."""

@@ -1,0 +1,78 @@
+"""OpenAI's ``chat.completion``, as a whole and in chunks."""
+
+from contract.requests import FinishReason
+from router.answer import Delta
+from router.http.bodies.body import Json
+from router.http.formatter import AnswerOptions
+from router.http.generation.logprobs import ChatLogprobs, prompt_logprobs
+from router.http.generation.message import message_deltas, whole_message
+from router.http.generation.openai_formatter import OpenAIFormatter
+from text.tokenizer import Tokenizer
+
+_CHUNK = "chat.completion.chunk"
+
+
+class ChatFormatter(OpenAIFormatter):
+    """Writes chats. The first chunk of a stream has the role, the last one has no text but the finish reason.
+
+    Content, reasoning, a call's name and its arguments come in separate chunks. names_call: the client has named the
+    function to call; OpenAI then reports the finish reason "stop" instead of "tool_calls".
+    """
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, *, names_call: bool = False) -> None:
+        super().__init__(options, lambda: ChatLogprobs(tokenizer))
+        self._tokenizer = tokenizer
+        self._names_call = names_call
+        self._begun: set[int] = set()
+        self._called: set[int] = set()
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Return the chunk with the role (once), one for each kind of content in the delta, and one for the end."""
+        out = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            out.append(self._bare({"role": "assistant", "content": ""}, Delta(index=delta.index)))
+        parts = message_deltas(delta)
+        if not parts and self._has_detail(delta):
+            parts = [{"content": ""}]
+        for number, part in enumerate(parts):
+            piece = Delta(index=delta.index, tokens=delta.tokens)
+            out.append(
+                self._piece(piece, part) if number == 0 else self._bare(part, Delta(index=delta.index))
+            )
+        if delta.calls:
+            self._called.add(delta.index)
+        if not delta.finish_reason:
+            return out
+        return self._finished(_CHUNK, [*out, self._bare({}, delta)], delta)
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """Return the response object."""
+        whole = self._whole("chat.completion", deltas, self._whole_choice)
+        if self._options.prompt_logprobs and deltas[0].prompt:
+            whole["prompt_logprobs"] = prompt_logprobs(deltas[0].prompt, self._tokenizer)
+        return whole
+
+    def _whole_choice(self, deltas: list[Delta]) -> Json:
+        has_calls = any(delta.calls for delta in deltas)
+        choice = self._choice(deltas, {"message": whole_message(deltas)})
+        return {**choice, "finish_reason": _finish_reason(deltas[-1], has_calls and not self._names_call)}
+
+    def _piece(self, delta: Delta, content: Json) -> Json:
+        return self._chunk(_CHUNK, self._choice([delta], {"delta": content}))
+
+    def _bare(self, delta_object: Json, delta: Delta) -> Json:
+        """Return a chunk without the details of tokens."""
+        choice = {
+            "index": delta.index,
+            "delta": delta_object,
+            "logprobs": None,
+            "finish_reason": _finish_reason(delta, delta.index in self._called and not self._names_call),
+        }
+        if delta.finish_reason:
+            choice["stop_reason"] = delta.stop_reason
+        return self._chunk(_CHUNK, choice)
+
+
+def _finish_reason(delta: Delta, has_calls: bool) -> str | None:
+    return "tool_calls" if has_calls and delta.finish_reason is FinishReason.STOP else delta.finish_reason

@@ -1,0 +1,45 @@
+"""OpenAI's ``text_completion``, as a whole and in chunks."""
+
+from router.answer import Delta
+from router.http.bodies.body import Json
+from router.http.formatter import AnswerOptions
+from router.http.generation.echo import PromptView
+from router.http.generation.logprobs import LegacyLogprobs, prompt_logprobs
+from router.http.generation.openai_formatter import OpenAIFormatter
+from text.tokenizer import Tokenizer
+
+_KIND = "text_completion"
+
+
+class CompletionFormatter(OpenAIFormatter):
+    """Writes text completions. The last chunk of a stream has the last text and the finish reason."""
+
+    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, view: PromptView) -> None:
+        super().__init__(options, lambda: LegacyLogprobs(tokenizer))
+        self._tokenizer = tokenizer
+        self._view = view
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Return one chunk if there is text, a detail or an end to show."""
+        delta = self._shown(delta)
+        if not delta.finish_reason:
+            return [self._piece(delta)] if delta.text or self._has_detail(delta) else []
+        return self._finished(_KIND, [self._piece(delta)], delta)
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """Return the response object."""
+        return self._whole(_KIND, [self._shown(delta) for delta in deltas], self._whole_choice)
+
+    def _shown(self, delta: Delta) -> Delta:
+        return self._view.shown(delta, self._tokenizer)
+
+    def _whole_choice(self, deltas: list[Delta]) -> Json:
+        choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})
+        has_logprobs = self._options.prompt_logprobs
+        found = (
+            prompt_logprobs(deltas[0].prompt, self._tokenizer) if has_logprobs and deltas[0].prompt else None
+        )
+        return {**choice, "prompt_logprobs": found}
+
+    def _piece(self, delta: Delta) -> Json:
+        return self._chunk(_KIND, self._choice([delta], {"text": delta.text}))

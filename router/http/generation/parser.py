@@ -1,0 +1,102 @@
+"""The bodies of /v1/chat/completions and /v1/completions, parsed into exchanges."""
+
+import time
+from dataclasses import replace
+
+from contract.errors import InvalidRequestError
+from contract.requests import MAX_LOGPROBS
+from router.http.bodies.body import Body
+from router.http.exchange import Exchange, Origin
+from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
+from router.http.fields.prompts import prompts_of
+from router.http.fields.sampling import choice_counts, shared_fields
+from router.http.fields.unsupported import reject_unsupported
+from router.http.formatter import AnswerOptions
+from router.http.generation.chat_formatter import ChatFormatter
+from router.http.generation.completion_formatter import CompletionFormatter
+from router.http.generation.echo import prompt_view, without_answer
+from router.http.schema.completion import MAX_LEGACY_LOGPROBS
+from router.model_source import ModelSource
+from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts
+
+
+class GenerationParser:
+    """Parses chats and text completions for the model of ``models``. max_answers: most answers of one request."""
+
+    def __init__(self, models: ModelSource, max_answers: int) -> None:
+        self._models = models
+        self._max_answers = max_answers
+
+    def chat(self, body: Body, origin: Origin) -> Exchange:
+        """Parse the body of a chat. Raises KvbatonError."""
+        reject_unsupported(body, CHAT_FIELDS)
+        longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
+        chat = chat_of(body)
+        request = GenerationRequest(
+            request_id=origin.request_id,
+            prompt=chat,
+            max_tokens=body.integer(longest),
+            logprobs=_chat_logprobs(body),
+            tenant=origin.tenant,
+            arrival=origin.arrival,
+            **forced_calls(chat, shared_fields(body)),
+        )
+        options = self._options([request], body)
+        names_call = chat.tool_choice.name is not None
+        formatter = ChatFormatter(options, self._models.card().tokenizer, names_call=names_call)
+        return Exchange(requests=[request], options=options, formatter=formatter)
+
+    def completion(self, body: Body, origin: Origin) -> Exchange:
+        """Parse the body of a text completion. Raises KvbatonError."""
+        reject_unsupported(body)
+        first, *others = prompts_of(body.get("prompt"), self._max_answers, param="prompt")
+        request = GenerationRequest(
+            request_id=origin.request_id,
+            prompt=first,
+            max_tokens=1 if without_answer(body) else body.integer("max_tokens"),
+            default_max_tokens=COMPLETION_MAX_TOKENS,
+            logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
+            tenant=origin.tenant,
+            arrival=origin.arrival,
+            **shared_fields(body),
+        )
+        if body.flag("echo") and request.prompt_logprobs is None:
+            request = replace(request, prompt_logprobs=request.logprobs)
+        requests = for_prompts(request, others)
+        options = self._options(requests, body)
+        view = prompt_view(body, requests, options.num_chosen)
+        formatter = CompletionFormatter(options, self._models.card().tokenizer, view)
+        return Exchange(requests=requests, options=options, formatter=formatter)
+
+    def _options(self, requests: list[GenerationRequest], body: Body) -> AnswerOptions:
+        stream = body.flag("stream")
+        if body.get("stream_options") is not None and not stream:
+            raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        first = requests[0]
+        num_choices = len(requests) * first.num_choices
+        if num_choices > self._max_answers:
+            raise InvalidRequestError(
+                f"the request asks for {num_choices} answers; the limit is {self._max_answers}", param="n"
+            )
+        return AnswerOptions(
+            request_id=first.request_id,
+            num_choices=num_choices,
+            model=first.model or self._models.card().name,
+            created=int(time.time()),
+            stream=stream,
+            include_usage=body.object("stream_options").flag("include_usage"),
+            logprobs=first.logprobs is not None,
+            return_token_ids=body.flag("return_token_ids"),
+            timings=body.flag("timings"),
+            num_chosen=choice_counts(body)[0],
+            prompt_logprobs=body.get("prompt_logprobs") is not None,
+        )
+
+
+def _chat_logprobs(body: Body) -> int | None:
+    top = body.integer_within("top_logprobs", 0, MAX_LOGPROBS)
+    if body.flag("logprobs"):
+        return top or 0
+    if top:
+        raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None

@@ -1,0 +1,173 @@
+"""The conversation of /v1/messages: content blocks become the messages of a chat template."""
+
+import json
+from typing import Any
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.bodies.body import Body, Json
+from router.limits import MAX_MESSAGES
+from text.chat import Message
+from text.tools import check_call_name
+
+ROLES = ("user", "assistant", "system")
+_CALL_PREFIX = "toolu_"
+_ERROR_PREFIX = "Error: "
+"""Prefix of a tool's result with ``is_error``, which templates cannot express otherwise."""
+
+
+def conversation_of(body: Body) -> list[Message]:
+    """Return ``system`` and ``messages`` as messages of a chat; adjacent turns of one role are merged.
+
+    Raises InvalidRequestError that names the wrong message, UnsupportedFieldError for blocks of unsupported types.
+    """
+    raw = body.get("messages")
+    if not isinstance(raw, list) or not raw:
+        raise InvalidRequestError("messages must be a list with at least one message", param="messages")
+    if len(raw) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(raw)} entries; the limit is {MAX_MESSAGES}", param="messages"
+        )
+    system = body.get("system")
+    found = [] if system in (None, "", []) else [_text_message("system", _blocks(system, "system"), "system")]
+    for role, blocks in _turns(raw):
+        found += _TURNS[role](blocks)
+    return found
+
+
+def is_continued(messages: list[Message]) -> bool:
+    """Return True if the conversation ends with a text of the model, which the answer continues."""
+    last = messages[-1]
+    return last["role"] == "assistant" and bool(last.get("content")) and "tool_calls" not in last
+
+
+def client_call_id(call_id: str) -> str:
+    """Return the id of a call in the form of this API; ids of another form are not changed."""
+    name, _, rest = call_id.partition("_")
+    return f"{_CALL_PREFIX}{rest}" if name == "call" and rest else call_id
+
+
+_Block = tuple[Json, str]
+"""A block, and its path in the body."""
+
+
+def _turns(raw: list[Any]) -> list[tuple[str, list[_Block]]]:
+    turns: list[tuple[str, list[_Block]]] = []
+    for index, message in enumerate(raw):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise InvalidRequestError(f"{where} must be an object with role and content", param=where)
+        role = message.get("role")
+        if role not in ROLES:
+            raise InvalidRequestError(
+                f"{where}.role is {str(role)[:40]!r}; choose one of {', '.join(ROLES)}", param=f"{where}.role"
+            )
+        blocks = _blocks(message.get("content"), f"{where}.content")
+        if not blocks and role != "assistant":
+            raise InvalidRequestError(f"{where}.content is empty", param=f"{where}.content")
+        if turns and turns[-1][0] == role:
+            turns[-1][1].extend(blocks)
+        else:
+            turns.append((role, blocks))
+    return turns
+
+
+def _blocks(content: Any, where: str) -> list[_Block]:
+    if isinstance(content, str):
+        return [({"type": "text", "text": content}, where)]
+    if not isinstance(content, list):
+        raise InvalidRequestError(f"{where} must be a string or a list of blocks", param=where)
+    return [
+        (_checked(block, f"{where}[{index}]"), f"{where}[{index}]") for index, block in enumerate(content)
+    ]
+
+
+def _checked(block: Any, where: str) -> Json:
+    if not isinstance(block, dict) or not isinstance(block.get("type"), str):
+        raise InvalidRequestError(f"{where} must be an object with a type", param=where)
+    return block
+
+
+def _user_turn(blocks: list[_Block]) -> list[Message]:
+    """Return the results of tools, each as a message, followed by the text."""
+    results = [block for block in blocks if block[0]["type"] == "tool_result"]
+    texts = [block for block in blocks if block[0]["type"] != "tool_result"]
+    found = [_result(block, where) for block, where in results]
+    return [*found, _text_message("user", texts, "tool_result")] if texts else found
+
+
+def _system_turn(blocks: list[_Block]) -> list[Message]:
+    return [_text_message("system", blocks, "")]
+
+
+def _assistant_turn(blocks: list[_Block]) -> list[Message]:
+    """Return the model's turn as one message. Redacted thinking is left out, since it cannot be read."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Json] = []
+    for block, where in blocks:
+        match block["type"]:
+            case "text":
+                texts.append(_string(block, "text", where))
+            case "thinking":
+                thoughts.append(_string(block, "thinking", where))
+            case "tool_use":
+                calls.append(_call(block, where))
+            case "redacted_thinking":
+                pass
+            case _:
+                raise _unserved(block, where, "text, thinking, redacted_thinking, tool_use")
+    message: Message = {"role": "assistant", "content": "".join(texts) if texts else None}
+    if any(thoughts):
+        message["reasoning_content"] = "".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return [message]
+
+
+_TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
+
+
+def _call(block: Json, where: str) -> Json:
+    given = block.get("input")
+    if given is not None and not isinstance(given, dict):
+        raise InvalidRequestError(f"{where}.input must be an object", param=f"{where}.input")
+    function = {
+        "name": check_call_name(block.get("name"), f"{where}.name"),
+        "arguments": json.dumps(given or {}, ensure_ascii=False),
+    }
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _result(block: Json, where: str) -> Message:
+    content = block.get("content")
+    parts = _blocks("" if content is None else content, f"{where}.content")
+    text = "\n".join(_text(part, place, "text") for part, place in parts)
+    prefix = _ERROR_PREFIX if block.get("is_error") is True else ""
+    return {"role": "tool", "content": prefix + text, "tool_call_id": _string(block, "tool_use_id", where)}
+
+
+def _text_message(role: str, blocks: list[_Block], also: str) -> Message:
+    """Return a message of text only; several texts remain separate parts. also: another type that is allowed there."""
+    kinds = f"text, {also}" if also == "tool_result" else "text"
+    texts = [_text(block, where, kinds) for block, where in blocks]
+    content: Any = texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+    return {"role": role, "content": content}
+
+
+def _text(block: Json, where: str, kinds: str) -> str:
+    if block["type"] != "text":
+        raise _unserved(block, where, kinds)
+    return _string(block, "text", where)
+
+
+def _string(block: Json, name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{where}.{name} must be a string", param=f"{where}.{name}")
+    return value
+
+
+def _unserved(block: Json, where: str, kinds: str) -> UnsupportedFieldError:
+    return UnsupportedFieldError(
+        f"{where} is of type {block['type'][:40]!r}; this version supports {kinds} here", param=where
+    )

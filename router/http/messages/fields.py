@@ -1,0 +1,124 @@
+"""The fields of /v1/messages other than the conversation, and those that are rejected by name."""
+
+from typing import Any
+
+from contract.errors import InvalidRequestError, UnsupportedFieldError
+from router.http.bodies.body import Body
+from router.http.fields.thinking import thinking_kwargs
+from router.http.fields.unsupported import NEUTRAL, reject_unless_neutral
+from text.chat import RESERVED
+from text.tools import Tool, ToolChoice, check_function_name
+
+_SUPPORTED = ("system", "tools", "tool_choice", "stop_sequences")
+MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: idle for name, idle in NEUTRAL.items() if name not in _SUPPORTED},
+    "container": (),
+    "mcp_servers": ([],),
+    "max_completion_tokens": (),
+    "response_format": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "stream_options": (),
+    "return_token_ids": (False,),
+    "input": (),
+}
+"""``NEUTRAL`` of this API: also the fields of chats that have other names here."""
+_THINKS = {"enabled": True, "adaptive": True, "disabled": False}
+_CHOICES = ("auto", "any", "tool", "none")
+
+
+def reject_unsupported_message(body: Body) -> None:
+    """Raise UnsupportedFieldError that names the first field which asks for something that is not supported."""
+    body.object("metadata")
+    for name, value in body.fields.items():
+        neutral = MESSAGE_NEUTRAL.get(name)
+        if neutral is not None:
+            reject_unless_neutral(name, value, neutral)
+
+
+def message_tools(body: Body) -> tuple[Tool, ...]:
+    """Return ``tools`` in the format of chat templates, with the keys in the client's order.
+
+    Raises InvalidRequestError that names the wrong tool, UnsupportedFieldError for a tool that the provider would run.
+    """
+    raw = body.get("tools")
+    if raw is None:
+        return ()
+    if not isinstance(raw, list):
+        raise InvalidRequestError("tools must be a list of tools", param="tools")
+    return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(raw))
+
+
+def _tool(raw: Any, where: str) -> Tool:
+    if not isinstance(raw, dict):
+        raise InvalidRequestError(f"{where} must be an object with name and input_schema", param=where)
+    kind = raw.get("type")
+    if kind not in (None, "custom"):
+        raise UnsupportedFieldError(
+            f"{where}.type is {str(kind)[:40]!r}; this version supports tools of the client, of type 'custom'",
+            param=f"{where}.type",
+        )
+    check_function_name(raw.get("name"), f"{where}.name")
+    if not isinstance(raw.get("input_schema"), dict):
+        raise InvalidRequestError(
+            f"{where}.input_schema must be a JSON schema", param=f"{where}.input_schema"
+        )
+    if not isinstance(raw.get("description", ""), str | None):
+        raise InvalidRequestError(f"{where}.description must be a string", param=f"{where}.description")
+    names = {"name": "name", "description": "description", "input_schema": "parameters"}
+    function = {names[key]: value for key, value in raw.items() if key in names and value is not None}
+    return {"type": "function", "function": function}
+
+
+def message_tool_choice(body: Body, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
+    """Return ``tool_choice``, and True if several calls are allowed. Raises InvalidRequestError."""
+    raw = body.object("tool_choice")
+    if not raw.fields:
+        return ToolChoice("auto" if tools else "none"), True
+    kind = raw.string("type")
+    name = raw.string("name")
+    parallel = not raw.flag("disable_parallel_tool_use")
+    if kind not in _CHOICES:
+        raise InvalidRequestError(
+            f"tool_choice.type is {str(kind)[:40]!r}; choose one of {', '.join(_CHOICES)}",
+            param="tool_choice.type",
+        )
+    if kind in ("any", "tool") and not tools:
+        raise InvalidRequestError("tool_choice forces a call, but there are no tools", param="tool_choice")
+    if kind == "tool":
+        check_function_name(name, "tool_choice.name")
+        if name not in [tool["function"]["name"] for tool in tools]:
+            raise InvalidRequestError(
+                f"tool_choice.name is {name!r}, which is not one of the tools", param="tool_choice.name"
+            )
+        return ToolChoice("function", name), parallel
+    if kind == "any":
+        return ToolChoice("required"), parallel
+    return ToolChoice("none" if kind == "none" or not tools else "auto"), parallel
+
+
+def message_template_kwargs(body: Body) -> dict[str, Any]:
+    """Return the template's variables from ``thinking``, ``output_config.effort`` and ``chat_template_kwargs``.
+
+    Raises InvalidRequestError.
+    """
+    found = body.object("chat_template_kwargs").fields
+    if taken := next((name for name in found if name in RESERVED), None):
+        raise InvalidRequestError(
+            f"chat_template_kwargs.{taken} cannot be set: it has its own field, or belongs to the model",
+            param=f"chat_template_kwargs.{taken}",
+        )
+    variables = thinking_kwargs(body.object("output_config").get("effort"), "output_config.effort", None, "")
+    thinking = body.object("thinking")
+    if thinking.fields:
+        kind = thinking.string("type")
+        if kind not in _THINKS:
+            raise InvalidRequestError(
+                f"thinking.type is {str(kind)[:40]!r}; choose one of {', '.join(_THINKS)}",
+                param="thinking.type",
+            )
+        variables |= {"enable_thinking": _THINKS[kind], "thinking": _THINKS[kind]}
+    return {**variables, **found}

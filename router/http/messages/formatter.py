@@ -1,0 +1,141 @@
+"""Anthropic's ``message`` object and the events of its stream, which are made of the same blocks."""
+
+from typing import Any, TypeVar
+
+from contract.requests import FinishReason
+from router.answer import Delta, Usage
+from router.http.bodies.body import Json
+from router.http.formatter import AnswerOptions
+from router.http.messages.blocks import Block, TextBlock, ThinkingBlock, ToolUseBlock
+from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+
+STOP_REASONS = (
+    "end_turn",
+    "max_tokens",
+    "stop_sequence",
+    "tool_use",
+    "pause_turn",
+    "model_context_window_exceeded",
+)
+TextualBlock = TypeVar("TextualBlock", TextBlock, ThinkingBlock)
+
+
+class MessageFormatter:
+    """Writes messages. Owns the content so far. A block ends when one of another kind, or another call, begins.
+
+    max_tokens: the client's limit. A shorter answer that ended because the model's context was full has its own stop reason.
+    """
+
+    def __init__(self, options: AnswerOptions, max_tokens: int) -> None:
+        self._options = options
+        self._max_tokens = max_tokens
+        self._content: list[Json] = []
+        self._block: Block | None = None
+        self._has_begun = False
+        self._has_calls = False
+        self._message: Json = {}
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """Return the message of an answer that is not streamed."""
+        for delta in deltas:
+            self.chunks(delta)
+        return self._message
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Return the events of a delta."""
+        events: list[Json] = []
+        if not self._has_begun:
+            self._has_begun = True
+            num_tokens = len(delta.prompt.token_ids) if delta.prompt else 0
+            usage = {"input_tokens": num_tokens, "output_tokens": 0}
+            events += [{"type": "message_start", "message": self._object(usage=usage)}, {"type": "ping"}]
+        for piece in delta.pieces:
+            events += self._push(piece)
+        if delta.finish_reason:
+            events += self._finish(delta, delta.finish_reason)
+        return events
+
+    def _push(self, piece: Piece) -> list[Json]:
+        match piece:
+            case Content():
+                begun, text = self._enter(TextBlock)
+                return begun + text.push(piece.text)
+            case Reasoning():
+                begun, thinking = self._enter(ThinkingBlock)
+                return begun + thinking.push(piece.text)
+            case CallBegin():
+                self._has_calls = True
+                ended = self._end()
+                self._block = ToolUseBlock(len(self._content), piece.call_id, piece.name)
+                return [*ended, self._block.begin()]
+            case CallArguments():
+                if not isinstance(self._block, ToolUseBlock):
+                    raise AssertionError("arguments without a call")
+                return self._block.push(piece.text)
+
+    def _enter(self, kind: type[TextualBlock]) -> tuple[list[Json], TextualBlock]:
+        """Return the events that open a block of this kind, and the block; the open one if it is of this kind."""
+        if isinstance(self._block, kind):
+            return [], self._block
+        ended: list[Json] = self._end()
+        block = kind(len(self._content))
+        self._block = block
+        return [*ended, block.begin()], block
+
+    def _end(self) -> list[Json]:
+        if self._block is None:
+            return []
+        block = self._block
+        self._block = None
+        events = block.end()
+        self._content.append(block.whole())
+        return events
+
+    def _finish(self, delta: Delta, reason: FinishReason) -> list[Json]:
+        events = self._end()
+        stopped = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        usage = _usage_object(delta.usage) if delta.usage else {"input_tokens": 0, "output_tokens": 0}
+        ended = {"stop_reason": self._stop_reason(reason, stopped, usage), "stop_sequence": stopped}
+        self._message = self._object(**ended, usage=usage)
+        if self._options.timings and delta.timings:
+            self._message["kvbaton"] = {"timings": delta.timings.as_dict()}
+        return [
+            *events,
+            {"type": "message_delta", "delta": ended, "usage": usage},
+            {"type": "message_stop"},
+        ]
+
+    def _stop_reason(self, reason: FinishReason, stopped: str | None, usage: Json) -> str:
+        match reason:
+            case FinishReason.LENGTH:
+                is_limit = usage["output_tokens"] >= self._max_tokens
+                return "max_tokens" if is_limit else "model_context_window_exceeded"
+            case FinishReason.ABORT:
+                return "pause_turn"
+            case _ if stopped is not None:
+                return "stop_sequence"
+            case _:
+                return "tool_use" if self._has_calls else "end_turn"
+
+    def _object(self, *, usage: Json, **more: Any) -> Json:
+        return {
+            "id": self._options.request_id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._options.model,
+            "content": list(self._content),
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, **usage},
+            **more,
+        }
+
+
+def _usage_object(usage: Usage) -> Json:
+    """Return Anthropic's usage, which counts computed and cached tokens of the prompt separately."""
+    return {
+        "input_tokens": usage.num_prompt_tokens - usage.num_cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.num_cached_tokens,
+        "output_tokens": usage.num_completion_tokens,
+    }

@@ -1,0 +1,114 @@
+"""The fields of /v1/responses that chats do not have: those that are rejected, and those that a response repeats."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contract.errors import InvalidRequestError
+from contract.requests import MAX_LOGPROBS
+from router.http.bodies.body import Body, Json
+from router.http.fields.thinking import check_choice
+from router.http.fields.unsupported import NEUTRAL, reject_unsupported
+from text.model_card import ModelCard
+
+INCLUDABLE = (
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "message.input_image.image_url",
+)
+"""The first one adds log probabilities; the others concern items that no response of this service contains."""
+_SUPPORTED = ("tools", "tool_choice", "parallel_tool_calls", "text", "instructions", "max_output_tokens")
+SUMMARIES = ("auto", "concise", "detailed")
+"""Accepted, but no summary is made: reasoning is shown in full."""
+TRUNCATIONS = ("disabled", "auto")
+"""Accepted, but an input is never truncated: one that is too long is rejected."""
+RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **{name: idle for name, idle in NEUTRAL.items() if name not in _SUPPORTED},
+    "previous_response_id": (),
+    "conversation": (),
+    "background": (False,),
+    "prompt": (),
+    "max_tool_calls": (),
+    "context_management": ([],),
+    "moderation": (),
+    "messages": (),
+    "max_tokens": (),
+    "max_completion_tokens": (),
+    "response_format": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "return_token_ids": (False,),
+}
+"""``NEUTRAL`` of this API: also the fields of chats that have other names here."""
+_ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
+
+
+def reject_unsupported_response(body: Body) -> None:
+    """Reject unsupported fields of a response. Raises UnsupportedFieldError, InvalidRequestError."""
+    reject_unsupported(body, known=RESPONSE_NEUTRAL)
+    check_choice("truncation", body.get("truncation"), TRUNCATIONS)
+    reasoning = body.object("reasoning")
+    for name in ("summary", "generate_summary"):
+        check_choice(f"reasoning.{name}", reasoning.get(name), SUMMARIES)
+
+
+def response_logprobs(body: Body) -> int | None:
+    """Read the number of alternatives of each token; None: no log probabilities. Raises InvalidRequestError."""
+    include = body.get("include")
+    if include is not None and not isinstance(include, list):
+        raise InvalidRequestError("include must be a list of strings", param="include")
+    for index, name in enumerate(include or ()):
+        if name not in INCLUDABLE:
+            raise InvalidRequestError(
+                f"include[{index}] is {str(name)[:60]!r}; choose one of {', '.join(INCLUDABLE)}",
+                param=f"include[{index}]",
+            )
+    top = body.integer_within("top_logprobs", 0, MAX_LOGPROBS)
+    return top or 0 if top or INCLUDABLE[0] in (include or ()) else None
+
+
+def echoed_fields(body: Body, card: ModelCard) -> Json:
+    """Return the fields that a response repeats from its request, with defaults filled in."""
+    fields = body.fields
+    text: Mapping[str, Any] = fields.get("text") or {}
+    reasoning = body.object("reasoning")
+    temperature = body.number("temperature")
+    top_p = body.number("top_p")
+    return {
+        **{name: body.get(name) for name in _ECHOED},
+        "metadata": body.get("metadata") or {},
+        "temperature": card.temperature if temperature is None else temperature,
+        "top_p": card.top_p if top_p is None else top_p,
+        "tools": [_echoed_tool(tool) for tool in body.get("tools") or ()],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.flag("parallel_tool_calls", default=True),
+        "text": {
+            "format": text.get("format") or {"type": "text"},
+            "verbosity": text.get("verbosity") or "medium",
+        },
+        "reasoning": {name: reasoning.get(name) for name in ("effort", "summary")},
+        "top_logprobs": body.get("top_logprobs") or 0,
+        "truncation": "disabled",
+        "service_tier": "default",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "max_tool_calls": None,
+    }
+
+
+def _echoed_tool(tool: Json) -> Json:
+    given = {name: value for name, value in tool.items() if value is not None}
+    return {
+        "parameters": {"type": "object", "properties": {}},
+        "description": None,
+        "strict": False,
+        **given,
+    }

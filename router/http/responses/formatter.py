@@ -1,0 +1,167 @@
+"""OpenAI's ``response`` object and the events of its stream, which are made of the same items."""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from contract.requests import FinishReason
+from router.answer import Delta, Usage
+from router.delivery import Token
+from router.http.bodies.body import Json
+from router.http.formatter import AnswerOptions
+from router.http.responses.items import CallItem, MessageItem, OutputItem, ReasoningItem, Status
+from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
+
+TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)
+TokenLogprobs = Callable[[list[Token]], list[Json]]
+
+
+class ResponseFormatter:
+    """Writes responses. Owns the output so far. An item ends when one of another kind, or another call, begins.
+
+    echo: the fields that the response repeats from its request. logprobs: tokens → their entries; None to leave them out.
+    A token that has no text yet is reported with the text that it becomes a part of; tokens of reasoning and calls are not
+    reported.
+    """
+
+    def __init__(self, options: AnswerOptions, echo: Json, logprobs: TokenLogprobs | None) -> None:
+        self._options = options
+        self._echo = echo
+        self._logprobs = logprobs
+        self._output: list[Json] = []
+        self._item: OutputItem | None = None
+        self._waiting: list[Token] = []
+        self._num_events = 0
+
+    def whole(self, deltas: list[Delta]) -> Json:
+        """Return the response of an answer that is not streamed."""
+        *_, last = [event for delta in deltas for event in self.chunks(delta)]
+        return dict(last["response"])
+
+    def chunks(self, delta: Delta) -> list[Json]:
+        """Return the events of a delta, each with its type and number."""
+        events: list[Json] = []
+        if not self._num_events:
+            begun = self._response("in_progress")
+            events += [_event("created", response=begun), _event("in_progress", response=begun)]
+        if delta.num_reasoning_tokens:
+            self._waiting = []
+        self._waiting += delta.tokens[delta.num_reasoning_tokens :] if self._logprobs else ()
+        for piece in delta.pieces:
+            events += self._push(piece)
+        if delta.finish_reason:
+            events += self._finish(delta, delta.finish_reason)
+        return self._numbered(events)
+
+    def failed(self, error: Json) -> list[Json]:
+        """Return the last events of a stream that ends with an error. error: OpenAI's error object."""
+        inner = error["error"]
+        code = "rate_limit_exceeded" if inner["type"] == "rate_limit_error" else "server_error"
+        output = self._output + ([self._item.whole("incomplete")] if self._item else [])
+        failed = self._response("failed", output, error={"code": code, "message": inner["message"]})
+        event = {name: inner[name] for name in ("message", "param")}
+        return self._numbered(
+            [
+                {"type": "error", **event, "code": inner["code"] or code},
+                _event("failed", response=failed),
+            ]
+        )
+
+    def _push(self, piece: Piece) -> list[Json]:
+        match piece:
+            case Content():
+                tokens = self._waiting
+                self._waiting = []
+                logprobs = self._logprobs(tokens) if self._logprobs else []
+                events, message = self._enter(MessageItem, "msg")
+                return [*events, message.push(piece.text, logprobs)]
+            case Reasoning():
+                events, reasoning = self._enter(ReasoningItem, "rs")
+                return [*events, reasoning.push(piece.text)]
+            case CallBegin():
+                self._waiting = []
+                return self._begin(CallItem(self._place("fc"), piece.call_id, piece.name))
+            case CallArguments():
+                self._waiting = []
+                if not isinstance(self._item, CallItem):
+                    raise AssertionError("arguments without a call")
+                return [self._item.push(piece.text)]
+
+    def _enter(self, kind: type[TextItem], prefix: str) -> tuple[list[Json], TextItem]:
+        """Return the events that open an item of this kind, and the item; the open one if it is of this kind."""
+        if isinstance(self._item, kind):
+            return [], self._item
+        item = kind(self._place(prefix))
+        return self._begin(item), item
+
+    def _place(self, prefix: str) -> Json:
+        """Return the next item's index and id; the id is the response's with another prefix and the index."""
+        index = len(self._output) + (self._item is not None)
+        _, _, unique = self._options.request_id.partition("_")
+        return {"item_id": f"{prefix}_{unique}{index:02x}", "output_index": index}
+
+    def _begin(self, item: OutputItem) -> list[Json]:
+        events = self._end("completed")
+        self._item = item
+        return events + item.begin()
+
+    def _end(self, status: Status) -> list[Json]:
+        if self._item is None:
+            return []
+        item = self._item
+        self._item = None
+        self._output.append(item.whole(status))
+        return item.end(status)
+
+    def _finish(self, delta: Delta, reason: FinishReason) -> list[Json]:
+        # An empty answer is a message without text.
+        events = [] if self._item else self._begin(MessageItem(self._place("msg")))
+        if reason is FinishReason.STOP:
+            events += self._end("completed")
+            response = self._response("completed", self._output, completed_at=int(time.time()))
+        else:
+            events += self._end("incomplete")
+            shown = "max_output_tokens" if reason is FinishReason.LENGTH else reason.value
+            response = self._response("incomplete", self._output, incomplete_details={"reason": shown})
+        if delta.usage:
+            response["usage"] = _usage_object(delta.usage)
+        if self._options.timings and delta.timings:
+            response["kvbaton"] = {"timings": delta.timings.as_dict()}
+        return [*events, _event(response["status"], response=response)]
+
+    def _response(self, status: str, output: list[Json] | None = None, **more: Any) -> Json:
+        return {
+            "id": self._options.request_id,
+            "object": "response",
+            "created_at": self._options.created,
+            "completed_at": None,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._options.model,
+            "output": output or [],
+            "usage": None,
+            **self._echo,
+            **more,
+        }
+
+    def _numbered(self, events: list[Json]) -> list[Json]:
+        numbered = [
+            {**event, "sequence_number": number} for number, event in enumerate(events, self._num_events)
+        ]
+        self._num_events += len(events)
+        return numbered
+
+
+def _usage_object(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        "output_tokens": usage.num_completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens},
+        "total_tokens": usage.num_prompt_tokens + usage.num_completion_tokens,
+    }
+
+
+def _event(kind: str, **fields: Any) -> Json:
+    return {"type": f"response.{kind}", **fields}

@@ -1,0 +1,63 @@
+"""/health, /ready, /version, /metrics and /openapi.json: the service about itself."""
+
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+
+from aiohttp import web
+from prometheus_client.registry import Collector
+
+from router.draining import Drain
+from router.http.bodies.body import Json
+from router.model_source import ModelSource
+from router.readiness import what_is_missing
+from router.registry import Registry
+from serving.health import health_response
+from serving.metrics import CONTENT_TYPE, render
+
+
+class StatusEndpoints:
+    """Reports the state of the router. collector: returns the metrics of this moment. document: of OpenAPI."""
+
+    def __init__(
+        self,
+        models: ModelSource,
+        registry: Registry,
+        drain: Drain,
+        collector: Callable[[], Awaitable[Collector]],
+        document: Json,
+    ) -> None:
+        self._models = models
+        self._registry = registry
+        self._drain = drain
+        self._collector = collector
+        self._document = document
+
+    def routes(self) -> list[web.RouteDef]:
+        """Return all five paths."""
+        return [
+            web.get("/health", self.health),
+            web.get("/ready", self.ready),
+            web.get("/version", self.version),
+            web.get("/metrics", self.metrics),
+            web.get("/openapi.json", self.openapi),
+        ]
+
+    async def health(self, _: web.Request) -> web.Response:
+        """GET /health: 200 if requests can be answered, else 503 and what is missing."""
+        return health_response(what_is_missing(self._models, self._registry))
+
+    async def ready(self, _: web.Request) -> web.Response:
+        """GET /ready: like /health, but also 503 as soon as the router drains."""
+        return health_response(self._drain.reason or what_is_missing(self._models, self._registry))
+
+    async def version(self, _: web.Request) -> web.Response:
+        """GET /version."""
+        return web.json_response({"version": version("kvbaton")})
+
+    async def metrics(self, _: web.Request) -> web.Response:
+        """GET /metrics."""
+        return web.Response(body=render(await self._collector()), headers={"Content-Type": CONTENT_TYPE})
+
+    async def openapi(self, _: web.Request) -> web.Response:
+        """GET /openapi.json."""
+        return web.json_response(self._document)

@@ -1,0 +1,64 @@
+"""The path of a request through the router, from admission to its last token, without any port."""
+
+from collections.abc import Callable
+
+from router.changes import ChangeSignal
+from router.inbox import UnreadBytes
+from router.ledger import Ledger
+from router.metrics import RequestMetrics
+from router.model_source import ModelSource
+from router.pipeline import Pipeline
+from router.readiness import what_is_missing
+from router.registry import Registry
+from router.relay import Relays
+from router.running_shares import RunningShares
+from router.settings import RouterSettings
+from router.severed import SeveredPairs
+from router.tasks import TaskSet
+from router.tenancy import TenantRules
+from router.tokenizing import TokenizerThreads
+from router.waiting_line import WaitingLine
+
+
+class RequestPath:
+    """Owns the parts that every request passes. To be used in one event loop."""
+
+    def __init__(self, settings: RouterSettings, metrics: RequestMetrics) -> None:
+        self.changes = ChangeSignal()
+        self.registry = Registry(self.changes, settings.worker_wait_seconds)
+        self.models = ModelSource(self.changes, settings.served_model_name, settings.parsers)
+        self.ledger = Ledger(settings.max_queue, metrics)
+        self.tokenizers = TokenizerThreads()
+        self.tasks = TaskSet()
+        severed = SeveredPairs()
+        shares = RunningShares(settings.max_key_share)
+        self.line = WaitingLine(self.registry, self.changes, severed, shares, settings.worker_wait_seconds)
+        unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
+        relays = Relays(self.registry, self.line, severed, self.tasks, unread, settings.max_replays)
+        self.pipeline = Pipeline(
+            self.models,
+            self.registry,
+            self.ledger,
+            relays,
+            self.tokenizers,
+            TenantRules(settings.shared_prefix_cache, settings.max_priority),
+            settings.request_timeout_seconds,
+        )
+
+    @property
+    def missing(self) -> str | None:
+        """The model or the workers that are missing to answer a request; None if there are all."""
+        return what_is_missing(self.models, self.registry)
+
+    async def wait_until(self, is_true: Callable[[], bool]) -> None:
+        """Block until ``is_true``; it is called again after every change of the workers or the model."""
+        changed = self.changes.next
+        while not is_true():
+            await changed.wait()
+            changed = self.changes.next
+
+    def close(self) -> None:
+        """Release threads and processes. Call it when no request is left."""
+        self.line.close()
+        self.tokenizers.close()
+        self.models.close()

@@ -1,0 +1,69 @@
+"""The messages of scripted legs, made of their scripts."""
+
+from collections.abc import Sequence
+
+from contract.requests import FinishReason
+from protos import worker_pb2 as pb
+from router.testing.script import Script
+
+
+def token_entry(task: pb.Task, script: Script, index: int, chunk: Sequence[int], total: int) -> pb.TokenEntry:
+    """Return the entry for tokens from ``index`` on. total: tokens of the whole answer."""
+    is_first = index == task.first_index
+    is_last = index + len(chunk) == total
+    was_cut = total < len(script.tokens)
+    reason = FinishReason.LENGTH if was_cut else script.finish_reason
+    return pb.TokenEntry(
+        request_id=task.request_id,
+        attempt=task.attempt,
+        choice=task.choice,
+        first_index=index,
+        token_ids=chunk,
+        logprobs=[_logprobs(t, script) for t in chunk] if task.sampling.HasField("logprobs") else [],
+        finish_reason=reason.value if is_last else "",
+        stop_reason=script.stop_reason if is_last and not was_cut else None,
+        num_cached_tokens=script.num_cached_tokens if is_first else None,
+        prompt_logprobs=_prompt_logprobs(task, script) if index == 0 else [],
+        timings=script.timings if is_first else None,
+    )
+
+
+def embedding_entry(task: pb.Task, script: Script) -> pb.TokenEntry:
+    """Return the entry with the embedding."""
+    entry = token_entry(task, script, 0, (), len(script.tokens))
+    entry.finish_reason = FinishReason.STOP.value
+    entry.pooled[:] = script.embedding
+    return entry
+
+
+def error_entry(task: pb.Task, script: Script) -> pb.TokenEntry:
+    """Return the entry that ends a leg with the script's error."""
+    return pb.TokenEntry(
+        request_id=task.request_id,
+        attempt=task.attempt,
+        choice=task.choice,
+        finish_reason=FinishReason.ERROR.value,
+        error_kind=script.error.kind.value,
+        error_message=script.error.message,
+        error_param=script.error.param or "",
+    )
+
+
+def _prompt_logprobs(task: pb.Task, script: Script) -> list[pb.PositionLogprobs]:
+    if not task.sampling.HasField("prompt_logprobs"):
+        return []
+    pairs = zip(task.prompt_token_ids[1:], script.prompt_logprobs, strict=True)
+    return [pb.PositionLogprobs(token_id=token, logprob=value, rank=1) for token, value in pairs]
+
+
+def _logprobs(token: int, script: Script) -> pb.PositionLogprobs:
+    """Return the script's log probabilities, best first; the sampled token's is −1 if the script has none."""
+    best = sorted(script.logprobs.items(), key=lambda item: -item[1])
+    rank = next((i for i, (found, _) in enumerate(best, 1) if found == token), len(best) + 1)
+    return pb.PositionLogprobs(
+        token_id=token,
+        logprob=script.logprobs.get(token, -1.0),
+        rank=rank,
+        top_token_ids=[found for found, _ in best],
+        top_logprobs=[value for _, value in best],
+    )

@@ -1,0 +1,182 @@
+"""The scripted worker: a gRPC server, a stream to the router, and a player of scripts."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from contract.identity import Role, new_boot_id
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.testing.player import ScriptPlayer
+from router.testing.script import Writer
+from router.testing.stream import RouterStream
+from serving.cluster_tls import worker_tls
+from serving.errors import grpc_code
+from serving.grpc_options import internal_server_options
+
+
+@dataclass
+class ReceivedCalls:
+    """The requests that a worker has received, in order."""
+
+    prefills: list[pb.PrefillRequest] = field(default_factory=list)
+    decodes: list[pb.DecodeRequest] = field(default_factory=list)
+    embeds: list[pb.EmbedLegRequest] = field(default_factory=list)
+    cancels: list[pb.CancelRequest] = field(default_factory=list)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def wait_for(self, is_true: Callable[["ReceivedCalls"], bool]) -> None:
+        """Block until ``is_true``; it is called again after every call that the worker receives."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_true(self))
+
+    async def notify(self) -> None:
+        """Let waiters check again."""
+        async with self._changed:
+            self._changed.notify_all()
+
+
+class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
+    """A worker of any role.
+
+    script: returns the script for each choice of each task. registration: overrides fields of the registration.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        router: str,
+        secret: str,
+        script: Writer,
+        *,
+        worker_id: str | None = None,
+        model_files: Mapping[str, bytes] | None = None,
+        registration: Mapping[str, Any] | None = None,
+        credit: pb.Credit | None = None,
+    ) -> None:
+        self.worker_id = worker_id or f"{role.value}-0"
+        self.received = ReceivedCalls()
+        self.stream = RouterStream(router)
+        self.player = ScriptPlayer(self.worker_id, script, self.stream)
+        self.may_give_files = asyncio.Event()
+        """Clear it to delay the model's files."""
+        self.may_give_files.set()
+        self._secret = secret
+        self._registration = _default_registration(self.worker_id, role) | dict(registration or {})
+        self._model_files = dict(model_files or {})
+        self._credit = credit or pb.Credit(max_requests=256, max_tokens=2**20)
+        self._server: grpc.aio.Server | None = None
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:  # also if it is cancelled: a server must not outlive its event loop
+            await self.stop()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen, and attach to the router. Raises grpc.aio.AioRpcError if it rejects the registration."""
+        fields = {"boot_id": new_boot_id(), **self._registration}
+        tls = worker_tls(self._secret, fields["worker_id"], fields["boot_id"])
+        self._server = grpc.aio.server(options=internal_server_options(3.0))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self._server)
+        address = f"127.0.0.1:{self._server.add_secure_port('127.0.0.1:0', tls.server_credentials)}"
+        await self._server.start()
+        addresses = {"address": address, "control_address": address}
+        await self.stream.open(tls, pb.Registration(**(addresses | fields)))
+        self.stream.grant(self._credit)
+
+    async def stop(self) -> None:
+        """Detach and stop listening. Does nothing the second time."""
+        await self.die()
+        await self.player.close()
+        if self._server:
+            server = self._server
+            self._server = None
+            await server.stop(None)
+
+    @property
+    def is_dead(self) -> bool:
+        """True once it has died or was stopped."""
+        return not self.stream.is_open
+
+    async def die(self) -> None:
+        """Close the stream to the router at once, as a crash does."""
+        await self.stream.close()
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Play the token at the task's first index."""
+        self.received.prefills.append(request)
+        return await self._accept(request.task, context, end=request.task.first_index + 1)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Play the tokens from the task's first index on."""
+        self.received.decodes.append(request)
+        return await self._accept(request.task, context)
+
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Play the embedding."""
+        self.received.embeds.append(request)
+        return await self._accept(request.task, context, is_embedding=True)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Stop a choice's attempts up to the given one."""
+        self.received.cancels.append(request)
+        self.player.cancel(request)
+        await self.received.notify()
+        return pb.Accepted()
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """Send the model's files, in two pieces each."""
+        await self.may_give_files.wait()
+        for name, data in self._model_files.items():
+            half = len(data) // 2
+            yield pb.ModelFile(name=name, data=data[:half])
+            yield pb.ModelFile(name=name, data=data[half:])
+
+    async def _accept(
+        self, task: pb.Task, context: Any, *, end: int | None = None, is_embedding: bool = False
+    ) -> pb.Accepted:
+        """Begin every choice of a task. end: see ``ScriptPlayer.begin``."""
+        for choice in range(task.choice, task.choice + max(1, task.num_choices)):
+            own = pb.Task()
+            own.CopyFrom(task)
+            own.choice = choice
+            script = self.player.begin(own, end, is_embedding=is_embedding)
+            if script.refuse:
+                await self.received.notify()
+                await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
+        await self.received.notify()
+        if script.is_mute:
+            await asyncio.Event().wait()
+        return pb.Accepted()
+
+
+def _default_registration(worker_id: str, role: Role) -> dict[str, Any]:
+    return {
+        "protocol_min": 1,
+        "protocol_max": 1,
+        "worker_id": worker_id,
+        "role": role.value,
+        "model_name": "scripted",
+        "model_fingerprint": "model-a@float32",
+        "kv_layout": kv_layout(),
+        "max_model_len": 4096,
+        "num_blocks": 256,
+        "vocab_size": 1000,
+    }
+
+
+def kv_layout(block_size: int = 16, dtype: str = "float32") -> pb.KvLayout:
+    """Return the layout of a scripted worker's blocks."""
+    return pb.KvLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=block_size, dtype=dtype)

@@ -1,0 +1,46 @@
+"""The internal gRPC port, where workers register."""
+
+import secrets
+
+import grpc
+import grpc.aio
+
+from protos import worker_pb2_grpc
+from router.membership import MembershipServicer
+from router.registry import Registry
+from router.settings import RouterSettings
+from serving.cluster_tls import router_tls
+from serving.grpc_options import internal_server_options
+from serving.grpc_server import start_grpc
+
+
+class WorkerPort:
+    """Owns the server between ``start`` and ``stop``. Raises SettingError without a usable cluster secret."""
+
+    def __init__(self, registry: Registry, settings: RouterSettings) -> None:
+        self._registry = registry
+        self._settings = settings
+        self._tls = router_tls(settings.read_secret())
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self, max_connections: int) -> str:
+        """Listen, and return the real "host:port". Raises SettingError."""
+        peer_timeout = self._settings.peer_timeout_seconds
+        self._server = grpc.aio.server(options=internal_server_options(peer_timeout, max_connections))
+        servicer = MembershipServicer(
+            self._registry,
+            f"router-{secrets.token_hex(4)}",
+            self._tls,
+            self._settings.accept_timeout_seconds,
+            peer_timeout,
+        )
+        worker_pb2_grpc.add_MembershipServicer_to_server(servicer, self._server)
+        return await start_grpc(
+            self._server, self._settings.internal, param="internal", credentials=self._tls.server_credentials
+        )
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Detach all workers and stop listening. Does nothing before ``start``."""
+        if self._server:
+            self._registry.dismiss_all()
+            await self._server.stop(grace_seconds)
