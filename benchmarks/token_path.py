@@ -13,9 +13,10 @@ from statistics import median
 
 from contract.requests import TokenLogprobs
 from router.answer import Answer
-from router.delivery import Arrival, Token
+from router.delivery import Token, TokenBatch
 from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
-from router.request import GenerationRequest, prepare
+from router.prepared_request import prepare
+from router.request import GenerationRequest
 from text.model_card import ModelCard
 from text.stop import StopAutomaton, StopStrings
 
@@ -64,7 +65,7 @@ def answering(card: ModelCard, stops: list[str], num_logprobs: int | None) -> Ca
     def run() -> None:
         answer = Answer(request, card)
         for index in range(NUM_TOKENS):
-            answer.push(Arrival([Token(index, ids[index % len(ids)], logprobs)]))
+            answer.push(TokenBatch([Token(index, ids[index % len(ids)], logprobs)]))
 
     return run
 

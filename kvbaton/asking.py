@@ -45,7 +45,7 @@ def check_all(
     for index, make in enumerate(asked):
         try:
             request = make()
-            token_ids = tuple(pipeline.check(request).prompt_token_ids)
+            token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
         except InvalidRequestError as error:
             raise named(error, f"prompt {index}: ") from error
         text = _text(request, token_ids, card.tokenizer)
@@ -68,7 +68,7 @@ def check_embeddings(
     for index, make in enumerate(asked):
         try:
             request = make()
-            token_ids = tuple(pipeline.check_embedding(request).prompt_token_ids)
+            token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
         except InvalidRequestError as error:
             raise named(error, f"prompt {index}: ") from error
         requests.append(replace(request, prompt=token_ids))

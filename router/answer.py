@@ -1,27 +1,30 @@
-"""Tokens → text of one choice: end tokens hidden, stop strings cut, reasoning and tool calls told apart, counts kept."""
+"""One choice's tokens become the text that its client reads.
+
+End tokens are hidden, stop strings cut, reasoning and tool calls separated from content, and tokens counted.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.requests import FinishReason, TokenLogprobs
-from router.delivery import Arrival, Token
-from router.request import PreparedRequest
+from router.delivery import Token, TokenBatch
+from router.prepared_request import PreparedRequest
 from router.timings import Timings
-from text.detokenizer import Detokenizer
+from router.token_texts import TokenTexts
 from text.model_card import ModelCard
 from text.parsing.answer import AnswerParser
 from text.parsing.pieces import CallPiece, Content, Piece, Reasoning, append
 from text.stop import StopStrings
 
 _PROMPT_END = 32
-"""Tokens of the prompt that say whether it has opened the reasoning."""
+"""Last tokens of a prompt, by which a parser finds out if the prompt has opened the reasoning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Token counts. num_cached_tokens: prompt tokens whose KV nobody computed for this request.
+    """Token counts. num_cached_tokens: prompt tokens whose KV was found in a cache.
 
-    num_reasoning_tokens: those of the completion that belong to the reasoning, its tags included.
+    num_reasoning_tokens: tokens of the completion that belong to the reasoning, its tags included.
     """
 
     num_prompt_tokens: int
@@ -30,7 +33,7 @@ class Usage:
     num_reasoning_tokens: int = 0
 
     def __add__(self, other: "Usage") -> "Usage":
-        """Of several answers."""
+        """Return the sum for several answers."""
         return Usage(
             num_prompt_tokens=self.num_prompt_tokens + other.num_prompt_tokens,
             num_completion_tokens=self.num_completion_tokens + other.num_completion_tokens,
@@ -41,14 +44,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the answer goes on with. logprobs: of its tokens from the second on, where they were asked for."""
+    """The prompt of an answer. logprobs: of its tokens from the second one on, if the client asked for them."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
 
     @property
     def tokens(self) -> list[Token]:
-        """As those of an answer; nothing is known of how likely the first one was."""
+        """The tokens in the form of an answer's. The first one has no log probabilities."""
         logprobs: list[TokenLogprobs | None] = [None] * len(self.token_ids)
         if self.logprobs:
             logprobs[1:] = self.logprobs
@@ -57,12 +60,12 @@ class Prompt:
 
 @dataclass(kw_only=True)
 class Delta:
-    """What one arrival adds to a choice; ``text`` may be empty while a character or a stop string is unfinished.
+    """The part of a choice that one batch of tokens adds.
 
-    reasoning, calls: what is no text for the reader; in chats only. pieces: all of it in its order. num_reasoning_tokens:
-    so many of the tokens end with the reasoning's last one. prompt: with the first one. embedding: all that there is
-    where that was asked for. The last one carries ``finish_reason``, ``usage`` and ``timings``. stop_reason: the stop string
-    or stop token id.
+    text: empty while a character or a stop string is unfinished. reasoning, calls: in chats, the parts that are not text
+    for the reader. pieces: text, reasoning and calls in their order. num_reasoning_tokens: how many of the tokens end with
+    the last one of the reasoning. prompt: in the first delta. embedding: the whole result of a request for one.
+    finish_reason, usage, timings: in the last delta. stop_reason: the stop string or stop token id.
     """
 
     index: int = 0
@@ -80,7 +83,7 @@ class Delta:
     embedding: Sequence[float] = ()
 
     def add(self, pieces: Iterable[Piece]) -> None:
-        """What has been read of the answer's text."""
+        """Add pieces of the answer's text."""
         for piece in pieces:
             append(self.pieces, piece)
             match piece:
@@ -93,22 +96,15 @@ class Delta:
 
 
 class Answer:
-    """One choice as the client sees it.
+    """One choice as its client receives it.
 
-    End tokens have no text where special tokens are skipped, stop tokens none where stop strings are not kept. A stop
-    string can end the answer from token ``min_tokens`` on; text of earlier tokens is not searched.
+    End tokens have no text if special tokens are skipped, stop tokens none unless stop strings are kept. A stop string can
+    end the answer from token ``min_tokens`` on; the text of earlier tokens is not searched.
     """
 
     def __init__(self, request: PreparedRequest, card: ModelCard) -> None:
         tokenizer = card.tokenizer
-        self._hidden = {
-            *(request.eos_token_ids if request.skip_special_tokens else ()),
-            *(() if request.include_stop_str_in_output else request.sampling.stop_token_ids),
-        }
         self._min_tokens = request.sampling.min_tokens
-        self._text = Detokenizer(
-            tokenizer, request.prompt_token_ids, skip_special_tokens=request.skip_special_tokens
-        )
         self._stops = StopStrings(request.stop, is_kept=request.include_stop_str_in_output)
         self._parser = AnswerParser()
         if request.chat:
@@ -116,58 +112,47 @@ class Answer:
             self._parser = card.answer_format.parser(
                 request.chat, end, has_grammar=request.sampling.grammar is not None
             )
-        self._tags = {tokenizer.token_id(tag): tag for tag in self._parser.tags}
-        self._token_bytes = tokenizer.token_bytes
-        self._num_characters = 0
-        self._holds_text = False
+        hidden = {
+            *(request.eos_token_ids if request.skip_special_tokens else ()),
+            *(() if request.include_stop_str_in_output else request.sampling.stop_token_ids),
+        }
+        self._texts = TokenTexts(
+            tokenizer,
+            request.prompt_token_ids,
+            hidden,
+            self._parser.tags,
+            skip_special_tokens=request.skip_special_tokens,
+        )
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_finished = False
 
-    def push(self, arrival: Arrival) -> Delta:
-        """The delta of an arrival; tokens behind a stop string are not part of it."""
+    def push(self, batch: TokenBatch) -> Delta:
+        """Return the delta of a batch. Tokens after a stop string are not part of it."""
         delta = Delta()
-        for token in arrival.tokens:
-            text = self._text_of(token)
-            offset = self._offset_of(token, text)
-            self._num_characters += len(text)
-            self._holds_text = self._text.has_unread
-            delta.tokens.append(replace(token, text_offset=offset))
-            was_reasoning = self._parser.is_reasoning
-            delta.add(self._parser.push(self._certain(text)))
-            if was_reasoning or self._parser.is_reasoning:
-                self.num_reasoning_tokens += 1
-                delta.num_reasoning_tokens = len(delta.tokens)
+        for token in batch.tokens:
+            self._push_token(token, delta)
             if self._stops.matched is not None:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
-        if arrival.finish_reason is None:
+        if batch.finish_reason is None:
             return delta
-        delta.add(self._parser.push(self._stops.push(self._text.flush())))
+        delta.add(self._parser.push(self._stops.push(self._texts.flush())))
         if self._stops.matched is not None:
             return self._end(delta, FinishReason.STOP, self._stops.matched)
         delta.add(self._parser.push(self._stops.flush()))
-        return self._end(delta, arrival.finish_reason, arrival.stop_reason)
+        return self._end(delta, batch.finish_reason, batch.stop_reason)
 
-    def _text_of(self, token: Token) -> str:
+    def _push_token(self, token: Token, delta: Delta) -> None:
+        text, offset = self._texts.push(token)
+        delta.tokens.append(replace(token, text_offset=offset))
         self.num_tokens += 1
-        if token.token_id in self._hidden:
-            return ""
-        tag = self._tags.get(token.token_id)
-        return self._text.push(token.token_id) if tag is None else self._text.flush() + tag
-
-    def _offset_of(self, token: Token, text: str) -> int:
-        """Where a token begins: behind what was made certain before it, and behind what it makes certain of others."""
-        if not self._holds_text or len(text) < 2:
-            return self._num_characters
-        raw = self._token_bytes(token.token_id)
-        own = raw.decode("utf-8", "ignore")
-        begins = bool(raw) and raw[0] & 0xC0 != 0x80
-        others = len(text) - len(own) if begins and text.endswith(own) else 0
-        return self._num_characters + others
-
-    def _certain(self, text: str) -> str:
-        """The text that no stop string can begin with any more."""
-        return text if self.num_tokens < self._min_tokens else self._stops.push(text)
+        was_reasoning = self._parser.is_reasoning
+        # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
+        certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)
+        delta.add(self._parser.push(certain))
+        if was_reasoning or self._parser.is_reasoning:
+            self.num_reasoning_tokens += 1
+            delta.num_reasoning_tokens = len(delta.tokens)
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True

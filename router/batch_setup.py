@@ -34,18 +34,18 @@ def build_batches(
         settings.folder_limits,
         BatchAnswers(path.pipeline, path.models, is_ready, settings),
         max_concurrency=settings.batches_max_concurrency,
-        may_begin=lambda: path.ledger.num_unbound == 0 and not drain.is_on,
+        may_begin=lambda: path.tracker.num_unbound == 0 and not drain.is_on,
         count_result=metrics.count_requests,
         clock=clock,
     )
 
     def preempt() -> None:
         if is_ready():
-            service.preempt(path.ledger.num_queued)
+            service.preempt(path.tracker.num_queued)
 
     def preempt_soon() -> None:
         asyncio.get_running_loop().call_soon(preempt)
 
-    path.ledger.listen(service.admit)
-    path.ledger.listen_queued(preempt_soon)
+    path.tracker.on_fewer_unbound(service.admit)
+    path.tracker.on_queued(preempt_soon)
     return service

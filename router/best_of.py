@@ -1,4 +1,4 @@
-"""``best_of``: of several answers to a prompt the client gets those that the model finds most likely."""
+"""``best_of``: the client receives those of several answers to a prompt that the model finds most likely."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from router.answer import Delta
 
 
 def choose_best(deltas: Sequence[Delta], num_chosen: int, num_choices: int) -> list[Delta]:
-    """Of every ``num_choices`` answers in a row the ``num_chosen`` with the highest log probability per token, best first.
+    """Choose ``num_chosen`` of every ``num_choices`` answers in a row: highest log probability per token, best first.
 
-    All tokens have log probabilities. What the others took is counted with the best one.
+    All tokens have log probabilities. The usage of the other answers is added to that of the best one.
     """
     answers: defaultdict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:

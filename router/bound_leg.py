@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
+from router.attached_worker import AttachedWorker, LegKey
+from router.capacity import CreditHold
 from router.inbox import Event
-from router.legs import LegKind, LegPlan, Placement, Result
-from router.registry import AttachedWorker, LegKey, Registry
+from router.legs import LegKind, LegPlan, Result
 
 logger = logging.getLogger(__name__)
 
@@ -17,9 +18,10 @@ _MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 
 
 class Leg:
-    """Owns what is known of one leg. ``key`` and ``on_event`` are set while it is bound.
+    """The state of one leg.
 
-    may_hold: the worker may still have the request in memory. call: starts the leg. refusal: why it was not accepted.
+    next_index: index of the token that it emits next. may_hold: the worker may still have the request in memory. call:
+    starts the leg.
     """
 
     def __init__(self, plan: LegPlan, kind: LegKind, worker: AttachedWorker) -> None:
@@ -29,52 +31,53 @@ class Leg:
         self.next_index = plan.first_index
         self.may_hold = True
         self.call: asyncio.Task[None] | None = None
-        self.refusal: KvbatonError | None = None
         self._is_done = False
         self._key: LegKey = ("", 0, 0)
+        self._hold: CreditHold | None = None
         self._on_event: Callable[[Leg, Event], None] | None = None
 
     @property
-    def has_spoken(self) -> bool:
-        """True when a token of it has come: so it was accepted, whatever became of the call."""
+    def has_emitted(self) -> bool:
+        """True if a token of it has arrived. It was accepted then, even if the call has failed."""
         return self.next_index > self.first_index
 
     @property
     def is_awaited(self) -> bool:
-        """True when its first token is still to come."""
-        return self.kind.result is Result.TOKENS and not self.has_spoken
+        """True while its first token is still to come."""
+        return self.kind.result is Result.TOKENS and not self.has_emitted
 
     @property
     def is_over(self) -> bool:
-        """True when nothing that happens to the worker matters to the request any more."""
-        has_result = self._is_done if self.kind.result is Result.NONE else self.has_spoken
+        """True if nothing that happens to the worker matters to the request any more."""
+        has_result = self._is_done if self.kind.result is Result.NONE else self.has_emitted
         return has_result and not self.may_hold
 
-    def bind(
-        self, key: LegKey, on_event: "Callable[[Leg, Event], None]", num_tokens: int, tenant: str
-    ) -> None:
-        """Bind it to its worker; what the worker sends for it goes to ``on_event``. ``num_tokens`` count as load."""
+    def bind(self, key: LegKey, on_event: "Callable[[Leg, Event], None]", hold: CreditHold) -> None:
+        """Pass what the worker sends for it to ``on_event``. The leg releases ``hold`` when it is unbound."""
         self._key = key
         self._on_event = on_event
-        self.worker.bind(key, self._receive, num_tokens, tenant)
+        self._hold = hold
+        self.worker.bind(key, self._receive)
 
     def unbind(self) -> None:
-        """Release the worker's credit. Does nothing the second time."""
+        """Receive nothing more, and release the worker's credit. Does nothing the second time."""
         self.worker.unbind(self._key)
+        if self._hold:
+            self._hold.release()
 
     def done(self) -> None:
         """Record that the worker has ended it, or that a later leg has taken over: the worker holds nothing."""
         self._is_done = True
         self.may_hold = False
 
-    def refuse(self, error: KvbatonError) -> None:
-        """Process that the call which starts it has failed."""
-        self.may_hold = self.may_hold and (self.has_spoken or error.kind in _MAYBE_ACCEPTED)
-        self.refusal = error
-        self._receive(error)
+    def reject(self, error: KvbatonError) -> None:
+        """Process that the call which starts it has failed. That does not matter if it has emitted tokens."""
+        if not self.has_emitted:
+            self.may_hold = self.may_hold and error.kind in _MAYBE_ACCEPTED
+            self._receive(error)
 
     async def cancel(self) -> None:
-        """Cancel it behind the acceptance, so that the worker cannot see the cancel first."""
+        """Cancel it on the worker, after the worker has accepted it: otherwise the cancel could arrive first."""
         if self.call:
             await asyncio.wait({self.call})
         if not self.may_hold or self.worker.gone.is_set():
@@ -89,15 +92,10 @@ class Leg:
             self._on_event(self, event)
 
 
-def legs_of(placement: Placement, registry: Registry, kinds: Mapping[str, LegKind]) -> list[Leg]:
-    """Return the legs of a placement on the workers that are attached now."""
-    return [Leg(plan, kinds[plan.kind], registry.get(plan.worker)) for plan in placement.legs]
-
-
 async def start(legs: Sequence[Leg], call: Coroutine[Any, Any, None]) -> None:
-    """Make one call that starts all these legs of one worker. Where it fails, every leg is refused."""
+    """Make one call that starts all these legs of one worker. If it fails, every leg is rejected."""
     try:
         await call
     except KvbatonError as error:
         for leg in legs:
-            leg.refuse(error)
+            leg.reject(error)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from router.cancellation import CancellableRequests
 from router.held_bytes import HeldBytes
-from router.running import RunningRequests
 from router.settings import RouterSettings
 from serving.api_keys import ApiKeys
 from serving.tls import Tls, read_tls
@@ -18,7 +18,7 @@ class ClientAccess:
     tls: Tls | None
     held: HeldBytes
     wrong_keys: WrongKeys = field(default_factory=WrongKeys)
-    running: RunningRequests = field(default_factory=RunningRequests)
+    running: CancellableRequests = field(default_factory=CancellableRequests)
 
 
 def client_access(settings: RouterSettings) -> ClientAccess:

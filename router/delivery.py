@@ -1,4 +1,4 @@
-"""Tokens of one choice, in order and each once, whatever arrives when."""
+"""The tokens of one choice, in order and each once, in whichever order they arrive."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from contract.requests import EngineOutput, FinishReason, TokenLogprobs
 class Token:
     """One token of an answer, at ``index`` from its beginning.
 
-    text_offset: characters of the answer's text that are certain before it; known once the text has been made.
+    text_offset: characters of the answer's text that are certain before it; set once the token is detokenized.
     """
 
     index: int
@@ -20,8 +20,8 @@ class Token:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """Tokens that are due now, in order. ``finish_reason`` comes with the answer's last ones, or with its embedding."""
+class TokenBatch:
+    """Tokens that are due now, in order. ``finish_reason`` is set with the answer's last ones, or with its embedding."""
 
     tokens: list[Token]
     finish_reason: FinishReason | None = None
@@ -30,7 +30,7 @@ class Arrival:
 
 
 def tokens_of(output: EngineOutput) -> list[Token]:
-    """Return the tokens of a worker's output, each with its index and, where the worker sent them, log probabilities."""
+    """Return the tokens of a worker's output, each with its index and, if the worker sent them, log probabilities."""
     logprobs = output.logprobs or ()
     return [
         Token(output.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
@@ -39,9 +39,9 @@ def tokens_of(output: EngineOutput) -> list[Token]:
 
 
 class Delivery:
-    """Releases index i only after i − 1, drops repeats and what an older attempt sent.
+    """Releases index i only after i − 1, and drops repeats and tokens of other attempts.
 
-    Owns the tokens that came too early. ``end``: length of the answer once it is known.
+    Owns the tokens that have arrived too early. ``end``: length of the answer, once its end has arrived.
     """
 
     def __init__(self, attempt: int = 0, next_index: int = 0) -> None:
@@ -56,7 +56,7 @@ class Delivery:
         return self.end is not None and self.next_index >= self.end
 
     def accept(self, attempt: int, tokens: Sequence[Token]) -> list[Token]:
-        """Take some tokens of an attempt; return those that are due now, in order."""
+        """Take tokens of an attempt. Return those that are due now, in order."""
         if attempt != self._attempt:
             return []
         for token in tokens:

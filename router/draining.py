@@ -1,8 +1,8 @@
-"""A planned end of the router: no new requests, time for those that run, then one clear error each.
+"""The planned end of a router: no new requests, time for those that run, then one clear error for each that is left.
 
-1. ``begin``: new requests are refused with 503, ``/ready`` fails, ``/health`` does not.
-2. Running answers, and everything else that HTTP clients are being answered (uploads and downloads of files among it), go
-   on until they end, ``drain_seconds`` have passed, or the operator asks again (a second signal).
+1. ``begin``: new requests are rejected with 503, and ``/ready`` fails. ``/health`` does not.
+2. Running answers continue, and so does everything else that HTTP clients receive (uploads and downloads of files among it),
+   until all of it ends, ``drain_seconds`` have passed, or the operator asks again (a second signal).
 3. Those that are left end with UnavailableError: an event in a stream, a status elsewhere.
 """
 
@@ -11,29 +11,29 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from contract.errors import UnavailableError
-from router.ledger import Ledger
-from router.running import RunningRequests
+from router.cancellation import CancellableRequests
+from router.request_tracker import RequestTracker
 
 logger = logging.getLogger(__name__)
 
-_LAST_WORDS_SECONDS = 1.0
-"""How long requests that were ended may take to send their error."""
+_ERROR_SECONDS = 1.0
+"""How long requests that are ended may take to send their error."""
 
 
 class Drain:
-    """Owns whether this router drains. ``run`` is called once, when it is to stop.
+    """Drains this router once, before it stops. is_on: it has begun.
 
-    until_answered: blocks until HTTP clients have all that they have asked for.
+    until_answered: blocks until HTTP clients have received all responses.
     """
 
     def __init__(
         self,
-        ledger: Ledger,
-        running: RunningRequests,
+        tracker: RequestTracker,
+        running: CancellableRequests,
         until_answered: Callable[[], Awaitable[None]],
         drain_seconds: float,
     ) -> None:
-        self._ledger = ledger
+        self._tracker = tracker
         self._running = running
         self._until_answered = until_answered
         self._seconds = drain_seconds
@@ -41,19 +41,19 @@ class Drain:
 
     @property
     def reason(self) -> str | None:
-        """Why no new request is taken; None before the drain."""
+        """The reason why new requests are rejected; None before the drain."""
         return "the router is stopping" if self.is_on else None
 
     def begin(self) -> None:
-        """Refuse new requests from now on."""
+        """Reject new requests from now on."""
         self.is_on = True
-        self._ledger.close_admission(
+        self._tracker.close_admission(
             "the router is stopping and takes no new requests; send the request again"
         )
 
     async def run(self, at_once: asyncio.Event) -> None:
-        """Wait until no request is left, and end those that are left after ``drain_seconds`` or at ``at_once``."""
-        logger.info("draining: %d requests have up to %g s to end", self._ledger.num_held, self._seconds)
+        """Wait until no request is left. After ``drain_seconds``, or at ``at_once``, end those that are left."""
+        logger.info("draining: %d requests have up to %g s to end", self._tracker.num_held, self._seconds)
         if not await self._is_idle_within(self._seconds, at_once):
             logger.warning(
                 "%d requests are ended: they were not done when the router had to stop",
@@ -62,10 +62,10 @@ class Drain:
             self._running.end_all(
                 UnavailableError("the router stopped before the answer was complete; send the request again")
             )
-            await self._is_idle_within(_LAST_WORDS_SECONDS, asyncio.Event())
+            await self._is_idle_within(_ERROR_SECONDS, asyncio.Event())
 
     async def _is_idle_within(self, seconds: float, at_once: asyncio.Event) -> bool:
-        """Wait until nothing is left, for ``seconds`` or until ``at_once``; whether nothing is."""
+        """Wait for ``seconds`` or until ``at_once``. Return True as soon as no request is left."""
         idle = asyncio.create_task(self._wait_idle(), name="wait until no request is left")
         waits = [idle, asyncio.create_task(at_once.wait(), name="wait for a second signal")]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -76,5 +76,5 @@ class Drain:
         return is_idle
 
     async def _wait_idle(self) -> None:
-        await self._ledger.wait_idle()
+        await self._tracker.wait_idle()
         await self._until_answered()

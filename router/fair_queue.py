@@ -1,15 +1,15 @@
-"""The order in which waiting requests get workers: by priority, then fair between clients; nobody starves. Pure.
+"""The order in which waiting requests are admitted: by priority, then fair between clients, without starvation. Pure.
 
-1. Higher priorities go first. Within a priority those that were begun before go first, by their arrival.
-2. The others are shared out fairly. Each client (tenant) has a virtual time, which grows by the cost of what is begun for
-   it; the client with the lowest is next. One that had nothing waiting begins at the time of those that were served last,
-   so it can save up nothing. (Start-time fair queueing, Goyal et al. 1996.)
-3. Within a client its requests are shared out the same way: the prompts of one request are begun in turns with those of
-   the client's other requests.
-4. Every eighth turn the priority does not count, so a request of a low priority is passed by at most seven others for
-   each one that its client's share lets go first.
-5. ``BACKGROUND_PRIORITY`` is left out of that: it goes when nobody else waits, and nobody is charged for it, so that a
-   client's batch does not put its other requests behind those of other clients.
+1. Higher priorities go first. Within a priority, requests that were begun before go first, by their arrival.
+2. The others are shared out fairly. Each client (tenant) has a virtual time, which grows by the cost of its requests that
+   are admitted; the client with the lowest one is next. A client that had nothing waiting starts at the time of those that
+   were served last, so that it cannot save up time. (Start-time fair queueing, Goyal et al. 1996.)
+3. The requests of one client are shared out in the same way: the prompts of one request take turns with those of the
+   client's other requests.
+4. At every eighth turn the priority does not count. A request of a low priority is therefore overtaken by at most seven
+   others for each one that its client's share admits first.
+5. ``BACKGROUND_PRIORITY`` is an exception: it is admitted when no other request waits, and costs nothing, so that a client's
+   batch does not put its other requests behind those of other clients.
 """
 
 from bisect import bisect_left, insort
@@ -24,15 +24,15 @@ AGING_PERIOD = 8
 _L = TypeVar("_L")
 _T = TypeVar("_T")
 _BEGUN = -1.0
-"""Tag of a request that was begun before: it keeps its place in front of all that were not."""
+"""Tag of a request that was begun before: it stays before all that were not."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """Who asks for workers.
+class QueueOrder:
+    """The properties of a request that decide when it is admitted.
 
-    tenant: the client. family: the client's request that this is a part of. cost: tokens, or what else work is counted in.
-    is_replay: it was begun before, and is charged nothing again.
+    tenant: the client. family: the client's request that this is a part of. cost: tokens, or another measure of work.
+    is_replay: it was begun before, and costs nothing again.
     """
 
     priority: int = 0
@@ -44,23 +44,23 @@ class Claim:
 
 
 @dataclass(order=True)
-class Ticket(Generic[_L, _T]):
-    """A place in the queue. Sorted among those of the same client and priority."""
+class QueueEntry(Generic[_L, _T]):
+    """A waiting request. Sorted among those of the same client and priority."""
 
     tag: float
     arrival: float
     number: int
-    claim: Claim = field(compare=False)
+    order: QueueOrder = field(compare=False)
     lane: _L = field(compare=False)
     item: _T = field(compare=False)
 
 
-MayGo = Callable[[Ticket[_L, _T]], bool]
+StartRule = Callable[[QueueEntry[_L, _T]], bool]
 
 
 @dataclass
 class _Family:
-    """One request's prompts that wait. tag: where its next one stands."""
+    """The waiting prompts of one request. tag: of its next prompt."""
 
     num_waiting: int = 0
     tag: float = 0.0
@@ -74,28 +74,28 @@ class _Tenant:
     own_time: float = 0.0
     families: dict[str, _Family] = field(default_factory=dict)
 
-    def tag_for(self, claim: Claim) -> float:
-        family = self.families.setdefault(claim.family, _Family(tag=self.own_time))
+    def tag_for(self, order: QueueOrder) -> float:
+        family = self.families.setdefault(order.family, _Family(tag=self.own_time))
         family.num_waiting += 1
         tag = max(family.tag, self.own_time)
-        family.tag = tag + claim.cost
+        family.tag = tag + order.cost
         return tag
 
-    def leave(self, claim: Claim, cost: float) -> None:
+    def leave(self, order: QueueOrder, cost: float) -> None:
         self.own_time += cost / len(self.families)
-        family = self.families[claim.family]
+        family = self.families[order.family]
         family.num_waiting -= 1
         if not family.num_waiting:
-            del self.families[claim.family]
+            del self.families[order.family]
 
 
 class FairQueue(Generic[_L, _T]):
-    """Owns the waiting requests, in lanes: those in one lane wait for the same workers, so nobody passes its head."""
+    """Owns the waiting requests, in lanes. Those of one lane wait for the same workers, and none overtakes its head."""
 
     def __init__(self) -> None:
-        self._lanes: dict[_L, dict[int, dict[str, list[Ticket[_L, _T]]]]] = {}
+        self._lanes: dict[_L, dict[int, dict[str, list[QueueEntry[_L, _T]]]]] = {}
         self._tenants: dict[str, _Tenant] = {}
-        self._num_tickets = 0
+        self._num_entries = 0
         self._num_waiting = 0
         self._time = 0.0
         self._turn = 0
@@ -103,108 +103,110 @@ class FairQueue(Generic[_L, _T]):
     def __len__(self) -> int:
         return self._num_waiting
 
-    def __iter__(self) -> Iterator[Ticket[_L, _T]]:
+    def __iter__(self) -> Iterator[QueueEntry[_L, _T]]:
         for priorities in self._lanes.values():
             for tenants in priorities.values():
-                for tickets in tenants.values():
-                    yield from tickets
+                for entries in tenants.values():
+                    yield from entries
 
-    def add(self, lane: _L, claim: Claim, item: _T) -> Ticket[_L, _T]:
-        """Take a request in."""
-        tenant = self._tenants.setdefault(claim.tenant, _Tenant(virtual_time=self._time))
+    def add(self, lane: _L, order: QueueOrder, item: _T) -> QueueEntry[_L, _T]:
+        """Queue a request."""
+        tenant = self._tenants.setdefault(order.tenant, _Tenant(virtual_time=self._time))
         if not tenant.families:
             tenant.virtual_time = max(tenant.virtual_time, self._time)
             tenant.own_time = 0.0
-        tag = tenant.tag_for(claim)
-        self._num_tickets += 1
-        ticket = Ticket(
-            _BEGUN if claim.is_replay else tag, claim.arrival, self._num_tickets, claim, lane, item
+        tag = tenant.tag_for(order)
+        self._num_entries += 1
+        entry = QueueEntry(
+            _BEGUN if order.is_replay else tag, order.arrival, self._num_entries, order, lane, item
         )
-        self._put(ticket)
+        self._put(entry)
         self._num_waiting += 1
-        return ticket
+        return entry
 
-    def heads(self, may_go: MayGo[_L, _T] = lambda ticket: True) -> list[Ticket[_L, _T]]:
-        """Return the head of each lane that has one, the one that goes first in front."""
-        heads = [head for lane in self._lanes if (head := self.head(lane, may_go))]
-        return sorted(heads, key=self._rank)
+    def heads(self, may_start: StartRule[_L, _T] = lambda entry: True) -> list[QueueEntry[_L, _T]]:
+        """Return the head of each lane, in the order in which they are admitted."""
+        heads = [head for lane in self._lanes if (head := self.head(lane, may_start))]
+        return sorted(heads, key=self._rank_of_head)
 
-    def head(self, lane: _L, may_go: MayGo[_L, _T] = lambda ticket: True) -> Ticket[_L, _T] | None:
-        """Return the request that is next in a lane; None if no client may begin one.
+    def head(self, lane: _L, may_start: StartRule[_L, _T] = lambda entry: True) -> QueueEntry[_L, _T] | None:
+        """Return the next request of a lane; None if no client may start one.
 
-        may_go: whether a client's first request may be begun now; where it may not, other clients pass.
+        may_start: returns False for a client's first request to let other clients overtake it.
         """
-        tops = {
-            priority: [top for tickets in tenants.values() if may_go(top := tickets[0])]
+        firsts = {
+            priority: [first for entries in tenants.values() if may_start(first := entries[0])]
             for priority, tenants in self._lanes.get(lane, {}).items()
         }
         if self._is_aged_turn:
-            aged = [top for priority in tops if priority > BACKGROUND_PRIORITY for top in tops[priority]]
+            aged = [
+                first for priority in firsts if priority > BACKGROUND_PRIORITY for first in firsts[priority]
+            ]
             if aged:
-                return min(aged, key=lambda top: (self._virtual_time(top), top.arrival, top.number))
-        highest = max((priority for priority, found in tops.items() if found), default=None)
-        return None if highest is None else min(tops[highest], key=self._order)
+                return min(aged, key=lambda entry: (self._virtual_time(entry), entry.arrival, entry.number))
+        highest = max((priority for priority, found in firsts.items() if found), default=None)
+        return None if highest is None else min(firsts[highest], key=self._sort_key)
 
-    def take(self, ticket: Ticket[_L, _T]) -> None:
-        """Begin a request: its client is charged, unless it was begun before or goes in the background."""
-        tenant = self._tenants[ticket.claim.tenant]
-        claim = ticket.claim
-        is_free = claim.is_replay or claim.priority == BACKGROUND_PRIORITY
-        cost = 0.0 if is_free else claim.cost
+    def take(self, entry: QueueEntry[_L, _T]) -> None:
+        """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background."""
+        tenant = self._tenants[entry.order.tenant]
+        order = entry.order
+        is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
+        cost = 0.0 if is_free else order.cost
         if cost:
             self._time = max(self._time, tenant.virtual_time)
             tenant.virtual_time += cost
             self._turn += 1
-        self._remove(ticket, cost)
+        self._remove(entry, cost)
 
-    def discard(self, ticket: Ticket[_L, _T]) -> None:
-        """Take a request out that is not begun: nobody is charged."""
-        self._remove(ticket, 0.0)
+    def discard(self, entry: QueueEntry[_L, _T]) -> None:
+        """Remove a request that is not admitted. Its client is not charged."""
+        self._remove(entry, 0.0)
 
-    def move(self, ticket: Ticket[_L, _T], lane: _L) -> None:
-        """Let a request wait in another lane; its place among those there is what its arrival gave it."""
-        self._pull(ticket)
-        ticket.lane = lane
-        self._put(ticket)
+    def move(self, entry: QueueEntry[_L, _T], lane: _L) -> None:
+        """Move a request to another lane. It keeps its tag and arrival, which decide its place there."""
+        self._pull(entry)
+        entry.lane = lane
+        self._put(entry)
 
     @property
     def _is_aged_turn(self) -> bool:
         return self._turn % AGING_PERIOD == AGING_PERIOD - 1
 
-    def _rank(self, head: Ticket[_L, _T]) -> tuple[float, bool, float, float, int]:
-        is_aged = self._is_aged_turn and head.claim.priority > BACKGROUND_PRIORITY
-        priority = float("-inf") if is_aged else -head.claim.priority
-        return (priority, *self._order(head))
+    def _rank_of_head(self, head: QueueEntry[_L, _T]) -> tuple[float, bool, float, float, int]:
+        is_aged = self._is_aged_turn and head.order.priority > BACKGROUND_PRIORITY
+        priority = float("-inf") if is_aged else -head.order.priority
+        return (priority, *self._sort_key(head))
 
-    def _order(self, top: Ticket[_L, _T]) -> tuple[bool, float, float, int]:
-        is_fresh = not top.claim.is_replay
-        return is_fresh, self._virtual_time(top) if is_fresh else _BEGUN, top.arrival, top.number
+    def _sort_key(self, entry: QueueEntry[_L, _T]) -> tuple[bool, float, float, int]:
+        is_fresh = not entry.order.is_replay
+        return is_fresh, self._virtual_time(entry) if is_fresh else _BEGUN, entry.arrival, entry.number
 
-    def _virtual_time(self, ticket: Ticket[_L, _T]) -> float:
-        return self._tenants[ticket.claim.tenant].virtual_time
+    def _virtual_time(self, entry: QueueEntry[_L, _T]) -> float:
+        return self._tenants[entry.order.tenant].virtual_time
 
-    def _put(self, ticket: Ticket[_L, _T]) -> None:
-        claim = ticket.claim
-        tenants = self._lanes.setdefault(ticket.lane, {}).setdefault(claim.priority, defaultdict(list))
-        insort(tenants[claim.tenant], ticket)
+    def _put(self, entry: QueueEntry[_L, _T]) -> None:
+        order = entry.order
+        tenants = self._lanes.setdefault(entry.lane, {}).setdefault(order.priority, defaultdict(list))
+        insort(tenants[order.tenant], entry)
 
-    def _pull(self, ticket: Ticket[_L, _T]) -> None:
-        claim = ticket.claim
-        priorities = self._lanes[ticket.lane]
-        tenants = priorities[claim.priority]
-        tickets = tenants[claim.tenant]
-        del tickets[bisect_left(tickets, ticket)]
-        if not tickets:
-            del tenants[claim.tenant]
+    def _pull(self, entry: QueueEntry[_L, _T]) -> None:
+        order = entry.order
+        priorities = self._lanes[entry.lane]
+        tenants = priorities[order.priority]
+        entries = tenants[order.tenant]
+        del entries[bisect_left(entries, entry)]
+        if not entries:
+            del tenants[order.tenant]
         if not tenants:
-            del priorities[claim.priority]
+            del priorities[order.priority]
         if not priorities:
-            del self._lanes[ticket.lane]
+            del self._lanes[entry.lane]
 
-    def _remove(self, ticket: Ticket[_L, _T], cost: float) -> None:
-        self._pull(ticket)
+    def _remove(self, entry: QueueEntry[_L, _T], cost: float) -> None:
+        self._pull(entry)
         self._num_waiting -= 1
-        tenant = self._tenants[ticket.claim.tenant]
-        tenant.leave(ticket.claim, cost)
+        tenant = self._tenants[entry.order.tenant]
+        tenant.leave(entry.order, cost)
         if not tenant.families and tenant.virtual_time <= self._time:
-            del self._tenants[ticket.claim.tenant]
+            del self._tenants[entry.order.tenant]

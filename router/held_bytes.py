@@ -1,4 +1,4 @@
-"""How many bytes of requests the router holds: while they wait and while they are answered, and not only on arrival."""
+"""A bound on the bytes of all requests that the router holds, from their arrival to the end of their answers."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,9 +10,9 @@ from contract.errors import OverloadedError
 class HeldBytes:
     """Owns the count of the bytes of all requests that the router holds, by client.
 
-    The queue is bounded by requests, and one of them may have a thousand times the bytes of another. When ``max_bytes``
-    are held, a client that holds less than its share (``max_bytes`` divided by the clients that hold any) is still
-    admitted, so that no client is kept out by the others, and at most ``2 * max_bytes`` are held.
+    The bound on the queue counts requests, and one request may have a thousand times the bytes of another. When
+    ``max_bytes`` are held, a client that holds less than its share (``max_bytes`` divided by the clients that hold any) is
+    still admitted. Therefore no client is kept out by the others, and at most ``2 * max_bytes`` are held.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -21,12 +21,12 @@ class HeldBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all requests."""
+        """The bytes of all requests."""
         return self._by_tenant.total()
 
     @contextmanager
     def holding(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Count a request's bytes for as long as the block lasts. Raises OverloadedError where there is no room for it."""
+        """Count a request's bytes until the block ends. Raises OverloadedError if there is no room for it."""
         if self.num_bytes + num_bytes > self._max_bytes and not self._is_within_share(tenant, num_bytes):
             raise OverloadedError(
                 f"the requests that wait or are answered have {self.num_bytes} bytes together, and the limit is "

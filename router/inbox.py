@@ -1,4 +1,4 @@
-"""What workers have sent for one attempt and its client has not read yet, and the bounds on all of it."""
+"""Tokens that clients have not read yet, and bounds on their bytes."""
 
 import asyncio
 from collections import defaultdict
@@ -12,7 +12,7 @@ from protos import worker_pb2 as pb
 Event = pb.TokenEntry | KvbatonError
 Item = TypeVar("Item")
 _FULL_ANSWERS = 4
-"""How many answers of one request may be unread up to the bound of a single answer."""
+"""How many answers of one request may be unread up to the bound of a single answer, all together."""
 
 
 class UnreadAccount:
@@ -25,12 +25,12 @@ class UnreadAccount:
         self._on_overflow: set[Callable[[CancelledError], None]] = set()
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that came in, negative for those that were read. May end this request or another one."""
+        """Count bytes that arrived, or with a negative number bytes that were read. May end this request or another one."""
         self.num_bytes += num_bytes
         self._owner.count(self, num_bytes)
 
     def end_with(self, on_overflow: Callable[[CancelledError], None]) -> None:
-        """Call ``on_overflow`` when the request holds too much."""
+        """Call ``on_overflow`` when the request holds too many bytes."""
         self._on_overflow.add(on_overflow)
 
     def forget(self, on_overflow: Callable[[CancelledError], None]) -> None:
@@ -38,7 +38,7 @@ class UnreadAccount:
         self._on_overflow.discard(on_overflow)
 
     def overflow(self, error: CancelledError) -> None:
-        """End every answer of the request with ``error``; what they have not read is dropped."""
+        """End every answer of the request with ``error``, and drop what the client has not read."""
         for end in list(self._on_overflow):
             end(error)
 
@@ -58,7 +58,7 @@ class UnreadBytes:
 
     @contextmanager
     def open(self, tenant: str) -> Iterator[UnreadAccount]:
-        """Count for one request of a client for as long as the block lasts."""
+        """Open an account for one request of a client until the block ends."""
         account = UnreadAccount(self, tenant)
         self._accounts.add(account)
         try:
@@ -68,7 +68,7 @@ class UnreadBytes:
             self.num_bytes -= account.num_bytes
 
     def count(self, account: UnreadAccount, num_bytes: int) -> None:
-        """Add to the sum of an account that is open, and end the request that holds too much, if one does."""
+        """Count bytes of an open account, and end the request that holds too many, if one does."""
         if account not in self._accounts:
             return
         self.num_bytes += num_bytes
@@ -89,7 +89,7 @@ class UnreadBytes:
 
 
 class Inbox(Generic[Item]):
-    """Owns the unread items of one attempt; on too many bytes, ``on_overflow`` is called once, with the error."""
+    """Owns the unread items of one attempt. ``on_overflow`` is called once if they have too many bytes."""
 
     def __init__(self, account: UnreadAccount, max_bytes: int, on_overflow: Callable[[], None]) -> None:
         self._account = account
@@ -101,7 +101,7 @@ class Inbox(Generic[Item]):
         account.end_with(self._overflow)
 
     def put(self, item: Item | KvbatonError, num_bytes: int = 0) -> None:
-        """Take an item in. Dropped once the inbox has overflowed."""
+        """Append an item. It is dropped once the inbox has overflowed."""
         if self.is_overfull:
             return
         self._items.put_nowait((item, num_bytes))
@@ -111,7 +111,7 @@ class Inbox(Generic[Item]):
             self._overflow(_too_slow(f"more than {self._max_bytes} bytes wait for it"))
 
     async def get(self) -> Item:
-        """Return the oldest unread item; raise it where it is an error."""
+        """Return the oldest unread item, or raise it if it is an error."""
         item, num_bytes = await self._items.get()
         self._num_bytes -= num_bytes
         self._account.add(-num_bytes)
@@ -120,7 +120,7 @@ class Inbox(Generic[Item]):
         return item
 
     def close(self) -> None:
-        """Drop what is unread; nobody reads any more."""
+        """Drop what is unread: the client does not read any more."""
         self._account.forget(self._overflow)
         self._drop()
 
@@ -138,7 +138,7 @@ class Inbox(Generic[Item]):
 
 
 def size_of(entry: pb.TokenEntry) -> int:
-    """Return the bytes that an unread entry counts. A prompt's log probabilities come once, and do not count."""
+    """Return the bytes that an unread entry counts. A prompt's log probabilities are sent once, and do not count."""
     return 0 if entry.prompt_logprobs else entry.ByteSize()
 
 

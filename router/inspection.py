@@ -21,8 +21,8 @@ class Inspection:
         """Return the metrics of this moment."""
         if self._batches:
             self._metrics.batches.set_files(*await self._batches.gauges())
-        ledger = self._path.ledger
-        self._metrics.load.set(ledger.num_waiting, ledger.num_running, self._path.registry.snapshot())
+        tracker = self._path.tracker
+        self._metrics.load.set(tracker.num_waiting, tracker.num_running, self._path.registry.snapshot())
         return self._metrics
 
     def debug_state(self) -> dict[str, Any]:
@@ -30,8 +30,8 @@ class Inspection:
         path = self._path
         return {
             "model": path.models.card().name if path.models.is_known else None,
-            "requests": path.ledger.num_by_state(),
-            "num_in_line": len(path.line),
+            "requests": path.tracker.num_by_state(),
+            "num_in_line": len(path.queue),
             "num_tasks": len(path.tasks),
             "workers": [worker.debug_state() for worker in path.registry.workers],
         }

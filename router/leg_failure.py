@@ -1,28 +1,28 @@
-"""Why an attempt failed, and a failure that an earlier leg may still make irrelevant."""
+"""The failure of an attempt, and one that an earlier leg may still make irrelevant."""
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from contract.errors import KvbatonError
+from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
-from router.registry import AttachedWorker
 
-_FIRST_TOKEN_PATIENCE_SECONDS = 1.0
+_FIRST_TOKEN_SECONDS = 1.0
 """How long the failure of a leg waits for an earlier leg's token, which may end the answer."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt failed. culprit: the worker whose leg failed. suspects: workers that may be at fault."""
+    """The failure of an attempt. failed_worker: its leg failed. failed_workers: all workers that may be at fault."""
 
     error: KvbatonError
-    culprit: AttachedWorker
-    suspects: frozenset[AttachedWorker]
+    failed_worker: AttachedWorker
+    failed_workers: frozenset[AttachedWorker]
 
     def after(self, earlier: "Failure") -> "Failure":
-        """Return this failure with the suspects of an earlier one of the same attempt."""
-        return replace(self, suspects=self.suspects | earlier.suspects)
+        """Return this failure with the failed workers of an earlier one of the same attempt."""
+        return replace(self, failed_workers=self.failed_workers | earlier.failed_workers)
 
 
 class PostponedFailure:
@@ -39,7 +39,7 @@ class PostponedFailure:
         self._timer: asyncio.TimerHandle | None = None
         if not is_last_token:
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(_FIRST_TOKEN_PATIENCE_SECONDS, on_late, failure)
+            self._timer = loop.call_later(_FIRST_TOKEN_SECONDS, on_late, failure)
 
     def cancel(self) -> None:
         """Stop the timer."""

@@ -1,4 +1,4 @@
-"""What the workers report about one answer beside its tokens."""
+"""The workers' reports about one answer, beside its tokens."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from contract.requests import EngineOutput, TokenLogprobs, TransferReport
 
 @dataclass
 class LegReport:
-    """What the workers measured: seconds, prompt tokens found in a cache, the prompt's log probabilities."""
+    """Measured seconds, prompt tokens found in a cache, and the prompt's log probabilities."""
 
     prefill_seconds: float = 0.0
     transfer: TransferReport = field(default_factory=TransferReport)
@@ -15,9 +15,9 @@ class LegReport:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, output: EngineOutput, *, has_transfer: bool) -> None:
-        """Note what a worker measured. has_transfer: the output's leg waited for the KV before token 1.
+        """Add the report of a worker. has_transfer: the output's leg waited for the KV before the second token.
 
-        A replay's part counts only within the wait for token 0, or for token 1.
+        The report of a replay counts only if the replay computed the first token, or the second one.
         """
         if output.first_index == 0 and output.num_cached_tokens is not None:
             self.num_cached_tokens = output.num_cached_tokens

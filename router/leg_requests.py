@@ -1,8 +1,10 @@
-"""Builds what one leg of an attempt asks of its worker, and the error that it may end with."""
+"""The engine requests of an attempt's legs, and the error with which a worker ends a leg."""
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from msgspec import structs
 
@@ -15,36 +17,53 @@ from contract.requests import (
     ReceiveTransfer,
     SendTransfer,
 )
+from router.attached_worker import LegKey
 from router.bound_leg import Leg
 from router.legs import Result, Transfer
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 _MIN_DEADLINE_SECONDS = 0.001
 
 
+@dataclass(frozen=True)
+class AttemptTask:
+    """The rest of one choice's answer, which an attempt has to compute.
+
+    delivered: tokens that the client has already. number: how many attempts there were before.
+    """
+
+    request: PreparedRequest
+    delivered: tuple[int, ...] = ()
+    number: int = 0
+
+    @property
+    def key(self) -> LegKey:
+        """The name of the attempt in everything that its workers send."""
+        return self.request.request_id, self.number, self.request.choice
+
+    @cached_property
+    def prompt(self) -> list[int]:
+        """The request's prompt and the tokens that were delivered: the attempt continues behind them."""
+        return [*self.request.prompt_token_ids, *self.delivered]
+
+
 def leg_request(
-    request: PreparedRequest,
-    leg: Leg,
-    *,
-    attempt: int,
-    prompt: list[int],
-    num_choices: int,
-    transfer: SendTransfer | ReceiveTransfer | None,
+    task: AttemptTask, leg: Leg, *, num_choices: int, transfer: SendTransfer | ReceiveTransfer | None
 ) -> EngineRequest:
     """Build the engine's request for one leg, with the time that is left now.
 
-    prompt: the request's prompt and the tokens that were delivered before this attempt. The log probabilities of a prompt
-    that ends with delivered tokens are not asked for.
+    The log probabilities of a prompt that ends with delivered tokens are not asked for.
     """
+    request = task.request
     sampling = request.sampling
-    if len(prompt) > len(request.prompt_token_ids):
+    if task.delivered:
         sampling = structs.replace(sampling, prompt_logprobs=None)
     return EngineRequest(
         request_id=request.request_id,
-        prompt_token_ids=prompt,
+        prompt_token_ids=task.prompt,
         sampling=sampling,
         eos_token_ids=request.eos_token_ids,
-        attempt=attempt,
+        attempt=task.number,
         choice=request.choice,
         num_choices=num_choices,
         first_index=leg.first_index,
@@ -57,23 +76,25 @@ def leg_request(
     )
 
 
-def transfers_of(legs: Sequence[Leg], name: str) -> list[SendTransfer | ReceiveTransfer | None]:
-    """Return the transfer of each leg: one that receives takes what the leg before it sends. Ids begin with ``name``."""
+def transfers_of(legs: Iterable[Leg], name: str) -> list[SendTransfer | ReceiveTransfer | None]:
+    """Return the transfer of each leg. A leg that receives takes what the leg before it sends. Ids begin with ``name``."""
     transfers: list[SendTransfer | ReceiveTransfer | None] = []
-    for position, leg in enumerate(legs):
+    before: Leg | None = None
+    for leg in legs:
         match leg.kind.transfer:
             case Transfer.SEND:
                 transfers.append(SendTransfer(f"{name}.{secrets.token_hex(4)}"))
             case Transfer.RECEIVE:
-                transfers.append(_receiving(legs[position - 1], transfers[-1]))
+                transfers.append(_receiving(before, transfers[-1] if transfers else None))
             case Transfer.NONE:
                 transfers.append(None)
+        before = leg
     return transfers
 
 
-def _receiving(sender: Leg, sent: SendTransfer | ReceiveTransfer | None) -> ReceiveTransfer:
-    if not isinstance(sent, SendTransfer):
-        raise TypeError(f"worker {sender.worker.name} sends nothing to the leg behind it")
+def _receiving(sender: Leg | None, sent: SendTransfer | ReceiveTransfer | None) -> ReceiveTransfer:
+    if sender is None or not isinstance(sent, SendTransfer):
+        raise TypeError("a leg receives KV, and no leg before it sends any")
     peer = sender.worker.registration
     return ReceiveTransfer(
         transfer_id=sent.transfer_id,

@@ -1,14 +1,16 @@
-"""Where the parts of a request run: a placement is a list of leg plans, and a table says what each kind of leg does.
+"""Legs as data: the kinds of leg, the legs that a request needs, and the workers that were chosen for them.
 
-A new kind of leg is a new row of the table and a placement that names it. Attempts and relays know no kind by name.
+A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attempts and request runs name no kind.
 """
 
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from contract.identity import Role
 from contract.requests import EngineRequest
 from wire.legs import decode_to_proto, embed_to_proto, prefill_to_proto
 
@@ -25,36 +27,8 @@ EMBED = "embed"
 """Computes the prompt and returns its embedding."""
 
 
-@dataclass(frozen=True)
-class LegPlan:
-    """One leg of a request. kind: a key of the table of kinds. worker: a worker id.
-
-    first_index: index in the answer of the first token that the leg emits.
-    """
-
-    kind: str
-    worker: str
-    first_index: int = 0
-
-
-@dataclass(frozen=True)
-class Placement:
-    """The legs of a request in the order in which one takes over from the other. The last one ends the request."""
-
-    legs: tuple[LegPlan, ...]
-
-    @property
-    def end(self) -> str:
-        """Id of the worker that ends the request."""
-        return self.legs[-1].worker
-
-    def worker_of(self, kind: str) -> str | None:
-        """Return the id of the worker that has the leg of this kind; None without such a leg."""
-        return next((leg.worker for leg in self.legs if leg.kind == kind), None)
-
-
 class Transfer(Enum):
-    """What a leg does with KV. RECEIVE: it fetches the KV that the leg before it sends."""
+    """The direction in which a leg transfers KV. RECEIVE: it fetches the KV that the leg before it sends."""
 
     NONE = auto()
     SEND = auto()
@@ -62,7 +36,7 @@ class Transfer(Enum):
 
 
 class Result(Enum):
-    """What a leg contributes to the answer itself. NONE: only later legs read what it computes."""
+    """The contribution of a leg to the answer itself. NONE: only later legs read what it computes."""
 
     NONE = auto()
     TOKENS = auto()
@@ -75,7 +49,7 @@ StartLeg = Callable[["WorkerCalls", EngineRequest, str], Coroutine[Any, Any, Non
 
 @dataclass(frozen=True, kw_only=True)
 class LegKind:
-    """What is particular to one kind of leg. num_tokens_before: tokens that earlier legs of the attempt emit."""
+    """The properties of one kind of leg. num_tokens_before: tokens that earlier legs of the attempt emit."""
 
     start: StartLeg
     transfer: Transfer = Transfer.NONE
@@ -106,8 +80,90 @@ LEG_KINDS: Mapping[str, LegKind] = MappingProxyType(
 """The kinds of leg that this router places."""
 
 
+@dataclass(frozen=True, eq=False)
+class RequestPlan:
+    """The legs that a kind of request needs.
+
+    legs: each leg's kind and the role of its worker, in order. alone: the kind of the one leg on a worker that has all
+    roles. prefers_legs: such a worker is chosen only while no other one has room, and not because it is less busy.
+    fallback: the plan for a request that was begun before, while no worker has the first role. named_roles: roles that an
+    error names where they are missing, if these are not the roles of the legs.
+    """
+
+    legs: tuple[tuple[str, Role], ...]
+    alone: str
+    prefers_legs: bool = False
+    fallback: "RequestPlan | None" = None
+    named_roles: tuple[Role, ...] = ()
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the legs' workers, in order."""
+        return tuple(role for _, role in self.legs)
+
+    @property
+    def end_roles(self) -> tuple[Role, ...]:
+        """The roles of the workers on which the request can end."""
+        return self.roles[-1], Role.AGGREGATED
+
+    @property
+    def emits_tokens(self) -> bool:
+        """True if the answer consists of tokens."""
+        return LEG_KINDS[self.alone].result is Result.TOKENS
+
+
+RECOMPUTE = RequestPlan(
+    legs=((AGGREGATED, Role.DECODE),), alone=AGGREGATED, named_roles=(Role.PREFILL, Role.DECODE)
+)
+"""An answer whose prompt the decode worker computes itself."""
+GENERATION = RequestPlan(
+    legs=((PREFILL, Role.PREFILL), (DECODE, Role.DECODE)), alone=AGGREGATED, fallback=RECOMPUTE
+)
+"""An answer whose KV is handed over."""
+EMBEDDING = RequestPlan(legs=((EMBED, Role.PREFILL),), alone=EMBED, prefers_legs=True)
+"""An embedding, which nothing is decoded for."""
+PLANS = (GENERATION, RECOMPUTE, EMBEDDING)
+"""The plans that a request may wait for."""
+
+
+@dataclass(frozen=True)
+class LegPlan:
+    """One leg of a request. kind: a key of the table of kinds. worker: a worker id.
+
+    first_index: index in the answer of the first token that the leg emits.
+    """
+
+    kind: str
+    worker: str
+    first_index: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The legs of a request on chosen workers, in the order in which one takes over from the other."""
+
+    legs: tuple[LegPlan, ...]
+
+    @property
+    def end(self) -> str:
+        """Id of the worker that ends the request."""
+        return self.legs[-1].worker
+
+    @property
+    def hand_over(self) -> tuple[str, str] | None:
+        """Ids of the workers that send and receive the prompt's KV; None if no KV is handed over."""
+        for sender, receiver in pairwise(self.legs):
+            if LEG_KINDS[receiver.kind].transfer is Transfer.RECEIVE:
+                return sender.worker, receiver.worker
+        return None
+
+    def worker_of(self, kind: str) -> str | None:
+        """Return the id of the worker that has the leg of this kind; None without such a leg."""
+        return next((leg.worker for leg in self.legs if leg.kind == kind), None)
+
+
 def placed(*legs: tuple[str, str], num_delivered: int = 0) -> Placement:
-    """Plan these legs, each a kind and a worker id, for an answer of which ``num_delivered`` tokens were delivered."""
+    """Place legs, each a kind and a worker id, for an answer of which ``num_delivered`` tokens were delivered."""
     return Placement(
         tuple(
             LegPlan(kind, worker, num_delivered + LEG_KINDS[kind].num_tokens_before) for kind, worker in legs

@@ -1,4 +1,4 @@
-"""The router's side of a worker's one stream: it registers, then tokens and load flow on it."""
+"""The router's side of a worker's stream: the worker registers on it, then sends tokens and its load."""
 
 import asyncio
 import logging
@@ -13,7 +13,8 @@ from contract.identity import why_no_name
 from contract.membership import Registration, Welcome
 from protos import PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from router.registry import AttachedWorker, Registry, WorkerIdTakenError
+from router.attached_worker import AttachedWorker
+from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
 from wire.membership import credit_from_proto, load_from_proto, registration_from_proto, welcome_to_proto
@@ -21,8 +22,8 @@ from wire.membership import credit_from_proto, load_from_proto, registration_fro
 logger = logging.getLogger(__name__)
 
 _REGISTRATION_SECONDS = 10.0
-_SILENCES = 1.5
-"""Peer time-outs after which a silent connection has certainly been noticed."""
+_PEER_TIMEOUTS = 1.5
+"""Time-outs of a peer after which the router has certainly noticed a dead connection."""
 
 
 class MembershipServicer(worker_pb2_grpc.MembershipServicer):
@@ -36,7 +37,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         accept_timeout_seconds: float,
         peer_timeout_seconds: float,
     ) -> None:
-        self._patience_seconds = _SILENCES * peer_timeout_seconds
+        self._wait_seconds = _PEER_TIMEOUTS * peer_timeout_seconds
         self._registry = registry
         self._router_id = router_id
         self._tls = tls
@@ -47,15 +48,15 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     ) -> AsyncIterator[pb.RouterMessage]:
         """Serve one worker until its stream closes, or until the same process registers again.
 
-        A worker that does not fit is refused with FAILED_PRECONDITION and the reason by name; one whose id another living
-        process has with ALREADY_EXISTS. If that process is dead, the router notices within the peer's time-out, and waits
-        for it: the worker was started again after its machine or network went away.
+        A worker that does not fit is rejected with FAILED_PRECONDITION and the reason, one whose id another living process
+        has with ALREADY_EXISTS. If that process is dead, because its machine or network failed and the worker was started
+        again, the router notices that within the peer's time-out, and waits for it.
         """
         registration = await _first_message(request_iterator)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
-            worker = self._registry.meet(registration, calls)
-            await self._vacated(registration)
+            worker = self._registry.new_worker(registration, calls)
+            await self._wait_for_id(registration)
             try:
                 self._registry.attach(worker)
             except WorkerIdTakenError as error:
@@ -69,21 +70,21 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
-                await _listen_until_gone(worker, request_iterator)
+                await _read_until_gone(worker, request_iterator)
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
                 self._registry.detach(worker, "its stream closed")
 
-    async def _vacated(self, registration: Registration) -> None:
-        """Wait until another process with the same worker id has gone, if it goes in time."""
+    async def _wait_for_id(self, registration: Registration) -> None:
+        """Wait for a while until another process with the same worker id is detached."""
         if other := self._registry.holder(registration):
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._patience_seconds):
+                async with asyncio.timeout(self._wait_seconds):
                     await other.gone.wait()
 
     async def _connect(self, worker: AttachedWorker, context: Any) -> None:
-        """Connect to a worker before it is welcome: until then it grants no credit, and gets no request."""
+        """Connect to a worker before it is accepted: until then it grants no credit, and receives no request."""
         try:
             await worker.calls.connect()
         except WorkerLostError as error:
@@ -92,11 +93,11 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
 
 
 async def _check_identity(registration: Registration, context: Any) -> None:
-    """End the call of a worker that registers under other ids than its certificate is for, or under none."""
+    """End the call of a worker whose certificate is not for the ids under which it registers."""
     ids = {"worker_id": registration.worker_id, "boot_id": registration.boot_id}
     for field, value in ids.items():
         if value and (why := why_no_name(value)):
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{field} is no name: {why}")
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"invalid {field}: {why}")
     if worker_name(**ids) not in peer_names(context) and any(ids.values()):
         logger.warning(
             "refused a worker: it registers as %s with another's certificate", registration.worker_id
@@ -108,7 +109,7 @@ async def _check_identity(registration: Registration, context: Any) -> None:
 
 
 async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registration:
-    """A worker that says something else first, or nothing in time, gives an empty registration: it is refused."""
+    """Return the registration, or an empty one, which is rejected, if another message or none arrives in time."""
     try:
         async with asyncio.timeout(_REGISTRATION_SECONDS):
             first = await anext(messages, pb.WorkerMessage())
@@ -117,28 +118,28 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     return registration_from_proto(first.registration)
 
 
-async def _listen_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-    listening = asyncio.create_task(_listen(worker, messages), name=f"listen to {worker.name}")
+async def _read_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+    reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
     gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
     try:
-        await asyncio.wait({listening, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        listening.cancel()
+        reading.cancel()
         gone.cancel()
-        await asyncio.wait({listening, gone})
-    if not listening.cancelled() and (error := listening.exception()):
+        await asyncio.wait({reading, gone})
+    if not reading.cancelled() and (error := reading.exception()):
         raise error
 
 
-async def _listen(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
     async for message in messages:
         match message.WhichOneof("message"):
             case "step":
                 worker.deliver(message.step)
             case "load":
-                worker.report_load(load_from_proto(message.load))
+                worker.capacity.report_load(load_from_proto(message.load))
             case "credit":
-                worker.grant(credit_from_proto(message.credit))
+                worker.capacity.grant(credit_from_proto(message.credit))
             case "goodbye":
                 worker.is_leaving = True
                 return

@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
-from router.changes import ChangeSignal
-from router.registry import AttachedWorker, Registry
+from router.attached_worker import AttachedWorker
+from router.change_signal import ChangeSignal
+from router.registry import Registry
 from text.model_card import MODEL_FILES, ModelCard
 from text.parsing.answer_format import ParserChoice
 
@@ -71,7 +72,7 @@ class ModelSource:
         _log_template(card)
         self._card = card
         self.known_since = int(time.time())
-        self._changes.tell()
+        self._changes.notify()
 
     def close(self) -> None:
         """Release the card's resources. Call it when no request is left."""

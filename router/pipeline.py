@@ -1,250 +1,136 @@
-"""The life of a request, on one page.
+"""The way of a request through the router, from its arrival to its end.
 
-1. **Admit.** The ledger takes the request in, or the client is told to come back later.
-2. **Tokenize.** Chat template and tokenizer make token ids; defaults are filled in, the seed is drawn, ranges and the
-   model's length are checked. From here on nothing but the answer is text.
-3. **Bind.** The request waits in the router's line until a prefill and a decode worker (or one that is both) have room.
-4. **Send.** ``Prefill`` and ``Decode`` go out at the same time; the workers meet without the router. Several answers to one
-   prompt are sent as one; from token 0 on each is carried by itself.
-5. **Stream.** The first token comes from the prefill worker at once, all others from the decode worker, each exactly
-   once and in order. Every arrival becomes a delta: detokenized, end tokens hidden, cut at a stop string, and in chats
-   told apart into content, reasoning and tool calls.
-6. **Survive.** When a worker dies or a hand-over fails, the relay goes back to 3 with the prompt and the tokens that
-   were delivered; the client sees a pause.
-   An embedding goes the same way with one leg, on a worker that computes prompts, and arrives at once.
-7. **End.** Finish, a stop string, cancel, deadline and an error that nothing mends all leave the relay's block, which
-   cancels the request on every worker that may still hold something, and then the ledger's, which counts the outcome.
+1. **Admit.** The tracker admits the request, or the client receives an error and may try again later.
+2. **Prepare.** Chat template and tokenizer make token ids. Defaults are filled in, the seed is drawn, ranges and the model's
+   length are checked. From here on everything but the answer is token ids.
+3. **Wait.** The request waits in the router's admission queue until a prefill and a decode worker (or one that is both) have
+   room. Their credit is reserved for it.
+4. **Begin.** An attempt begins on these workers: the prefill leg and the decode leg start at the same time, and the workers
+   hand over the KV without the router. Several answers to one prompt begin together; after the first token each one is
+   independent.
+5. **Stream.** The first token comes from the prefill worker at once, all others from the decode worker, each exactly once
+   and in order. Each batch of tokens becomes a delta: detokenized, end tokens hidden, cut at a stop string, and in chats
+   separated into content, reasoning and tool calls.
+6. **Retry.** When a worker dies or a hand-over fails, the request run returns to 3 with the prompt and the tokens that were
+   delivered. The client sees a pause.
+7. **End.** The end of the answer, a stop string, a cancel, the deadline and an error that no attempt cures all end the run's
+   block, which cancels the request on every worker that may still hold it, and then the tracker's block, which counts the
+   outcome.
 
-A client that goes away cancels (or closes) the generator: that is step 7 from wherever the request is.
+An embedding takes the same way with one leg, on a worker that computes prompts, and arrives in one piece. A client that
+disconnects cancels (or closes) the generator: that is step 7, from any other step.
 """
 
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import ExitStack, aclosing
-from functools import partial
-from itertools import chain
-from typing import Any
-from weakref import WeakValueDictionary
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 
-from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from contract.requests import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
-from router.ledger import Ledger
-from router.limits import MAX_PROMPT_TOKENS, check_cache_salt, check_limits, check_repeated
+from router.limits import check_repeated
+from router.merge_streams import merge_streams
 from router.model_source import ModelSource
-from router.registry import Registry
-from router.relay import Relay, Relays
-from router.request import (
-    EmbeddingRequest,
-    GenerationRequest,
-    PreparedRequest,
-    prepare,
-    prepare_embedding,
-    tokenize,
-)
-from router.side_by_side import side_by_side
-from router.tasks import giving_way
-from router.tenancy import TenantRules
-from router.tokenizing import TokenizerThreads
-from router.turns import Turns
+from router.request import EmbeddingRequest, GenerationRequest
+from router.request_preparer import RequestPreparer
+from router.request_run import RequestRun, RequestRuns
+from router.request_tracker import RequestTracker
+from router.round_robin import RoundRobin
+from router.tasks import cooperatively
 from text.model_card import ModelCard
-from text.stop import StopAutomaton
 
 
 class Pipeline:
     """Carries every request of HTTP and gRPC from its arrival to its end."""
 
     def __init__(
-        self,
-        models: ModelSource,
-        registry: Registry,
-        ledger: Ledger,
-        relays: Relays,
-        tokenizers: TokenizerThreads,
-        rules: TenantRules,
-        timeout_seconds: float,
+        self, models: ModelSource, preparer: RequestPreparer, tracker: RequestTracker, runs: RequestRuns
     ) -> None:
+        self.preparer = preparer
         self._models = models
-        self._tokenizers = tokenizers
-        self._registry = registry
-        self._ledger = ledger
-        self._relays = relays
-        self._rules = rules
-        self._timeout_seconds = timeout_seconds
-        self._turns = Turns()
-        self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+        self._tracker = tracker
+        self._runs = runs
+        self._rounds = RoundRobin()
 
-    async def generate(self, *asked: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """The answers as they are computed, one beside the other; ``index`` says whose a delta is.
+    async def generate(self, *requests: GenerationRequest) -> AsyncGenerator[Delta, None]:
+        """Yield the deltas of all answers as they are computed. ``index`` is the answer that a delta belongs to.
 
-        Every prompt has ``num_choices`` answers, one prompt's behind the other's. The last delta of each has
-        ``finish_reason``, ``usage`` (what the prompt took is told with its first choice) and ``timings``. All are admitted
-        and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end them early.
-        Raises KvbatonError.
+        Every prompt has ``num_choices`` answers, which are numbered after those of the prompts before it. The last delta of
+        each answer has ``finish_reason``, ``usage`` (a prompt counts for its first answer only) and ``timings``. All prompts
+        are admitted and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end
+        the answers early. Raises KvbatonError.
         """
-        check_repeated(asked)
-        await self._admit(asked[0], sum(len(one.choices) for one in asked))
-        with ExitStack() as held:
-            records = [
-                [held.enter_context(self._ledger.open(one)) for _ in one.choices]
-                async for one in giving_way(asked)
-            ]
-            card = self._answering_card(asked[0].model)
-            requests = await self._all_within_limits([self._prepare(one, card) for one in asked], card)
-            unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
-            relays = [
-                held.enter_context(self._relays.open(*each, unread))
-                async for each in giving_way(zip(requests, records, strict=True))
-            ]
-            first, *others = [self._answer(relay, card) for relay in chain.from_iterable(relays)]
-            async with aclosing(side_by_side([first, *others]) if others else first) as deltas:
+        check_repeated(requests)
+        async with self._open(requests) as (runs, card):
+            streams = [_answer(run, card) for run in runs]
+            async with aclosing(merge_streams(streams)) as deltas:
                 async for delta in deltas:
                     yield delta
 
-    async def embed(self, *asked: EmbeddingRequest) -> list[Delta]:
-        """The embedding of each prompt, in order, with ``usage`` and ``timings``; all or none.
+    async def embed(self, *requests: EmbeddingRequest) -> list[Delta]:
+        """Return the embedding of each prompt, in order, with ``usage`` and ``timings``; all of them or none.
 
         Cancel its task to end it early. Raises KvbatonError.
         """
-        await self._admit(asked[0], len(asked))
-        with ExitStack() as held:
-            records = [held.enter_context(self._ledger.open(one)) async for one in giving_way(asked)]
-            card = self._models.card_named(asked[0].model)
-            preparing = [self._prepare_embedding(one, card) for one in asked]
-            requests = await self._all_within_limits(preparing, card)
-            unread = held.enter_context(self._relays.unread.open(asked[0].tenant))
-            pairs = zip(requests, records, strict=True)
-            relays = [
-                held.enter_context(self._relays.open(request, [record], unread))[0]
-                async for request, record in giving_way(pairs)
-            ]
-            async with aclosing(side_by_side([self._embedding(relay) for relay in relays])) as deltas:
+        async with self._open(requests) as (runs, _):
+            streams = [_embedding(run) for run in runs]
+            async with aclosing(merge_streams(streams)) as deltas:
                 found = [delta async for delta in deltas]
         return sorted(found, key=lambda delta: delta.index)
 
-    async def _admit(self, first: GenerationRequest | EmbeddingRequest, num_requests: int) -> None:
-        """Wait for the model and for the client's turn, and check that so many requests may wait. Raises KvbatonError."""
+    @asynccontextmanager
+    async def _open(
+        self, requests: Sequence[GenerationRequest | EmbeddingRequest]
+    ) -> AsyncIterator[tuple[list[RequestRun], ModelCard]]:
+        """Admit and prepare the prompts of one client's request, and open a run for each answer until the block ends."""
+        first = requests[0]
+        num_answers = sum(len(request.choices) for request in requests)
         await self._models.settled()
-        await self._turns.take(first.tenant)
-        self._ledger.check_admission(first, num_requests)
+        await self._rounds.wait_turn(first.tenant)
+        self._tracker.check_admission(first, num_answers)
+        with ExitStack() as stack:
+            tracked = [
+                [stack.enter_context(self._tracker.open(request)) for _ in request.choices]
+                async for request in cooperatively(requests)
+            ]
+            card = self.preparer.card_for(first)
+            prepared = await self.preparer.prepare(requests, card)
+            unread = stack.enter_context(self._runs.unread.open(first.tenant))
+            runs: list[RequestRun] = []
+            async for prompt, answers in cooperatively(zip(prepared, tracked, strict=True)):
+                runs += stack.enter_context(self._runs.open(prompt, answers, unread))
+            yield runs, card
 
-    def check(self, asked: GenerationRequest) -> PreparedRequest:
-        """What ``generate`` would send, after all its checks; from any thread. Raises KvbatonError."""
-        check_limits(asked)
-        card = self._answering_card(asked.model)
-        return self._prepared(asked, tokenize(asked, card, self._max_model_len(card)), card)
 
-    async def num_prompt_tokens(self, asked: GenerationRequest) -> int:
-        """Return how many tokens the prompt of ``asked`` has, also where that is more than the model takes.
-
-        Raises KvbatonError, ContextLengthError among them for a text that is too long to be tokenized.
-        """
-        check_limits(asked)
-        return len(await self._tokenized(asked, self._models.card_named(asked.model)))
-
-    def check_embedding(self, asked: EmbeddingRequest) -> PreparedRequest:
-        """What ``embed`` would send, after all its checks; from any thread. Raises KvbatonError."""
-        check_cache_salt(asked.cache_salt)
-        card = self._models.card_named(asked.model)
-        return self._prepared_embedding(asked, tokenize(asked, card, self._max_model_len(card)), card)
-
-    def _answering_card(self, name: str | None) -> ModelCard:
-        card = self._models.card_named(name)
-        if self._registry.embeds_only:
-            raise UnsupportedFieldError(
-                f"the model {card.name} has no output head: it gives embeddings only (/v1/embeddings, Embed)",
-                param="model",
-            )
-        return card
-
-    async def _answer(self, relay: Relay, card: ModelCard) -> AsyncGenerator[Delta, None]:
-        request = relay.request
-        record = relay.record
-        answer = Answer(request, card)
-        while not answer.is_finished:
-            is_first = answer.num_tokens == 0
-            delta = answer.push(await relay.next())
-            if is_first:
-                delta.prompt = Prompt(request.prompt_token_ids, relay.report.prompt_logprobs)
-            record.arrived(delta)
-            if delta.finish_reason:
-                relay.close()
-                record.finish(delta, delta.finish_reason, _usage(relay, answer), relay.report)
-            yield delta
-
-    async def _embedding(self, relay: Relay) -> AsyncGenerator[Delta, None]:
-        arrival = await relay.next()
-        relay.close()
-        usage = Usage(
-            num_prompt_tokens=len(relay.request.prompt_token_ids),
-            num_completion_tokens=0,
-            num_cached_tokens=relay.report.num_cached_tokens,
-        )
-        delta = Delta(finish_reason=arrival.finish_reason, embedding=arrival.embedding)
-        relay.record.finish(delta, FinishReason.STOP, usage, relay.report)
+async def _answer(run: RequestRun, card: ModelCard) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of one answer. ``run.next`` waits for workers, begins attempts, and retries."""
+    answer = Answer(run.request, card)
+    while not answer.is_finished:
+        is_first = answer.num_tokens == 0
+        delta = answer.push(await run.next())
+        if is_first:
+            delta.prompt = Prompt(run.request.prompt_token_ids, run.report.prompt_logprobs)
+        run.tracked.arrived(delta)
+        if delta.finish_reason:
+            run.close()  # a stop string ends the answer before its workers do
+            usage = _usage(run, answer.num_tokens, answer.num_reasoning_tokens)
+            run.tracked.finish(delta, delta.finish_reason, usage, run.report)
         yield delta
 
-    async def _all_within_limits(
-        self, preparing: list[Coroutine[Any, Any, PreparedRequest]], card: ModelCard
-    ) -> list[PreparedRequest]:
-        """Prepare a request's prompts one after the other, up to the tokens that they may have together."""
-        prepared: list[PreparedRequest] = []
-        room = max(MAX_PROMPT_TOKENS, self._max_model_len(card))
-        try:
-            while preparing and room >= 0:
-                prepared.append(await preparing.pop(0))
-                room -= len(prepared[-1].prompt_token_ids)
-        finally:
-            for one in preparing:
-                one.close()
-        if room < 0:
-            raise InvalidRequestError(
-                f"the prompts of one request have more than {MAX_PROMPT_TOKENS} tokens together; send fewer"
-            )
-        return prepared
 
-    def _max_model_len(self, card: ModelCard) -> int:
-        return self._registry.recent_max_model_len(card.max_model_len)
-
-    async def _tokenized(self, asked: GenerationRequest | EmbeddingRequest, card: ModelCard) -> list[int]:
-        return await self._tokenizers.tokenize(asked, card, self._max_model_len(card))
-
-    async def _prepare(self, asked: GenerationRequest, card: ModelCard) -> PreparedRequest:
-        check_limits(asked)
-        return self._prepared(asked, await self._tokenized(asked, card), card)
-
-    async def _prepare_embedding(self, asked: EmbeddingRequest, card: ModelCard) -> PreparedRequest:
-        check_cache_salt(asked.cache_salt)
-        return self._prepared_embedding(asked, await self._tokenized(asked, card), card)
-
-    def _prepared(self, asked: GenerationRequest, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
-        stop = self._stops.setdefault(asked.stop, StopAutomaton(asked.stop))
-        make = partial(prepare, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds, stop=stop)
-        return self._rules.apply(self._within_length(make, card))
-
-    def _prepared_embedding(
-        self, asked: EmbeddingRequest, prompt_ids: list[int], card: ModelCard
-    ) -> PreparedRequest:
-        make = partial(prepare_embedding, asked, prompt_ids, card, timeout_seconds=self._timeout_seconds)
-        return self._rules.apply(self._within_length(make, card))
-
-    def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
-        """Prepare what fits an attached worker for those, and what fitted one that has gone a moment ago for that one."""
-        now = self._registry.max_model_len(card.max_model_len)
-        recent = self._max_model_len(card)
-        try:
-            return make(max_model_len=now)
-        except ContextLengthError:
-            if recent <= now:
-                raise
-        return make(max_model_len=recent)
+async def _embedding(run: RequestRun) -> AsyncGenerator[Delta, None]:
+    """Yield the one delta of an embedding."""
+    batch = await run.next()
+    run.close()
+    delta = Delta(finish_reason=batch.finish_reason, embedding=batch.embedding)
+    run.tracked.finish(delta, FinishReason.STOP, _usage(run), run.report)
+    yield delta
 
 
-def _usage(relay: Relay, answer: Answer) -> Usage:
-    """What the answer took; the prompt, which several answers share, is told with the first of them."""
-    pays_prompt = relay.request.choice == 0
+def _usage(run: RequestRun, num_tokens: int = 0, num_reasoning_tokens: int = 0) -> Usage:
+    """Return the usage of one answer. A prompt with several answers counts for the first one."""
+    has_prompt = run.request.choice == 0
     return Usage(
-        num_prompt_tokens=len(relay.request.prompt_token_ids) if pays_prompt else 0,
-        num_completion_tokens=answer.num_tokens,
-        num_cached_tokens=relay.report.num_cached_tokens if pays_prompt else 0,
-        num_reasoning_tokens=answer.num_reasoning_tokens,
+        num_prompt_tokens=len(run.request.prompt_token_ids) if has_prompt else 0,
+        num_completion_tokens=num_tokens,
+        num_cached_tokens=run.report.num_cached_tokens if has_prompt else 0,
+        num_reasoning_tokens=num_reasoning_tokens,
     )

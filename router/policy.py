@@ -1,31 +1,32 @@
-"""Which workers take a request, and when they have room for it: pure functions over a snapshot.
+"""The choice of workers for a request, and when they have room for it: pure functions over a snapshot.
 
-The rule: a prefill and a decode worker that can reach each other, or one that is both if that one has less to do. Of the
-candidates the least loaded one; equally loaded ones take turns. A worker has room as long as its credit reaches: it
-reports itself how many legs and tokens it takes on at once. A request is never placed where it does not fit.
+A request goes to one worker for each leg of its plan, or to one worker that has all roles if that one has less to do. Of
+the candidates for a leg the least loaded one is chosen; equally loaded ones take turns. A worker has room as long as its
+credit, which it reports itself, is not used up. A request is never placed where it does not fit.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
-from typing import TypeVar
+from itertools import pairwise, product
 
 from contract.identity import Role
-from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, Placement, placed
+from router.legs import GENERATION, Placement, RequestPlan, placed
 
 _FULL = 0.95
-"""Used share of a KV pool from which on it gets no new request: what runs there still grows."""
+"""Used share of a KV pool from which on it gets no new request: the running ones still grow."""
 UNLIMITED = 2**62
-_T = TypeVar("_T")
+
+Pairs = frozenset[tuple[str, str]]
+"""Pairs of worker ids, sender first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerView:
-    """What a policy sees of a worker.
+    """A worker as a policy reads it.
 
-    num_requests, num_tokens: legs of this router that are bound to it. max_requests, max_tokens: its credit. max_length:
-    tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The rest it reports
-    itself.
+    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit.
+    max_length: tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The other
+    fields are what it reports itself.
     """
 
     worker_id: str
@@ -41,46 +42,24 @@ class WorkerView:
     pool_tokens: int = UNLIMITED
 
 
-class Need(Enum):
-    """What must be attached for a request to be placed at all.
-
-    ANSWER: a prefill and a decode worker, or one that is both. REPLAY: a decode worker will do. EMBEDDING: a prefill worker,
-    or one that is both; who lacks this lacks ANSWER too.
-    """
-
-    ANSWER = auto()
-    REPLAY = auto()
-    EMBEDDING = auto()
-
-
-_NEEDED: dict[Need, tuple[Role, ...]] = {
-    Need.ANSWER: (Role.PREFILL, Role.DECODE),
-    Need.REPLAY: (Role.DECODE,),
-    Need.EMBEDDING: (Role.PREFILL,),
-}
-
-Pairs = frozenset[tuple[str, str]]
-"""Worker ids, prefill first."""
-
-
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What a request asks of its workers.
+class PlacementRequest:
+    """The needs of a request, and what its earlier attempts have shown.
 
-    num_prompt_tokens: with the tokens that were delivered already. num_delivered: how many those are. num_answer_tokens:
-    kept free beside them on the decode side. num_choices: answers to the prompt that begin together. max_length: tokens
-    that prompt and answer have together at the most; with may_be_cut a worker that ends the answer earlier will do where no
-    other is attached for a while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an
-    earlier attempt failed; they are asked only for what no other worker does, even if it has no room just now. too_small:
-    workers that refused the request for its length. is_replay: an earlier attempt was begun, so where no prefill worker is
-    left the decode worker computes the prompt itself. is_local: it shall, because handing KV over has failed again and
-    again. is_embedding: nothing is decoded.
+    num_prompt_tokens: with the tokens that were delivered already (num_delivered). num_answer_tokens: kept free for each of
+    num_choices answers where the request ends. plan: the legs that it needs. max_length: tokens that prompt and answer have
+    together at the most; with may_be_cut a worker that ends the answer earlier is chosen if no other is attached for a
+    while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
+    they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
+    request because of its length. is_replay: an earlier attempt was begun. is_local: the plan's fallback is required,
+    because handing over KV has failed again and again.
     """
 
     num_prompt_tokens: int
     num_answer_tokens: int
     num_delivered: int = 0
     num_choices: int = 1
+    plan: RequestPlan = GENERATION
     max_length: int = 0
     may_be_cut: bool = False
     prefer: str | None = None
@@ -88,106 +67,92 @@ class Wish:
     too_small: frozenset[str] = frozenset()
     is_replay: bool = False
     is_local: bool = False
-    is_embedding: bool = False
 
     @property
-    def end_roles(self) -> tuple[Role, ...]:
-        """Roles of the workers on which it can end."""
-        return (Role.PREFILL if self.is_embedding else Role.DECODE), Role.AGGREGATED
+    def num_tokens(self) -> int:
+        """Tokens that it takes where it ends: the prompt, and room for all answers."""
+        return self.num_prompt_tokens + self.num_choices * self.num_answer_tokens
 
     @property
     def least_length(self) -> int:
-        """Tokens of prompt and answer that a worker on which it ends must take."""
-        if self.is_embedding:
-            return self.num_prompt_tokens
-        return max(self.num_prompt_tokens + 1, self.max_length)
+        """Tokens of prompt and answer that a worker on which it ends must be able to hold."""
+        return max(self.num_prompt_tokens + self.plan.emits_tokens, self.max_length)
 
     @property
-    def need(self) -> Need:
-        """Without what it cannot be placed."""
-        if self.is_embedding:
-            return Need.EMBEDDING
-        return Need.REPLAY if self.is_replay else Need.ANSWER
+    def least_plan(self) -> RequestPlan:
+        """The plan that needs the fewest roles and can still serve the request."""
+        return self.plan.fallback if self.is_replay and self.plan.fallback else self.plan
 
 
 def place(
-    workers: Sequence[WorkerView], wish: Wish, turn: int, severed: Pairs = frozenset()
+    workers: Sequence[WorkerView], request: PlacementRequest, turn: int, unreachable: Pairs = frozenset()
 ) -> Placement | None:
-    """Pick the workers of one request; None while none has room. ``turn`` counts requests, for ties.
+    """Choose the workers of one request; return None while none has room. ``turn`` counts requests, to break ties.
 
-    severed: pairs that cannot reach each other now. A decode worker that no prefill worker reaches computes prompts itself.
+    unreachable: pairs that cannot hand over KV now. A decode worker that no prefill worker reaches computes prompts itself.
     """
-    able = [worker for worker in workers if fits(worker, wish)]
-    is_local = _computes_locally(workers, able, wish)
-    workers = _trusted(able, wish)
-    both = _first(_by_load(workers, Role.AGGREGATED, wish, turn))
-    if wish.is_embedding:
-        pooling = _first(_by_load(workers, Role.PREFILL, wish, turn)) or both
-        return placed((EMBED, pooling.worker_id)) if pooling else None
-    decodes = _by_load(workers, Role.DECODE, wish, turn)
-    if is_local:
-        return _alone(_first(decodes), both, wish)
-    prefills = _by_load(workers, Role.PREFILL, wish, turn)
-    pair = _first((p, d) for d in decodes for p in prefills if (p.worker_id, d.worker_id) not in severed)
-    if pair:
-        prefill, decode = pair
-        if both is None or both.num_tokens >= max(prefill.num_tokens, decode.num_tokens):
-            legs = (PREFILL, prefill.worker_id), (DECODE, decode.worker_id)
-            return placed(*legs, num_delivered=wish.num_delivered)
-    if both:
-        return _alone(None, both, wish)
-    return _alone(_first(_unreached(workers, decodes, wish, severed)), None, wish)
+    able = [worker for worker in workers if fits(worker, request)]
+    plan = _plan_now(workers, able, request)
+    workers = _trusted(able, request)
+    alone = next(iter(_by_load(workers, Role.AGGREGATED, request, turn)), None)
+    chosen = _one_for_each_leg(workers, plan, request, turn, unreachable)
+    if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
+        legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
+        return placed(*legs, num_delivered=request.num_delivered)
+    if alone:
+        return placed((plan.alone, alone.worker_id), num_delivered=request.num_delivered)
+    if unreached := _unreached(workers, plan, request, turn, unreachable):
+        return placed((plan.alone, unreached.worker_id), num_delivered=request.num_delivered)
+    return None
 
 
-def fits(worker: WorkerView, wish: Wish) -> bool:
-    """Whether the worker is able to take the request at all, whatever it has to do now."""
-    if not worker.max_requests or worker.worker_id in wish.too_small:
+def fits(worker: WorkerView, request: PlacementRequest) -> bool:
+    """Return True if the worker can take a leg of the request at all, whatever else it has to do now."""
+    if not worker.max_requests or worker.worker_id in request.too_small:
         return False
-    most = wish.least_length
-    if wish.is_embedding:
-        return most <= min(worker.max_length, worker.pool_tokens)
-    if wish.num_prompt_tokens + (worker.role is not Role.PREFILL) > worker.pool_tokens:
+    is_prefill = worker.role is Role.PREFILL
+    draws_more = request.plan.emits_tokens and not is_prefill
+    if request.num_prompt_tokens + draws_more > worker.pool_tokens:
         return False
-    if (
-        worker.role is Role.PREFILL
-    ):  # of the answer it draws token 0 only, which must not be the last for want of space
-        return min(wish.num_prompt_tokens + 2, most) <= worker.max_length
+    most = request.least_length
+    if is_prefill:  # it draws the first token only, which must not be the last one for lack of space
+        return min(request.num_prompt_tokens + 2, most) <= worker.max_length
     return most <= worker.max_length
 
 
-def candidates(workers: Iterable[WorkerView], wish: Wish) -> frozenset[str]:
-    """Return the ids of the workers that may take a leg of the request; empty where it fits none that could decode it."""
-    able = [worker for worker in workers if fits(worker, wish)]
-    if not any(worker.role in wish.end_roles for worker in able):
+def candidates(workers: Iterable[WorkerView], request: PlacementRequest) -> frozenset[str]:
+    """Return the ids of the workers that may take a leg of the request; empty if it could end on none of them."""
+    roles = {*request.plan.roles, Role.AGGREGATED}
+    able = [worker for worker in workers if worker.role in roles and fits(worker, request)]
+    if not any(worker.role in request.plan.end_roles for worker in able):
         return frozenset()
-    return frozenset(
-        worker.worker_id for worker in able if worker.role is not Role.DECODE or not wish.is_embedding
+    return frozenset(worker.worker_id for worker in able)
+
+
+def awaited(workers: Sequence[WorkerView], request: PlacementRequest) -> frozenset[str]:
+    """Return the ids of the workers that a request without room waits for, so that no later request takes their room.
+
+    These are the workers on which it can end, and those of its earlier legs if none of them has room.
+    """
+    able = [worker for worker in workers if fits(worker, request)]
+    ends = [worker for worker in able if worker.role in request.plan.end_roles]
+    earlier = [worker for worker in able if worker.role in request.plan.roles[:-1]]
+    if any(_has_room(worker, request) for worker in earlier):
+        earlier = []
+    return frozenset(worker.worker_id for worker in (*earlier, *ends))
+
+
+def why_too_long(workers: Iterable[WorkerView], request: PlacementRequest) -> str:
+    """Describe why none of the workers can take the request."""
+    most = longest(worker for worker in workers if worker.max_requests)
+    return (
+        f"no attached worker takes {request.least_length} tokens of prompt and answer together; "
+        f"the limit is {most or 0} now"
     )
 
 
-def awaited(workers: Sequence[WorkerView], wish: Wish) -> frozenset[str]:
-    """Return the ids of the workers that a request without a place waits for: nobody behind it may take their room.
-
-    Those that decode, always; those that compute prompts only if none of them has room for it.
-    """
-    able = [worker for worker in workers if fits(worker, wish)]
-    prefills = [worker for worker in able if worker.role is Role.PREFILL]
-    others = [worker for worker in able if worker.role is not Role.PREFILL]
-    if wish.is_embedding:
-        others = [worker for worker in others if worker.role is Role.AGGREGATED]
-    elif any(_has_room(worker, wish) for worker in prefills):
-        prefills = []
-    return frozenset(worker.worker_id for worker in (*prefills, *others))
-
-
-def why_too_long(workers: Iterable[WorkerView], wish: Wish) -> str:
-    """Describe why none of the workers is able to take the request."""
-    most = longest(worker for worker in workers if worker.max_requests)
-    return f"no attached worker takes {wish.least_length} tokens of prompt and answer together; the limit is {most or 0} now"
-
-
 def longest(workers: Iterable[WorkerView]) -> int | None:
-    """Return how many tokens prompt and answer may have for some pair of workers, or one that is both; None without any."""
+    """Return how many tokens prompt and answer may have together on the largest worker or pair; None without any."""
     most: dict[Role, int] = {}
     for worker in workers:
         most[worker.role] = max(most.get(worker.role, 0), worker.max_length)
@@ -197,88 +162,119 @@ def longest(workers: Iterable[WorkerView]) -> int | None:
 
 
 def is_full(kv_cache_usage: float) -> bool:
-    """A KV cache that takes in no further request."""
+    """Return True if a KV cache takes no further request."""
     return kv_cache_usage >= _FULL
 
 
-def missing_role(workers: Sequence[WorkerView], need: Need = Need.ANSWER) -> str | None:
-    """None when a request can be placed sooner or later, else what is missing."""
+def missing_role(workers: Sequence[WorkerView], plan: RequestPlan = GENERATION) -> str | None:
+    """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
     roles = {worker.role for worker in workers if worker.max_requests}
-    needed = _NEEDED[need]
-    if Role.AGGREGATED in roles or roles.issuperset(needed):
+    if Role.AGGREGATED in roles or roles.issuperset(plan.roles):
         return None
-    wanted = needed if need is Need.EMBEDDING else _NEEDED[Need.ANSWER]
-    missing = [role.value for role in wanted if role not in roles]
+    missing = [role.value for role in plan.named_roles or plan.roles if role not in roles]
     return f"no {' and no '.join(missing)} worker is attached"
 
 
-def _trusted(workers: Sequence[WorkerView], wish: Wish) -> Sequence[WorkerView]:
-    """Those that are not avoided, where they suffice without the others; else all."""
-    trusted = [worker for worker in workers if worker.worker_id not in wish.avoid]
-    return workers if missing_role(trusted, Need.EMBEDDING if wish.is_embedding else Need.ANSWER) else trusted
+def _plan_now(
+    workers: Sequence[WorkerView], able: Sequence[WorkerView], request: PlacementRequest
+) -> RequestPlan:
+    """Return the fallback of the request's plan if no worker can take the first leg, for its length or at all.
 
-
-def _computes_locally(workers: Sequence[WorkerView], able: Sequence[WorkerView], wish: Wish) -> bool:
-    """Whether the prompt is computed where it is decoded: no prefill worker is able to, for its length or at all.
-
-    New requests wait for a prefill worker where none is attached: one may be starting again.
+    New requests wait for a worker of that role if none is attached, because one may be starting again.
     """
-    is_prefill = [worker.role is Role.PREFILL for worker in able]
-    is_attached = any(worker.role is Role.PREFILL and worker.max_requests for worker in workers)
-    return wish.is_local or (not any(is_prefill) and (wish.is_replay or is_attached))
+    plan = request.plan
+    if plan.fallback is None:
+        return plan
+    first = plan.roles[0]
+    is_able = any(worker.role is first for worker in able)
+    is_attached = any(worker.role is first and worker.max_requests for worker in workers)
+    falls_back = request.is_local or (not is_able and (request.is_replay or is_attached))
+    return plan.fallback if falls_back else plan
 
 
-def _alone(decode: WorkerView | None, both: WorkerView | None, wish: Wish) -> Placement | None:
-    """Place the whole request on one worker."""
-    worker = min(filter(None, (decode, both)), key=lambda each: _load(each, wish), default=None)
-    return placed((AGGREGATED, worker.worker_id), num_delivered=wish.num_delivered) if worker else None
+def _trusted(workers: Sequence[WorkerView], request: PlacementRequest) -> Sequence[WorkerView]:
+    """Return the workers that are not avoided if they suffice without the others, else all."""
+    trusted = [worker for worker in workers if worker.worker_id not in request.avoid]
+    return workers if missing_role(trusted, request.plan) else trusted
+
+
+def _one_for_each_leg(
+    workers: Sequence[WorkerView], plan: RequestPlan, request: PlacementRequest, turn: int, unreachable: Pairs
+) -> tuple[WorkerView, ...] | None:
+    """Return the least loaded workers that have room for the legs and reach each other; None without such workers.
+
+    The load of a later leg's worker counts more: the request stays there longer.
+    """
+    last_first = [_by_load(workers, role, request, turn) for role in reversed(plan.roles)]
+    for chosen in product(*last_first):
+        in_order = chosen[::-1]
+        pairs = pairwise(worker.worker_id for worker in in_order)
+        if unreachable.isdisjoint(pairs):
+            return in_order
+    return None
+
+
+def _is_less_busy(
+    alone: WorkerView, chosen: Sequence[WorkerView], plan: RequestPlan, request: PlacementRequest
+) -> bool:
+    """Return True if one worker with all roles is less busy than the ones that were chosen for the legs."""
+    if plan.prefers_legs:
+        return False
+    if len(chosen) == 1:
+        return _load(alone, request) < _load(chosen[0], request)
+    return alone.num_tokens < max(worker.num_tokens for worker in chosen)
 
 
 def _unreached(
-    workers: Sequence[WorkerView], decodes: Iterable[WorkerView], wish: Wish, severed: Pairs
-) -> Iterable[WorkerView]:
-    """Return those of ``decodes`` that none of the prefill workers which may be chosen can reach."""
-    prefills = _of_role(workers, Role.PREFILL, wish)
-    if not prefills:
-        return []
-    return [d for d in decodes if all((p.worker_id, d.worker_id) in severed for p in prefills)]
+    workers: Sequence[WorkerView], plan: RequestPlan, request: PlacementRequest, turn: int, unreachable: Pairs
+) -> WorkerView | None:
+    """Return a worker for the last leg that none of the workers which may be chosen for the leg before can reach."""
+    if len(plan.legs) == 1:
+        return None
+    *_, before, last = plan.roles
+    senders = _of_role(workers, before, request)
+    for worker in _by_load(workers, last, request, turn):
+        if senders and all((sender.worker_id, worker.worker_id) in unreachable for sender in senders):
+            return worker
+    return None
 
 
-def _of_role(workers: Sequence[WorkerView], role: Role, wish: Wish) -> list[WorkerView]:
+def _of_role(workers: Sequence[WorkerView], role: Role, request: PlacementRequest) -> list[WorkerView]:
     able = [worker for worker in workers if worker.role is role]
-    return [worker for worker in able if worker.worker_id not in wish.avoid] or able
+    return [worker for worker in able if worker.worker_id not in request.avoid] or able
 
 
-def _by_load(workers: Sequence[WorkerView], role: Role, wish: Wish, turn: int) -> list[WorkerView]:
-    """Return the workers of a role that have room, the least loaded first, equals beginning with another one each turn."""
-    having_room = [worker for worker in _of_role(workers, role, wish) if _has_room(worker, wish)]
-    ranked = sorted(having_room, key=lambda worker: _load(worker, wish))
-    num_equals = sum(_load(worker, wish) == _load(ranked[0], wish) for worker in ranked)
+def _by_load(
+    workers: Sequence[WorkerView], role: Role, request: PlacementRequest, turn: int
+) -> list[WorkerView]:
+    """Return the workers of a role that have room, least loaded first. Equal ones begin with another one each turn."""
+    having_room = [worker for worker in _of_role(workers, role, request) if _has_room(worker, request)]
+    ranked = sorted(having_room, key=lambda worker: _load(worker, request))
+    num_equals = sum(_load(worker, request) == _load(ranked[0], request) for worker in ranked)
     start = turn % num_equals if num_equals else 0
     return [*ranked[start:num_equals], *ranked[:start], *ranked[num_equals:]]
 
 
-def _has_room(worker: WorkerView, wish: Wish) -> bool:
-    """A prefill worker while its queue is below its limit; the others if the whole request fits; all if they are idle."""
+def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
+    """Return True if the worker's credit reaches for the request, or if it has nothing to do.
+
+    A prefill worker takes another prompt while its queue is below its limit; other workers if the whole request fits.
+    """
     if worker.num_requests >= worker.max_requests:
         return False
     if worker.num_requests == 0:
         return True
     if worker.role is Role.PREFILL:
         return worker.num_tokens < worker.max_tokens
-    needed = worker.num_tokens + wish.num_prompt_tokens + wish.num_answer_tokens
+    needed = worker.num_tokens + request.num_tokens
     return needed <= worker.max_tokens and not is_full(worker.kv_cache_usage)
 
 
-def _load(worker: WorkerView, wish: Wish) -> tuple[bool, bool, int, int, float]:
+def _load(worker: WorkerView, request: PlacementRequest) -> tuple[bool, bool, int, int, float]:
     return (
-        worker.worker_id in wish.avoid,
-        worker.role is Role.PREFILL and worker.worker_id != wish.prefer,
+        worker.worker_id in request.avoid,
+        worker.role is Role.PREFILL and worker.worker_id != request.prefer,
         worker.num_tokens,
         worker.num_waiting + worker.num_running,
         round(worker.kv_cache_usage, 2),
     )
-
-
-def _first(items: Iterable[_T]) -> _T | None:
-    return next(iter(items), None)

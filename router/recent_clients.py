@@ -1,11 +1,11 @@
-"""Which clients have used the service lately."""
+"""The clients that have used the service lately."""
 
 import time
 from collections.abc import Callable, Set
 
 
 class RecentClients:
-    """Owns when each client was noted last. seconds: for how long a client counts after that."""
+    """Owns the time of each client's last request. seconds: how long a client counts as recent after it."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -13,12 +13,12 @@ class RecentClients:
         self._noted_at: dict[str, float] = {}
 
     def note(self, client: str) -> None:
-        """Record that a client asks for something now."""
+        """Record a request of a client."""
         self._noted_at[client] = self._clock()
 
     @property
     def names(self) -> Set[str]:
-        """Return the clients that count now."""
+        """The clients that count as recent now."""
         since = self._clock() - self._seconds
         self._noted_at = {name: noted for name, noted in self._noted_at.items() if noted > since}
         return self._noted_at.keys()

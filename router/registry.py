@@ -1,166 +1,22 @@
-"""The workers that are attached now, and which requests are bound to them."""
+"""The workers that are attached now."""
 
-import asyncio
 import logging
-import secrets
 import time
 from collections.abc import Callable
-from typing import Any
 
-from contract.errors import IncompatiblePeerError, InvalidRequestError, WorkerLostError
+from contract.errors import IncompatiblePeerError, InvalidRequestError
 from contract.identity import Role
 from contract.layout import KVLayout, weights_of
-from contract.membership import Credit, Load, Registration
+from contract.membership import Registration
 from protos import PROTOCOL_MAX, PROTOCOL_MIN
-from protos import worker_pb2 as pb
-from router.changes import ChangeSignal
-from router.inbox import Event
-from router.policy import UNLIMITED, Need, WorkerView, is_full, longest, missing_role
-from router.resting import MAX_REST_SECONDS, Rest
-from router.running_shares import Held, Use
+from router.attached_worker import AttachedWorker
+from router.change_signal import ChangeSignal
+from router.legs import EMBEDDING, GENERATION
+from router.policy import WorkerView, longest, missing_role
+from router.running_shares import Use
 from router.worker_calls import WorkerCalls
-from wire.membership import load_from_proto
 
 logger = logging.getLogger(__name__)
-
-LegKey = tuple[str, int, int]
-"""(request id, attempt, choice)"""
-
-
-_MAX_CANCELS = 4
-"""To one worker at a time. A client that hangs up ends hundreds of answers at once; others' starts would wait for those."""
-
-
-class AttachedWorker:
-    """One incarnation of a worker, from its registration until its stream closes.
-
-    Owns the legs that are bound to it, by what they are for: where its entries go. ``gone`` is set when it is
-    detached; from then on it says nothing any more, even if it is still alive. session: names this incarnation's stream, so
-    that a late call meant for it starts nothing on the next one. is_leaving: one side has said goodbye.
-    held: what runs here, by client. on_change: called when it may have room that it had not.
-    """
-
-    def __init__(self, registration: Registration, calls: WorkerCalls, on_change: Callable[[], None]) -> None:
-        self.registration = registration
-        self.name = registration.worker_id
-        self.calls = calls
-        self.session = secrets.token_hex(8)
-        self.load = Load()
-        self.credit = Credit()
-        self.gone = asyncio.Event()
-        self.is_leaving = False
-        self.num_tokens = 0
-        self.num_stale_entries = 0
-        self._on_change = on_change
-        self.held = Held()
-        self._legs: dict[LegKey, tuple[Callable[[Event], None], int, str]] = {}
-        self._cancels = asyncio.Semaphore(_MAX_CANCELS)
-
-    @property
-    def role(self) -> Role:
-        """What it is for."""
-        return Role(self.registration.role)
-
-    @property
-    def _pool_tokens(self) -> int:
-        """Tokens that its KV pool holds; block 0 is the null block."""
-        num_blocks = self.registration.num_blocks
-        layout = self.registration.kv_layout
-        if not num_blocks:
-            return UNLIMITED
-        return (num_blocks - 1) * (layout.block_size if layout else 0)
-
-    def bind(self, key: LegKey, post: Callable[[Event], None], num_tokens: int, tenant: str = "") -> None:
-        """Send this leg's entries to ``post``, and its end if the worker dies. ``num_tokens`` count as load.
-
-        tenant: the client for which the leg runs.
-        """
-        self._legs[key] = post, num_tokens, tenant
-        self.num_tokens += num_tokens
-        self.held.add(tenant, 1, num_tokens)
-
-    def unbind(self, key: LegKey) -> None:
-        """Forget a leg; what still comes for it is dropped."""
-        if leg := self._legs.pop(key, None):
-            _, num_tokens, tenant = leg
-            self.num_tokens -= num_tokens
-            self.held.add(tenant, -1, -num_tokens)
-            self._on_change()
-
-    async def cancel(self, key: LegKey) -> None:
-        """Stop a leg there, after those that are being stopped, unless the worker is gone by then. Raises KvbatonError."""
-        async with self._cancels:
-            if self.gone.is_set():
-                return
-            rest = Rest(MAX_REST_SECONDS)
-            await self.calls.cancel(*key)
-            await rest.after_work()
-
-    def deliver(self, step: pb.StepOutput) -> None:
-        """Hand the entries of one step to their legs; those of older attempts and unknown requests are dropped."""
-        for entry in step.entries:
-            leg = self._legs.get((entry.request_id, entry.attempt, entry.choice))
-            if leg and not self.gone.is_set():
-                leg[0](entry)
-            else:
-                self.num_stale_entries += 1
-        if step.HasField("load"):
-            self.report_load(load_from_proto(step.load))
-
-    def report_load(self, load: Load) -> None:
-        """It has told how busy it is. That matters to those who wait when its KV cache was full and is no more."""
-        was_full = is_full(self.load.kv_cache_usage)
-        self.load = load
-        if was_full and not is_full(load.kv_cache_usage):
-            self._on_change()
-
-    def grant(self, credit: Credit) -> None:
-        """It has told how much it takes on."""
-        self.credit = credit
-        self._on_change()
-
-    def lose(self, reason: str) -> None:
-        """The worker is dead: every leg bound to it ends with WorkerLostError."""
-        self.gone.set()
-        for post, _, _ in list(self._legs.values()):
-            post(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
-
-    def view(self) -> WorkerView:
-        """What a policy sees."""
-        return WorkerView(
-            worker_id=self.name,
-            role=self.role,
-            num_requests=len(self._legs),
-            num_tokens=self.num_tokens,
-            max_requests=0 if self.is_leaving else self.credit.max_requests,
-            max_tokens=self.credit.max_tokens,
-            num_running=self.load.num_running,
-            num_waiting=self.load.num_waiting,
-            kv_cache_usage=self.load.kv_cache_usage,
-            max_length=self.registration.max_model_len,
-            pool_tokens=self._pool_tokens,
-        )
-
-    def debug_state(self) -> dict[str, Any]:
-        """Plain data for ``/debug/state``."""
-        reg = self.registration
-        return {
-            "worker_id": reg.worker_id,
-            "boot_id": reg.boot_id,
-            "role": reg.role,
-            "pid": reg.pid,
-            "address": reg.address,
-            "control_address": reg.control_address,
-            "admin_address": reg.admin_address,
-            "num_running": self.load.num_running,
-            "num_waiting": self.load.num_waiting,
-            "kv_cache_usage": self.load.kv_cache_usage,
-            "max_requests": self.credit.max_requests,
-            "max_tokens": self.credit.max_tokens,
-            "num_legs": len(self._legs),
-            "num_leg_tokens": self.num_tokens,
-            "num_stale_entries": self.num_stale_entries,
-        }
 
 
 class WorkerIdTakenError(IncompatiblePeerError):
@@ -170,9 +26,9 @@ class WorkerIdTakenError(IncompatiblePeerError):
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is told when a worker comes or goes, or may have room that it had not. The first worker decides which
-    model this router serves, for the router's whole life. memory_seconds: how long the size of a worker that has gone is
-    remembered: it may be starting again.
+    ``changes`` is notified when a worker is attached or detached, or may have room that it did not have. The first worker
+    decides which model this router serves, for the router's whole life. memory_seconds: how long the size of a detached
+    worker is remembered: it may be starting again.
     """
 
     def __init__(
@@ -195,54 +51,50 @@ class Registry:
         return list(self._workers.values())
 
     def snapshot(self) -> list[WorkerView]:
-        """What a policy decides on."""
+        """Return the workers as a policy reads them."""
         return [worker.view() for worker in self._workers.values()]
 
     def decoding(self) -> list[Use]:
-        """Return what each worker that decodes takes on, and who holds how much of it."""
-        return [
-            Use(worker.credit.max_requests, worker.credit.max_tokens, worker.held)
-            for worker in self._workers.values()
-            if worker.role is not Role.PREFILL
-        ]
+        """Return the limits of each worker that decodes, and who holds how much of them."""
+        return [worker.capacity.use() for worker in self._workers.values() if worker.role is not Role.PREFILL]
 
     def get(self, worker_id: str) -> AttachedWorker:
-        """The current incarnation of a worker of the last snapshot (no await lies between)."""
+        """Return a worker of the last snapshot. Call it without an await in between."""
         return self._workers[worker_id]
 
     def missing(self) -> str | None:
-        """None when a request can be placed sooner or later, else what is missing."""
-        return missing_role(self.snapshot(), Need.EMBEDDING if self._embeds_only else Need.ANSWER)
+        """Describe which roles no worker has; return None if a request can be placed sooner or later."""
+        return missing_role(self.snapshot(), EMBEDDING if self._embeds_only else GENERATION)
 
     @property
     def embeds_only(self) -> bool:
-        """The model has no output head: it gives embeddings and no answers."""
+        """True if the model has no output head, so that it computes embeddings only."""
         return self._embeds_only
 
     def max_model_len(self, otherwise: int) -> int:
-        """Tokens that a request may have on the largest of the attached workers (of a pair: on both)."""
+        """Return how many tokens a request may have on the largest of the attached workers, or on both of a pair."""
         return longest(worker.view() for worker in self._workers.values()) or otherwise
 
     def recent_max_model_len(self, otherwise: int) -> int:
-        """The same with the workers that have gone a moment ago."""
+        """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
         now = self._clock()
         self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.snapshot(), *(view for _, view in self._gone.values())]) or otherwise
 
-    def meet(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
-        """A worker that wants to attach."""
-        return AttachedWorker(registration, calls, self._changes.tell)
+    def new_worker(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
+        """Make the record of a worker that is not attached yet."""
+        return AttachedWorker(registration, calls, self._changes.notify)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
-        """Return the attached worker that has this worker id and is another process; None where there is none."""
+        """Return the attached worker that has this worker id and is another process; None if there is none."""
         worker = self._workers.get(registration.worker_id)
         return worker if worker and worker.registration.boot_id != registration.boot_id else None
 
     def attach(self, worker: AttachedWorker) -> None:
-        """Take in a worker; an older stream of the same process is lost.
+        """Attach a worker. An older stream of the same process is lost.
 
         Raises InvalidRequestError for an incomplete registration, IncompatiblePeerError for one that does not fit,
-        WorkerIdTakenError where another process has its id.
+        WorkerIdTakenError if another process has its id.
         """
         new = worker.registration
         self._check(new)
@@ -260,10 +112,10 @@ class Registry:
         self._workers[new.worker_id] = worker
         self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
-        self._changes.tell()
+        self._changes.notify()
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
-        """The worker's stream has closed; does nothing for an incarnation that was replaced."""
+        """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
             self._gone[worker.name] = self._clock() + self._memory_seconds, worker.view()
@@ -272,15 +124,16 @@ class Registry:
             else:
                 logger.warning("worker %s is lost: %s", worker.name, reason)
             worker.lose(reason)
-            self._changes.tell()
+            self._changes.notify()
 
     def dismiss_all(self) -> None:
-        """This router stops: every worker's stream ends with a goodbye."""
+        """End every worker's stream with a goodbye, since the router stops."""
         for worker in self._workers.values():
             worker.is_leaving = True
             worker.gone.set()
 
     def _check(self, new: Registration) -> None:
+        """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
         layout = _check_complete(new)
         if new.protocol_min > PROTOCOL_MAX or new.protocol_max < PROTOCOL_MIN:
             raise IncompatiblePeerError(
@@ -305,7 +158,7 @@ class Registry:
 
 
 def _check_complete(new: Registration) -> KVLayout:
-    """Return the layout of a registration that lacks nothing. Raises InvalidRequestError that names what is missing."""
+    """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
     names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
     roles = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
     if new.role not in roles:

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable
 
-from router.changes import ChangeSignal
+from router.admission_queue import AdmissionQueue
+from router.change_signal import ChangeSignal
 from router.inbox import UnreadBytes
-from router.ledger import Ledger
 from router.metrics import RequestMetrics
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.readiness import what_is_missing
 from router.registry import Registry
-from router.relay import Relays
+from router.request_preparer import RequestPreparer
+from router.request_run import RequestRuns
+from router.request_tracker import RequestTracker
 from router.running_shares import RunningShares
 from router.settings import RouterSettings
-from router.severed import SeveredPairs
 from router.tasks import TaskSet
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
-from router.waiting_line import WaitingLine
+from router.unreachable_pairs import UnreachablePairs
 
 
 class RequestPath:
@@ -27,23 +28,24 @@ class RequestPath:
         self.changes = ChangeSignal()
         self.registry = Registry(self.changes, settings.worker_wait_seconds)
         self.models = ModelSource(self.changes, settings.served_model_name, settings.parsers)
-        self.ledger = Ledger(settings.max_queue, metrics)
+        self.tracker = RequestTracker(settings.max_queue, metrics)
         self.tokenizers = TokenizerThreads()
         self.tasks = TaskSet()
-        severed = SeveredPairs()
+        unreachable = UnreachablePairs()
         shares = RunningShares(settings.max_key_share)
-        self.line = WaitingLine(self.registry, self.changes, severed, shares, settings.worker_wait_seconds)
+        self.queue = AdmissionQueue(
+            self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
+        )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        relays = Relays(self.registry, self.line, severed, self.tasks, unread, settings.max_replays)
-        self.pipeline = Pipeline(
+        runs = RequestRuns(self.queue, unreachable, self.tasks, unread, settings.max_replays)
+        preparer = RequestPreparer(
             self.models,
             self.registry,
-            self.ledger,
-            relays,
             self.tokenizers,
             TenantRules(settings.shared_prefix_cache, settings.max_priority),
             settings.request_timeout_seconds,
         )
+        self.pipeline = Pipeline(self.models, preparer, self.tracker, runs)
 
     @property
     def missing(self) -> str | None:
@@ -59,6 +61,6 @@ class RequestPath:
 
     def close(self) -> None:
         """Release threads and processes. Call it when no request is left."""
-        self.line.close()
+        self.queue.close()
         self.tokenizers.close()
         self.models.close()

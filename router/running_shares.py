@@ -1,7 +1,7 @@
-"""How much of what runs one client may hold while others use the service too.
+"""A bound on the share of the workers that one client holds while other clients use the service.
 
-A client that is alone may fill every worker. Without a bound each other client would wait until answers of the first one
-end, however fair the queue is. While others are there, a client that holds its share waits.
+A client that is alone may fill every worker. Without a bound, another client would then wait until answers of the first one
+end, however fair the queue is. While other clients are active, a client that holds its share waits.
 """
 
 import time
@@ -12,18 +12,18 @@ from dataclasses import dataclass, field
 from router.recent_clients import RecentClients
 
 RECENT_SECONDS = 10.0
-"""For how long a client that asks for nothing more counts as one that uses the service."""
+"""How long a client counts as active after its last request."""
 
 
 @dataclass
 class Held:
-    """Requests and tokens that run, by client."""
+    """Requests and tokens that run on one worker, by client."""
 
     num_requests: Counter[str] = field(default_factory=Counter)
     num_tokens: Counter[str] = field(default_factory=Counter)
 
     def add(self, tenant: str, num_requests: int, num_tokens: int) -> None:
-        """Count what begins, or with negative numbers what ends."""
+        """Count requests that begin, or with negative numbers requests that end."""
         self.num_requests[tenant] += num_requests
         self.num_tokens[tenant] += num_tokens
         if not self.num_requests[tenant]:
@@ -32,7 +32,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Use:
-    """What one worker takes on at most, and what it has taken on."""
+    """The credit of one worker, and what is held of it."""
 
     max_requests: int
     max_tokens: int
@@ -40,20 +40,20 @@ class Use:
 
 
 class RunningShares:
-    """Decides whether a client may begin more. max_share: of all requests, and of all tokens, that run at the same time."""
+    """Decides if a client may begin more requests. max_share: of all requests, and of all tokens, that run at a time."""
 
     def __init__(self, max_share: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._max_share = max_share
         self._recent = RecentClients(RECENT_SECONDS, clock)
 
     def note(self, tenant: str) -> None:
-        """Record that a client asks for something now."""
+        """Record a request of a client."""
         self._recent.note(tenant)
 
     def may_begin(self, tenant: str, num_requests: int, num_tokens: int, uses: Sequence[Use]) -> bool:
-        """Return whether a client may begin requests of ``num_tokens`` together beside what it holds.
+        """Return True if a client may begin requests of ``num_tokens`` together beside those that it holds.
 
-        Always where it holds nothing, or while it alone uses the service.
+        That is always true if it holds none, or if it is alone.
         """
         held_requests = sum(use.held.num_requests[tenant] for use in uses)
         if not held_requests or self.is_alone(tenant, uses):
@@ -64,6 +64,6 @@ class RunningShares:
         ) and held_tokens + num_tokens <= self._max_share * sum(use.max_tokens for use in uses)
 
     def is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
-        """Return whether no other client has asked for anything lately, or holds anything."""
+        """Return True if no other client has sent a request lately, or holds one."""
         others = self._recent.names | {name for use in uses for name in use.held.num_requests}
         return others <= {tenant}

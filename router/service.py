@@ -58,7 +58,7 @@ class RouterService:
         self._worker_port = WorkerPort(self._path.registry, settings)
         clients = client_access(settings)
         self._drain = Drain(
-            self._path.ledger, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
+            self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
         self._inspection = Inspection(self._path, metrics, batches)
@@ -128,7 +128,7 @@ class RouterService:
     async def drain(self, at_once: asyncio.Event) -> None:
         """Reject new requests and let running ones end, for ``drain_seconds`` or until ``at_once``. Call ``stop`` then."""
         self._drain.begin()
-        self._path.changes.tell()
+        self._path.changes.notify()
         await self._drain.run(at_once)
 
     async def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Background tasks with an owner: none is lost, and none outlives its owner. Long work yields to other tasks."""
+"""Background tasks with an owner, and long work that yields to other tasks."""
 
 import asyncio
 import logging
@@ -7,19 +7,19 @@ from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_AT_ONCE = 4
+_ITEMS_AT_A_TIME = 4
 
 
-async def giving_way(items: Iterable[_T]) -> AsyncIterator[_T]:
-    """Yield the items; after every few of them whatever else the event loop has to do is done first."""
+async def cooperatively(items: Iterable[_T]) -> AsyncIterator[_T]:
+    """Yield the items, and after every few of them let the event loop run other tasks."""
     for number, item in enumerate(items, 1):
         yield item
-        if number % _AT_ONCE == 0:
+        if number % _ITEMS_AT_A_TIME == 0:
             await asyncio.sleep(0)
 
 
 class TaskSet:
-    """Owns the tasks that it has spawned, until they are done or ``close`` ends them."""
+    """Owns the tasks that it has spawned until they are done or ``close`` ends them: none is lost, and none outlives it."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
@@ -28,16 +28,16 @@ class TaskSet:
         return len(self._tasks)
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Run ``work`` in the background. It handles its own errors; one that escapes is a bug and is logged."""
+        """Run ``work`` in the background. It handles its own errors; one that it raises is a bug and is logged."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget)
         return task
 
-    async def close(self, patience_seconds: float) -> None:
-        """Let the tasks end by themselves for a while, then cancel them. None runs when this returns."""
+    async def close(self, grace_seconds: float) -> None:
+        """Wait ``grace_seconds`` for the tasks, then cancel them. None runs when this returns."""
         if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=patience_seconds)
+            await asyncio.wait(set(self._tasks), timeout=grace_seconds)
         for task in set(self._tasks):
             task.cancel()
         if self._tasks:

@@ -1,19 +1,19 @@
-"""What the service's rules make of what a client asks for itself: its priority, and whose cached KV it may reuse."""
+"""The service's rules for clients: the highest priority, and whose cached KV a client may reuse."""
 
 from dataclasses import dataclass, replace
 from hashlib import sha256
 
-from router.request import PreparedRequest
+from router.prepared_request import PreparedRequest
 
 _DOMAIN = b"kvbaton.cache_salt.v1"
 
 
 @dataclass(frozen=True)
 class TenantRules:
-    """What clients may do to each other.
+    """The rules for clients.
 
-    shares_prefix_cache: those with different API keys reuse each other's cached prompts. max_priority: the highest that a
-    client gets; a higher one counts as this.
+    shares_prefix_cache: clients with different API keys reuse each other's cached prompts. max_priority: a higher priority
+    counts as this one.
     """
 
     shares_prefix_cache: bool = False
@@ -28,7 +28,7 @@ class TenantRules:
 
 
 def tenant_salt(tenant: str, cache_salt: str) -> str:
-    """Return a salt for the prefix cache that no other pair of tenant and salt has.
+    """Return a salt for the prefix cache that differs for every pair of tenant and salt.
 
     Each part is preceded by its length, so that no two pairs are encoded alike.
     """

@@ -1,4 +1,4 @@
-"""Where a request's time went: five parts that sum to the whole by construction."""
+"""The five parts of a request's latency, which sum to the whole by construction."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,10 @@ from contract.requests import TransferReport
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds, bytes, copies. transfer is the exposed part (last range published → verified), the only one in the sum."""
+    """Seconds, bytes and copies of one request.
+
+    transfer: the exposed part (last range published → verified), which is the only part of the transfer in the sum.
+    """
 
     queue: float
     prefill: float
@@ -26,7 +29,7 @@ class Timings:
         return self.queue + self.prefill + self.transfer + self.first_decode_step + self.decode
 
     def as_dict(self) -> dict[str, Any]:
-        """By the names of the gRPC message ``Timings``."""
+        """Return the values by the names of the gRPC message ``Timings``."""
         return {
             "queue": self.queue,
             "prefill": self.prefill,
@@ -42,9 +45,9 @@ class Timings:
 
 
 class Stopwatch:
-    """The instants of one request on the router's clock, and what its workers said that they spent.
+    """The times of one request on the router's clock, and the seconds that its workers report.
 
-    A worker's seconds are from another clock, so each is cut to the interval of ours that it lies in.
+    A worker measures with another clock. Its seconds are therefore cut to the interval of the router's clock around them.
     """
 
     def __init__(self, arrival: float) -> None:
@@ -55,14 +58,14 @@ class Stopwatch:
         self.transfer = TransferReport()
 
     def tokens(self, first_index: int, count: int, now: float) -> None:
-        """``count`` tokens from ``first_index`` on have just arrived."""
+        """Record that ``count`` tokens from ``first_index`` on have just arrived."""
         if self.token_0 is None and count and first_index == 0:
             self.token_0 = now
         if self.token_1 is None and first_index <= 1 < first_index + count:
             self.token_1 = now
 
     def split(self, finish: float) -> Timings:
-        """The split of an answer that ended at ``finish``. An answer of one token has no transfer or decode step."""
+        """Return the parts for an answer that ended at ``finish``. An answer of one token has no transfer or decode step."""
         token_0 = finish if self.token_0 is None else self.token_0
         to_first = token_0 - self.arrival
         prefill = min(max(self.prefill_seconds, 0.0), to_first)

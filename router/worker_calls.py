@@ -1,4 +1,4 @@
-"""What the router asks of one worker. Calls return on acceptance; everything else comes on the worker's stream."""
+"""The router's calls to one worker. They return when the worker has accepted; results come on the worker's stream."""
 
 import asyncio
 import errno
@@ -37,7 +37,7 @@ _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
 
 
 class RouterExhaustedError(OverloadedError):
-    """This router cannot make a call for want of its own resources; no worker is at fault."""
+    """This router lacks resources of its own for a call. No worker is at fault."""
 
 
 class WorkerCalls:
@@ -50,7 +50,7 @@ class WorkerCalls:
         self._timeout = timeout_seconds
 
     async def connect(self) -> None:
-        """Connect now, so that no call has to find a descriptor and time for it. Raises WorkerLostError."""
+        """Connect now, so that no call needs a descriptor and time for it. Raises WorkerLostError."""
         try:
             async with asyncio.timeout(self._timeout):
                 await self._channel.channel_ready()
@@ -82,7 +82,7 @@ class WorkerCalls:
             raise self._error("Embed", error) from error
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Stop one choice of a request, up to this attempt."""
+        """Cancel one choice of a request, in all attempts up to this one."""
         request = cancel_to_proto(request_id, attempt, choice)
         try:
             await self._stub.Cancel(request, timeout=self._timeout)
@@ -113,7 +113,7 @@ class WorkerCalls:
 
 
 def _has_descriptor() -> bool:
-    """Return whether this process can open one more file."""
+    """Return True if this process can open one more file."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:
@@ -125,7 +125,7 @@ def _has_descriptor() -> bool:
 async def open_worker_calls(
     registration: Registration, tls: ClusterTls, timeout_seconds: float
 ) -> AsyncIterator[WorkerCalls]:
-    """Calls to the worker at its registered address, until the block is left. Nobody else's certificate is accepted."""
+    """Open a channel to the worker's address until the block ends. Only the worker's own certificate is accepted."""
     name = worker_name(registration.worker_id, registration.boot_id)
     async with tls.channel(registration.address, name, internal_channel_options()) as channel:
         yield WorkerCalls(registration.worker_id, channel, timeout_seconds)

@@ -179,6 +179,11 @@ class AttemptHistory:
         return self._endings.get(wire_key)
 
 
+def num_parked(transfers: Iterable[OutgoingTransfer], peer: str) -> int:
+    """Return the number of fetches of this peer that are parked."""
+    return sum(one.send.state is SendState.PARKED and one.send.peer == peer for one in transfers)
+
+
 def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:
     """Return the numbers of active leases and of parked fetches."""
     sends = [(one.key is not None, one.send) for one in transfers]

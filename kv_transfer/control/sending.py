@@ -10,7 +10,7 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of
+from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of, num_parked
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
@@ -212,17 +212,15 @@ class SendTransfers(Transfers):
             return [outgoing.debug_state(now) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
-        wire_key = (message.transfer_id, message.attempt)
-        max_parked = self._settings.max_parked
-        parked = [one for one in self._outgoing if one.send.state is SendState.PARKED]
-        if sum(one.send.peer == peer for one in parked) >= max_parked:
-            text = f"this worker already has {max_parked} fetches parked here, for transfers that are not open yet"
-            self._post(peer, msg.TransferFailed(*wire_key, ErrorKind.OVERLOADED, text))
+        settings = self._settings
+        deadline = now + settings.parked_seconds
+        parked = OutgoingTransfer.parked(peer, message, settings.lease_seconds, now, deadline)
+        if num_parked(self._outgoing, peer) >= settings.max_parked:
+            text = f"this worker already has {settings.max_parked} fetches parked here, for transfers that are not open yet"
+            self._post(peer, msg.TransferFailed(*parked.wire_key, ErrorKind.OVERLOADED, text))
             return
-        lease_seconds = self._settings.lease_seconds
-        deadline = now + self._settings.parked_seconds
-        self._outgoing.add(OutgoingTransfer.parked(peer, message, lease_seconds, now, deadline))
-        self._history.begin(wire_key)
+        self._outgoing.add(parked)
+        self._history.begin(parked.wire_key)
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():

@@ -11,7 +11,7 @@ from router.batches.records import BatchRecord
 from router.batches.run import BatchRun
 from router.batches.run_context import CountResult, Pause, RunContext
 from router.batches.storage import Storage
-from router.changes import ChangeSignal
+from router.change_signal import ChangeSignal
 from router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class BatchRunner:
     async def delete_file(self, owner: str, file_id: str) -> None:
         """Delete a file, and let batches that wait for room check again. Raises KvbatonError."""
         await self._storage.run(self._storage.store.delete_file, owner, file_id)
-        self._room.tell()
+        self._room.notify()
 
     def recheck(self, batch_id: str) -> None:
         """Let a batch check its record and the clock after one of them has changed."""
@@ -110,4 +110,4 @@ class BatchRunner:
                 await self._storage.run(self._storage.store.sweep)
             except UnavailableError as error:
                 logger.error("old files were not removed: %s; retrying later", error.message)
-            self._room.tell()
+            self._room.notify()

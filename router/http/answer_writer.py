@@ -2,12 +2,12 @@
 
 from aiohttp import web
 
+from router.cancellation import CancellableRequests
 from router.http.access import authorization_of
 from router.http.boundary import REQUEST_ID, STREAM, name_of, request_id_header
 from router.http.exchange import Exchange
 from router.http.timing_header import server_timing
 from router.pipeline import Pipeline
-from router.running import RunningRequests
 
 
 class AnswerWriter:
@@ -16,7 +16,7 @@ class AnswerWriter:
     stall_seconds: how long a client may read nothing of a stream.
     """
 
-    def __init__(self, pipeline: Pipeline, running: RunningRequests, stall_seconds: float) -> None:
+    def __init__(self, pipeline: Pipeline, running: CancellableRequests, stall_seconds: float) -> None:
         self._pipeline = pipeline
         self._running = running
         self._stall_seconds = stall_seconds

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from router.answer import Delta
+from router.cancellation import CancellableRequests
 from router.http.access import authorization_of
 from router.http.bodies.body import Body, Json
 from router.http.bodies.json_bodies import JsonBodyReader
@@ -24,7 +25,6 @@ from router.http.timing_header import server_timing
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
 from router.request import EmbeddingRequest, for_prompts
-from router.running import RunningRequests
 
 _FORMATS = ("float", "base64")
 _NUMBERS_OF_A_PART = 64
@@ -77,7 +77,11 @@ class EmbeddingEndpoint:
     """The handler of embeddings."""
 
     def __init__(
-        self, bodies: JsonBodyReader, pipeline: Pipeline, running: RunningRequests, parser: EmbeddingParser
+        self,
+        bodies: JsonBodyReader,
+        pipeline: Pipeline,
+        running: CancellableRequests,
+        parser: EmbeddingParser,
     ) -> None:
         self._bodies = bodies
         self._pipeline = pipeline

@@ -6,13 +6,13 @@ from contextlib import ExitStack
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from router.running import RunningRequests
+from router.cancellation import CancellableRequests
 
 _HELD = web.RequestKey("held", ExitStack)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def lifetime(running: RunningRequests) -> Middleware:
+def lifetime(running: CancellableRequests) -> Middleware:
     """Return a middleware by which ``running`` can end every request, whatever it waits for, when the router stops.
 
     Place it inside the boundary, which answers with the reason.

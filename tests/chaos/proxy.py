@@ -11,7 +11,7 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class FaultyPort:
-    """Relays one port. Its switches act on every connection, those that are open included.
+    """RequestRuns one port. Its switches act on every connection, those that are open included.
 
     is_open: bytes pass; cleared, they wait, in both directions (a black hole for as long as it lasts).
     lets_answers_pass: the same for what comes back alone.
@@ -159,7 +159,7 @@ class FaultyLink:
 async def faulty_link(
     listen_host: str, target_host: str, grpc: int, control: int, data: int
 ) -> AsyncIterator[FaultyLink]:
-    """Relays for the three ports of a worker that binds to ``target_host`` and advertises ``listen_host``."""
+    """RequestRuns for the three ports of a worker that binds to ``target_host`` and advertises ``listen_host``."""
     ports = [FaultyPort(listen_host, target_host, port) for port in (grpc, control, data)]
     try:
         for port in ports:

@@ -6,7 +6,7 @@ from contract.requests import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.legs import PREFILL, Placement
-from router.policy import Wish, WorkerView, missing_role, place
+from router.policy import PlacementRequest, WorkerView, missing_role, place
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -34,13 +34,13 @@ class RouterLeg:
 
 
 class RouterRequest:
-    """One request's life; see ``router.relay.Relay``. ended: how, once it has; it never changes then."""
+    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.delivered: list[int] = []
         self.num_attempts = self.num_failures = self.num_transfer_failures = 0
-        self.suspects: set[str] = set()
+        self.failed_workers: set[str] = set()
         self.prefer: str | None = None
         self.attempt = -1
         self.delivery = Delivery()
@@ -109,9 +109,11 @@ class RouterSide:
             return
         if finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             leg.may_hold = False
-            suspects = {each.worker for each in request.legs if each.may_hold or each is leg}
+            failed_workers = {each.worker for each in request.legs if each.may_hold or each is leg}
             is_abort = finish_reason == FinishReason.ABORT or error_kind is None
-            self._fail(request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), suspects)
+            self._fail(
+                request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers
+            )
             return
         if tokens and first_index > leg.next_index:
             self._fail(request, ErrorKind.WORKER_LOST, {worker})
@@ -134,14 +136,14 @@ class RouterSide:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
             if lost is not None and not lost.is_over:
                 lost.may_hold = False
-                is_known = worker in request.suspects
+                is_known = worker in request.failed_workers
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
     def attach(self, worker: str, boot: str) -> None:
         """Register a worker."""
         self.workers[worker] = boot
         for request in self.requests:
-            request.suspects.discard(worker)
+            request.failed_workers.discard(worker)
         self.bind_all()
 
     def give_up(self, number: int, kind: str) -> None:
@@ -168,16 +170,16 @@ class RouterSide:
 
     def _bind(self, request: RouterRequest) -> None:
         views = [self._view(worker) for worker in sorted(self.workers)]
-        wish = Wish(
+        wish = PlacementRequest(
             num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
             num_answer_tokens=self.scenario.answers[request.number],
             num_delivered=len(request.delivered),
             prefer=request.prefer,
-            avoid=frozenset(request.suspects),
+            avoid=frozenset(request.failed_workers),
             is_replay=request.num_attempts > 0,
             is_local=request.num_transfer_failures >= MAX_TRANSFER_FAILURES,
         )
-        if missing_role(views, wish.need):
+        if missing_role(views, wish.least_plan):
             return
         placement = place(views, wish, request.number)
         if placement is not None:
@@ -210,7 +212,7 @@ class RouterSide:
         request.prefill = request.decode = None
 
     def _fail(
-        self, request: RouterRequest, kind: ErrorKind, suspects: set[str], *, is_known: bool = False
+        self, request: RouterRequest, kind: ErrorKind, failed_workers: set[str], *, is_known: bool = False
     ) -> None:
         """is_known: see ``router.failures.Failures``."""
         prefer = request.prefill.worker if request.prefill else None
@@ -220,7 +222,7 @@ class RouterSide:
         if kind not in CURABLE or request.num_failures > self.scenario.max_replays:
             self._end(request, f"error {error_from_kind(kind, '').kind}")
             return
-        request.suspects |= {worker for worker in suspects if worker in self.workers}
+        request.failed_workers |= {worker for worker in failed_workers if worker in self.workers}
         request.prefer = prefer
         self._bind(request)
 

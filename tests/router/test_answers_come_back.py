@@ -1,4 +1,4 @@
-"""Whatever an answer contains is accepted back as history, and answered: on every path, whole and streamed."""
+"""An answer with any content is accepted as history, and answered: on every path, whole and streamed."""
 
 import asyncio
 import json

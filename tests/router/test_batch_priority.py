@@ -25,7 +25,7 @@ from tests.router.batch_cluster import (
     lines_of,
     request_line,
 )
-from tests.router.test_waiting_line import grant_one
+from tests.router.test_admission_queue import grant_one
 from tests.text.tiny_model import byte_ids
 
 

@@ -1,4 +1,4 @@
-"""M3: a burst of one client's requests lets others in between: in the event loop, in the line, at the workers' doors."""
+"""M3: a burst of one client's requests lets others in between: in the event loop, in the queue, at the workers."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,23 +10,23 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from contract.membership import Registration
-from router import resting, starts
-from router.registry import AttachedWorker
-from router.starts import Starts
-from router.tasks import giving_way
+from router import start_limiter, throttling
+from router.attached_worker import AttachedWorker
+from router.round_robin import RoundRobin
+from router.start_limiter import StartLimiter
+from router.tasks import cooperatively
 from router.testing.script import Script
-from router.turns import Turns
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
 
 async def test_one_request_of_each_client_begins_in_a_round() -> None:
-    """Whoever comes first goes first; another client does not wait behind them."""
-    taking, begun = Turns(), list[tuple[int, str]]()
+    """A client's requests begin in order, one a round; another client does not wait behind them."""
+    taking, begun = RoundRobin(), list[tuple[int, str]]()
     rounds = 0
 
     async def ask(name: str) -> None:
-        await taking.take(name[0])
+        await taking.wait_turn(name[0])
         begun.append((rounds, name))
 
     async def count() -> None:
@@ -47,36 +47,36 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop was busy for an hour, so the next turn is far; another client begins at once, and a lone one never rests."""
-    monkeypatch.setattr(resting, "MAX_REST_SECONDS", 3600.0)
+    monkeypatch.setattr(throttling, "MAX_PAUSE_SECONDS", 3600.0)
     now = {"clock": 0.0, "cpu": 0.0}
-    taking = Turns(lambda: now["clock"], lambda: now["cpu"])
+    taking = RoundRobin(lambda: now["clock"], lambda: now["cpu"])
     for _ in range(3):
         now["cpu"] += 3600
-        await asyncio.wait_for(taking.take("m"), 5)
+        await asyncio.wait_for(taking.wait_turn("m"), 5)
     await asyncio.sleep(0.001)
     now["cpu"] += 3600
-    await taking.take("a")
-    await taking.take("m")
-    waiting = asyncio.create_task(taking.take("m"))
+    await taking.wait_turn("a")
+    await taking.wait_turn("m")
+    waiting = asyncio.create_task(taking.wait_turn("m"))
     await asyncio.sleep(0.001)
     assert not waiting.done()
-    await asyncio.wait_for(taking.take("b"), 5)
+    await asyncio.wait_for(taking.wait_turn("b"), 5)
     waiting.cancel()
 
 
-async def test_one_that_is_cancelled_takes_nobodys_turn() -> None:
-    taking = Turns()
-    await taking.take("m")
-    waiting = [asyncio.create_task(taking.take("m")) for _ in range(3)]
+async def test_a_cancelled_request_uses_up_no_turn() -> None:
+    taking = RoundRobin()
+    await taking.wait_turn("m")
+    waiting = [asyncio.create_task(taking.wait_turn("m")) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
     async with asyncio.timeout(5):
         await asyncio.gather(*waiting[1:])
     await asyncio.sleep(0.01)
-    await asyncio.wait_for(taking.take("m"), 5)
+    await asyncio.wait_for(taking.wait_turn("m"), 5)
 
 
-async def test_long_work_gives_way() -> None:
+async def test_long_work_yields_to_other_tasks() -> None:
     """Something else runs after every few items, and no item is lost."""
     others = 0
 
@@ -87,27 +87,27 @@ async def test_long_work_gives_way() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.create_task(other())
-    items = [item async for item in giving_way(range(100))]
+    items = [item async for item in cooperatively(range(100))]
     task.cancel()
     assert items == list(range(100)) and others >= 20
 
 
 class Calls:
-    """Calls to workers that end when a test says so."""
+    """Calls to workers that end when a test ends them."""
 
     def __init__(self) -> None:
-        self.num_told = 0
-        self.starts = Starts(self.tell)
+        self.num_accepted = 0
+        self.starts = StartLimiter(self.count)
         self.ends: list[asyncio.Event] = []
 
-    def tell(self) -> None:
-        self.num_told += 1
+    def count(self) -> None:
+        self.num_accepted += 1
 
     def start(self, client: str, count: int = 2, *, is_alone: bool = True) -> None:
         ends = [asyncio.Event() for _ in range(count)]
         self.ends += ends
         calls = [asyncio.create_task(self._until(end)) for end in ends]
-        self.starts.add(client, calls, is_alone=is_alone)
+        self.starts.start(client, is_alone=is_alone).follow(calls)
 
     @staticmethod
     async def _until(end: asyncio.Event) -> None:
@@ -130,11 +130,11 @@ async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(cal
     calls.ends[0].set()
     await asyncio.sleep(0.001)
     assert not calls.starts.may_start("m")
-    assert not calls.num_told
+    assert not calls.num_accepted
     calls.ends[1].set()
     await asyncio.sleep(0.001)
     assert calls.starts.may_start("m")
-    assert [calls.num_told] == [1]
+    assert [calls.num_accepted] == [1]
 
 
 async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
@@ -148,7 +148,7 @@ async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
 async def test_a_client_that_is_not_alone_rests_between_starts(
     calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
-    monkeypatch.setattr(starts, "rest_seconds", lambda _: 3600.0)
+    monkeypatch.setattr(start_limiter, "pause_seconds", lambda _: 3600.0)
     while calls.starts.may_start("m"):
         calls.start("m", is_alone=is_alone)
     for end in calls.ends:
@@ -163,7 +163,7 @@ async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_on
     async with asyncio.timeout(5):
         while not calls.starts.may_start("m"):
             await asyncio.sleep(0.01)
-    assert calls.num_told
+    assert calls.num_accepted
     for end in calls.ends:  # a late answer must not be counted again
         end.set()
     await asyncio.sleep(0.01)
@@ -195,7 +195,7 @@ def test_starts_are_counted_to_zero(events: list[str]) -> None:
 
 
 class Cancelled:
-    """A worker's calls, of which only cancels come, and end when a test says so."""
+    """A worker that receives only cancels, which end when a test ends them."""
 
     def __init__(self) -> None:
         self.num_begun = 0

@@ -9,8 +9,8 @@ import pytest
 from contract.errors import CancelledError
 from contract.identity import Role
 from protos import inference_pb2 as pb
+from router.cancellation import CancellableRequests, client_name
 from router.grpc.calls import REQUEST_ID_KEY
-from router.running import RunningRequests, client_name
 from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
@@ -147,7 +147,7 @@ async def test_the_headers_name_every_answer() -> None:
 
 
 async def test_a_scope_that_ends_by_itself_is_not_cancelled() -> None:
-    running = RunningRequests()
+    running = CancellableRequests()
     async with running.open("", "one", None):
         pass
     assert running.cancel("", "one") == 0

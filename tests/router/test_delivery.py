@@ -1,4 +1,4 @@
-"""Each token once and in order, whatever arrives when."""
+"""Each token is delivered once and in order, in whichever order the tokens arrive."""
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ def piece(first: int, count: int) -> list[Token]:
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[int, list[tuple[int, list[Token]]]]:
-    """An answer's length; pieces (attempt, tokens) that cover it in any order, with repeats and strangers."""
+    """An answer's length; pieces (attempt, tokens) that cover it in any order, with repeats and tokens of other attempts."""
     total = draw(st.integers(1, 12))
     cover = [(0, piece(index, 1)) for index in range(total)]
     spans = st.tuples(st.integers(0, total - 1), st.integers(1, total))
@@ -42,7 +42,7 @@ def test_any_interleaving_gives_each_token_once_in_order(
     assert out == piece(0, total)
 
 
-def test_a_later_attempt_goes_on_where_it_is_told() -> None:
+def test_a_later_attempt_continues_at_its_first_index() -> None:
     delivery = Delivery(attempt=2, next_index=3)
     assert delivery.accept(1, piece(3, 1)) == []
     assert delivery.accept(2, piece(0, 5)) == piece(3, 2)
@@ -57,8 +57,8 @@ def test_a_token_that_comes_again_is_not_delivered_again() -> None:
     assert delivery.accept(0, piece(0, 3)) == []
 
 
-def test_late_words_of_an_older_attempt_are_dropped() -> None:
-    """Law 5: its worker was given up; what it still says may differ, and is another answer's."""
+def test_late_tokens_of_an_older_attempt_are_dropped() -> None:
+    """Law 5: its worker was given up; tokens that it still sends may differ, and belong to another answer."""
     delivery = Delivery(attempt=1, next_index=2)
     assert delivery.accept(0, piece(2, 2)) == []
     assert delivery.next_index == 2

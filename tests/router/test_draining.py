@@ -1,4 +1,4 @@
-"""A router that is told to stop lets running answers end, and ends those that do not with one clear error each."""
+"""A router that must stop lets running answers end, and ends the others with one clear error each."""
 
 import asyncio
 import json
@@ -16,8 +16,8 @@ from protos import inference_pb2 as pb
 from protos import worker_pb2
 from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import CHAT, TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 
 STALLED = Script(tokens=TOKENS, stall_at=2)
 STOPPED = "the router stopped before the answer was complete"
@@ -28,7 +28,7 @@ async def streaming(cluster: Cluster, count: int = 1) -> None:
 
 
 async def events_of(cluster: Cluster, path: str, body: dict[str, Any]) -> list[Any]:
-    """The events of a stream, also of one that ends with an error and without [DONE]."""
+    """Return the events of a stream, also of one that ends with an error and without [DONE]."""
     async with cluster.session.post(cluster.url(path), json={**body, "stream": True}) as response:
         text = await response.text()
     lines = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
@@ -36,7 +36,7 @@ async def events_of(cluster: Cluster, path: str, body: dict[str, Any]) -> list[A
 
 
 async def test_running_answers_end_and_new_requests_are_refused_meanwhile() -> None:
-    """P10: nothing that runs is broken; whoever comes now is told to come again, on a connection that is closed."""
+    """P10: running answers are unaffected; new requests are rejected with Retry-After, and their connections closed."""
     is_held = True
 
     def script(_: Any) -> Script:
@@ -174,7 +174,7 @@ async def until_data(folder: Path) -> None:
 
 
 async def test_an_upload_ends_before_the_router_does(tmp_path: Path) -> None:
-    """P10: what is no request for tokens is waited for as well."""
+    """P10: the drain also waits for requests that ask for no tokens."""
     async with running_cluster(STALLED, (), files_dir=tmp_path, drain_seconds=20) as cluster:
         rest = asyncio.Event()
         uploading = asyncio.create_task(begun_upload(cluster, rest))

@@ -1,4 +1,4 @@
-"""A leg is unbound when its worker has no more work for it; nobody has to read the answer for that."""
+"""A leg is unbound when its worker has no more work for it; the client need not have read the answer for that."""
 
 import asyncio
 import time
@@ -7,13 +7,18 @@ from contract.identity import Role
 from contract.membership import Registration
 from contract.requests import SamplingParams
 from protos import worker_pb2 as pb
-from router.attempt import Attempt
+from router.attached_worker import AttachedWorker
+from router.attempt import Attempt, begin
+from router.attempt_legs import AttemptLegs
 from router.bound_leg import Leg
 from router.inbox import UnreadBytes
 from router.leg_report import LegReport
-from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
-from router.registry import AttachedWorker
-from router.request import PreparedRequest
+from router.leg_requests import AttemptTask
+from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
+from router.policy import PlacementRequest
+from router.prepared_request import PreparedRequest
+from router.reservation import Reservation
+from router.start_limiter import StartLimiter
 from router.tasks import TaskSet
 
 
@@ -30,7 +35,7 @@ class _Calls:
         """Accept."""
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Note it."""
+        """Record it."""
         self.cancelled.append(request_id)
 
 
@@ -39,8 +44,16 @@ def attached(role: Role) -> AttachedWorker:
     return AttachedWorker(registration, _Calls(), lambda: None)  # type: ignore[arg-type]
 
 
-async def test_an_answer_that_ends_with_token_0_releases_both_workers_at_once() -> None:
-    """H5: the decode leg, which nobody needs any more, is unbound and cancelled before the client has read a token."""
+def reservation_on(*workers: AttachedWorker) -> Reservation:
+    placement = placed(*zip((PREFILL, DECODE), (worker.name for worker in workers), strict=True))
+    start = StartLimiter(lambda: None).start("", is_alone=True)
+    return Reservation(
+        placement, workers, PlacementRequest(num_prompt_tokens=1, num_answer_tokens=5), "", start
+    )
+
+
+async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at_once() -> None:
+    """H5: the decode leg, which is not needed any more, is unbound and cancelled before the client has read a token."""
     prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
     unread = UnreadBytes(1000, 10_000)
     request = PreparedRequest(
@@ -57,7 +70,8 @@ async def test_an_answer_that_ends_with_token_0_releases_both_workers_at_once() 
             Leg(LegPlan(PREFILL, prefill.name, 0), LEG_KINDS[PREFILL], prefill),
             Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
         ]
-        attempt = Attempt(request, [], 0, legs, tasks, LegReport(), account, 1000).begin()
+        attempt = Attempt(AttemptTask(request), AttemptLegs(legs, tasks), LegReport(), account, 1000)
+        begin([attempt], reservation_on(prefill, decode), tasks)
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)
         entry = pb.TokenEntry(request_id="r", first_index=0, token_ids=[7], finish_reason="stop")
         prefill.deliver(pb.StepOutput(entries=[entry]))

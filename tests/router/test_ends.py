@@ -24,7 +24,7 @@ FORMS = [PAIR, (Role.AGGREGATED,)]
 
 
 async def nothing_is_left(cluster: Cluster) -> None:
-    """Every request has left the router, every leg its worker's list."""
+    """Wait until the router holds no request and no credit."""
     state = await cluster.debug_state()
     assert set(state["requests"].values()) == {0}
     assert all(worker["num_legs"] == 0 and worker["num_leg_tokens"] == 0 for worker in state["workers"])
@@ -62,7 +62,7 @@ async def test_a_client_that_goes_away_cancels_a_whole_answer(
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_a_client_that_goes_away_cancels_a_stream_before_the_second_token(path: str) -> None:
-    """The prefill worker may still hold its lease, so both hear of it."""
+    """The prefill worker may still hold its lease, so both receive the cancel."""
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], "stream": True}
     async with running_cluster(Script(tokens=TOKENS, stall_at=1)) as cluster:
         response = await cluster.session.post(cluster.url(path), json=body)
@@ -73,7 +73,7 @@ async def test_a_client_that_goes_away_cancels_a_stream_before_the_second_token(
 
 
 async def test_a_client_that_goes_away_later_cancels_the_decode_worker_only() -> None:
-    """Token 1 says that the KV has been verified and the lease released."""
+    """The second token shows that the KV was verified and the lease released."""
     body = {"prompt": "x", "stream": True}
     async with running_cluster(Script(tokens=TOKENS, stall_at=3)) as cluster:
         response = await cluster.session.post(cluster.url(TEXT), json=body)
@@ -86,7 +86,7 @@ async def test_a_client_that_goes_away_later_cancels_the_decode_worker_only() ->
 
 
 async def ask(cluster: Cluster, stream: bool) -> tuple[int, list[dict[str, Any]]]:
-    """One completion: its status, and the events of a stream (which must end without [DONE]) or the one object."""
+    """Ask for one completion; return its status, and the events of a stream (without [DONE]) or the one object."""
     body = {"prompt": "x", "stream": stream}
     async with asyncio.timeout(20), cluster.session.post(cluster.url(TEXT), json=body) as response:
         text = await response.text()

@@ -1,11 +1,11 @@
-"""Who is next in the line: priority, fairness between clients and between the requests of one, and nobody starves."""
+"""The order of the queue: priority, fairness between clients and between the requests of one, no starvation."""
 
 from itertools import count
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.fair_queue import AGING_PERIOD, Claim, FairQueue
+from router.fair_queue import AGING_PERIOD, FairQueue, QueueOrder
 from router.request import BACKGROUND_PRIORITY
 
 LANE = "lane"
@@ -27,34 +27,34 @@ def names(queue: FairQueue[str, str]) -> list[str]:
 def test_equal_requests_go_by_arrival() -> None:
     queue: FairQueue[str, str] = FairQueue()
     for number in (3, 1, 2, 0):
-        queue.add(LANE, Claim(arrival=float(number), family=str(number)), str(number))
+        queue.add(LANE, QueueOrder(arrival=float(number), family=str(number)), str(number))
     assert names(queue) == ["0", "1", "2", "3"]
 
 
 def test_higher_priorities_go_first_and_those_that_were_begun_before_them() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    queue.add(LANE, Claim(arrival=1.0, family="a"), "new")
-    queue.add(LANE, Claim(arrival=2.0, family="b", priority=5), "urgent")
-    queue.add(LANE, Claim(arrival=3.0, family="c", is_replay=True), "begun")
+    queue.add(LANE, QueueOrder(arrival=1.0, family="a"), "new")
+    queue.add(LANE, QueueOrder(arrival=2.0, family="b", priority=5), "urgent")
+    queue.add(LANE, QueueOrder(arrival=3.0, family="c", is_replay=True), "begun")
     assert names(queue) == ["urgent", "begun", "new"]
 
 
 @given(st.integers(1, 4), st.integers(0, 60), st.integers(1, 2**31 - 1))
 def test_a_low_priority_is_never_starved(num_hogs: int, num_before: int, priority: int) -> None:
-    """M3: with hogs that always have requests of the highest priority, it is passed by boundedly many others."""
+    """M3: with hogs that always have requests of the highest priority, a bounded number of others overtakes it."""
     queue: FairQueue[str, str] = FairQueue()
     numbers = count()
 
     def hog() -> None:
         number = next(numbers)
-        claim = Claim(
+        claim = QueueOrder(
             priority=priority, tenant=f"hog-{number % num_hogs}", family=str(number), arrival=float(number)
         )
         queue.add(LANE, claim, "hog")
 
     for _ in range(num_before):
         hog()
-    queue.add(LANE, Claim(tenant="quiet", family="quiet", arrival=float(next(numbers))), "quiet")
+    queue.add(LANE, QueueOrder(tenant="quiet", family="quiet", arrival=float(next(numbers))), "quiet")
     num_passed = 0
     for _ in range(num_hogs):
         hog()
@@ -73,11 +73,11 @@ def test_a_low_priority_is_not_starved_without_keys_either(num_before: int, prio
 
     def hog() -> None:
         number = next(numbers)
-        queue.add(LANE, Claim(priority=priority, family=str(number), arrival=float(number)), "hog")
+        queue.add(LANE, QueueOrder(priority=priority, family=str(number), arrival=float(number)), "hog")
 
     for _ in range(num_before):
         hog()
-    queue.add(LANE, Claim(family="quiet", arrival=float(next(numbers))), "quiet")
+    queue.add(LANE, QueueOrder(family="quiet", arrival=float(next(numbers))), "quiet")
     hog()
     num_passed = 0
     while take(queue) != "quiet":
@@ -87,18 +87,18 @@ def test_a_low_priority_is_not_starved_without_keys_either(num_before: int, prio
 
 
 def test_the_prompts_of_one_request_take_turns_with_other_requests() -> None:
-    """M3: 1,024 prompts in one request keep nobody waiting."""
+    """M3: 1,024 prompts in one request do not delay other requests."""
     queue: FairQueue[str, str] = FairQueue()
     for _ in range(1024):
-        queue.add(LANE, Claim(family="many", arrival=0.0, cost=10.0), "many")
+        queue.add(LANE, QueueOrder(family="many", arrival=0.0, cost=10.0), "many")
     for number in range(5):
-        queue.add(LANE, Claim(family=str(number), arrival=1.0 + number, cost=10.0), "one")
+        queue.add(LANE, QueueOrder(family=str(number), arrival=1.0 + number, cost=10.0), "one")
     first = [take(queue) for _ in range(12)]
     assert first.count("one") == 5
     assert len(queue) == 1024 + 5 - 12
     later = []
     for number in range(200):  # a steady stream of others does not starve the many either
-        queue.add(LANE, Claim(family=f"late-{number}", arrival=10.0 + number, cost=10.0), "late")
+        queue.add(LANE, QueueOrder(family=f"late-{number}", arrival=10.0 + number, cost=10.0), "late")
         later.append(take(queue))
     assert later.count("many") >= 10
 
@@ -107,22 +107,24 @@ def test_clients_share_by_cost_and_an_idle_one_saves_nothing_up() -> None:
     """M3: a client with ten times the load gets its share, no more."""
     queue: FairQueue[str, str] = FairQueue()
     for number in range(200):
-        queue.add(LANE, Claim(tenant="big", family=f"b{number}", arrival=0.0, cost=30.0), "big")
+        queue.add(LANE, QueueOrder(tenant="big", family=f"b{number}", arrival=0.0, cost=30.0), "big")
     for _ in range(50):
         take(queue)
     for number in range(100):
-        queue.add(LANE, Claim(tenant="small", family=f"s{number}", arrival=9.0, cost=10.0), "small")
+        queue.add(LANE, QueueOrder(tenant="small", family=f"s{number}", arrival=9.0, cost=10.0), "small")
     taken = [take(queue) for _ in range(80)]
     assert 55 <= taken.count("small") <= 62  # three small ones for each big one
 
 
-def test_background_work_goes_when_nobody_else_waits() -> None:
+def test_background_work_is_admitted_when_no_other_request_waits() -> None:
     """M3: the lowest priority is never ahead of an interactive request, not even at the turns that ignore priorities."""
     queue: FairQueue[str, str] = FairQueue()
     for number in range(10):
-        queue.add(LANE, Claim(priority=BACKGROUND_PRIORITY, tenant="batch", family=str(number)), "background")
+        queue.add(
+            LANE, QueueOrder(priority=BACKGROUND_PRIORITY, tenant="batch", family=str(number)), "background"
+        )
     for number in range(3 * AGING_PERIOD):
-        queue.add(LANE, Claim(tenant="user", family=str(number), arrival=float(number)), "user")
+        queue.add(LANE, QueueOrder(tenant="user", family=str(number), arrival=float(number)), "user")
     assert names(queue) == ["user"] * 3 * AGING_PERIOD + ["background"] * 10
 
 
@@ -130,22 +132,24 @@ def test_a_clients_batch_does_not_put_its_other_requests_back() -> None:
     """M3: background work takes nothing of the share of the client that it belongs to."""
     queue: FairQueue[str, str] = FairQueue()
     for number in range(10):
-        batch = Claim(priority=BACKGROUND_PRIORITY, tenant="a", family=f"batch-{number}", cost=1000.0)
+        batch = QueueOrder(priority=BACKGROUND_PRIORITY, tenant="a", family=f"batch-{number}", cost=1000.0)
         queue.add(LANE, batch, "background")
         assert take(queue) == "background"
     for number in range(4):
         for tenant in ("b", "a"):
             arrival = float(2 * number + (tenant == "a"))
             queue.add(
-                LANE, Claim(tenant=tenant, family=f"{tenant}{number}", arrival=arrival, cost=10.0), tenant
+                LANE,
+                QueueOrder(tenant=tenant, family=f"{tenant}{number}", arrival=arrival, cost=10.0),
+                tenant,
             )
     assert names(queue) == ["b", "a"] * 4
 
 
 def test_lanes_have_heads_of_their_own_in_one_order() -> None:
     queue: FairQueue[str, str] = FairQueue()
-    queue.add("answers", Claim(arrival=2.0, family="a"), "answer")
-    queue.add("embeddings", Claim(arrival=1.0, family="b"), "embedding")
+    queue.add("answers", QueueOrder(arrival=2.0, family="a"), "answer")
+    queue.add("embeddings", QueueOrder(arrival=1.0, family="b"), "embedding")
     assert [head.lane for head in queue.heads()] == ["embeddings", "answers"]
     ticket = queue.heads()[1]
     queue.move(ticket, "embeddings")
@@ -164,7 +168,7 @@ def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str
     held: set[str] = set()
     for number, (step, tenant, family, priority) in enumerate(steps):
         if step == "+":
-            claim = Claim(priority=priority, tenant=tenant, family=family, arrival=float(number))
+            claim = QueueOrder(priority=priority, tenant=tenant, family=family, arrival=float(number))
             queue.add(tenant, claim, str(number))
             held.add(str(number))
         elif queue:
@@ -179,19 +183,19 @@ def test_the_queue_holds_what_was_added_and_not_taken(steps: list[tuple[str, str
     st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=20),
     st.sets(st.sampled_from("abc")),
 )
-def test_requests_of_clients_that_are_held_back_are_passed(
+def test_requests_of_clients_that_may_not_start_are_overtaken(
     asked: list[tuple[str, int]], held_back: set[str]
 ) -> None:
-    """M3: the others go in their own order, and nobody goes where nobody else waits."""
+    """M3: the others keep their order, and if only such clients wait, no request is admitted."""
     queue: FairQueue[str, str] = FairQueue()
     others: FairQueue[str, str] = FairQueue()
     for number, (tenant, priority) in enumerate(asked):
-        claim = Claim(priority=priority, tenant=tenant, family=str(number), arrival=float(number))
+        claim = QueueOrder(priority=priority, tenant=tenant, family=str(number), arrival=float(number))
         queue.add(LANE, claim, str(number))
         if tenant not in held_back:
             others.add(LANE, claim, str(number))
     while others:
-        (ticket,) = queue.heads(lambda ticket: ticket.claim.tenant not in held_back)
+        (ticket,) = queue.heads(lambda ticket: ticket.order.tenant not in held_back)
         queue.take(ticket)
         assert ticket.item == take(others)
-    assert not queue.heads(lambda ticket: ticket.claim.tenant not in held_back)
+    assert not queue.heads(lambda ticket: ticket.order.tenant not in held_back)

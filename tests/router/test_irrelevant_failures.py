@@ -1,4 +1,4 @@
-"""Failures that are nobody's business, and failures that are the router's own."""
+"""Failures that do not matter to an answer, and failures of the router itself."""
 
 import asyncio
 import resource
@@ -18,21 +18,23 @@ from contract.errors import (
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.attempt import Attempt
+from router.attempt_legs import AttemptLegs
 from router.failures import Failures
 from router.leg_failure import Failure
-from router.severed import SeveredPairs
+from router.tasks import TaskSet
 from router.testing.script import Script
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
 from tests.router.cluster import running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
 
 REPLAYS = "kvbaton_request_replays_total"
 
 
 def decode_fails_first(error: KvbatonError, tokens: list[int]) -> Any:
-    """The decode leg fails at once; token 0 comes later."""
+    """The decode leg fails at once; the first token comes later."""
 
     def script(task: pb.Task) -> Script:
         if task.first_index == 1:
@@ -48,10 +50,10 @@ def decode_fails_first(error: KvbatonError, tokens: list[int]) -> Any:
 @pytest.mark.parametrize(
     ("tokens", "max_tokens"), [(byte_ids(b"abc"), 1), ([END], 5)], ids=["max_tokens", "end"]
 )
-async def test_a_decode_leg_that_nobody_needs_may_fail(
+async def test_a_decode_leg_that_is_not_needed_may_fail(
     error: KvbatonError, tokens: list[int], max_tokens: int
 ) -> None:
-    """P1: token 0 is the whole answer; what became of the other leg before it came is irrelevant."""
+    """P1: the first token is the whole answer, so that an earlier failure of the other leg is irrelevant."""
     async with running_cluster(decode_fails_first(error, tokens)) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x", "max_tokens": max_tokens})
         assert status == 200, answer
@@ -61,8 +63,8 @@ async def test_a_decode_leg_that_nobody_needs_may_fail(
         await nothing_is_left(cluster)
 
 
-async def test_a_decode_worker_that_dies_is_not_missed_either() -> None:
-    """P1: its death is not the request's when token 0 is all that was asked for."""
+async def test_a_decode_worker_that_is_not_needed_may_die() -> None:
+    """P1: its death does not end the request if the first token is the whole answer."""
 
     def script(task: pb.Task) -> Script:
         if task.first_index == 1:
@@ -75,7 +77,7 @@ async def test_a_decode_worker_that_dies_is_not_missed_either() -> None:
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
 
 
-async def test_token_0_is_delivered_before_a_failure_that_does_matter() -> None:
+async def test_the_first_token_is_delivered_before_a_failure_that_matters() -> None:
     """P1: the replay begins behind it, and nothing is sampled twice."""
 
     def script(task: pb.Task) -> Script:
@@ -90,7 +92,7 @@ async def test_token_0_is_delivered_before_a_failure_that_does_matter() -> None:
 
 
 async def test_an_embedding_does_not_wait_behind_a_decode_bound_queue() -> None:
-    """Costly choice: each need has its own head of line; the prefill worker is idle."""
+    """Costly choice: each plan has a lane of its own; the prefill worker is idle."""
     async with running_cluster(Script(tokens=TOKENS, stall_at=1)) as cluster:
         await grant_one(cluster, "decode-0")
         asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
@@ -103,8 +105,8 @@ async def test_an_embedding_does_not_wait_behind_a_decode_bound_queue() -> None:
             task.cancel()
 
 
-async def test_embeddings_do_not_pass_an_answer_that_waits_for_the_same_prefill_worker() -> None:
-    """Costly choice: no priority is turned round: what the first one waits for is kept for it."""
+async def test_embeddings_do_not_overtake_an_answer_that_waits_for_the_same_prefill_worker() -> None:
+    """Costly choice: the worker that the first one waits for is kept for it."""
     script = Script(tokens=TOKENS, stall_at=0)
     async with running_cluster(script) as cluster:
         await grant_one(cluster, "prefill-0")
@@ -123,19 +125,15 @@ async def test_embeddings_do_not_pass_an_answer_that_waits_for_the_same_prefill_
 
 
 class _FailedAttempt(Attempt):
-    """An attempt that has failed, without legs."""
+    """An attempt that has failed, without a hand-over."""
 
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
-
-    @property
-    def hand_over(self) -> None:
-        """None: it was local."""
-        return
+        self.legs = AttemptLegs([], TaskSet())
 
 
 def _noted(*errors: KvbatonError) -> Failures:
-    failures = Failures(SeveredPairs(), max_replays=5)
+    failures = Failures(UnreachablePairs(), max_replays=5)
     for error in errors:
         failures.note(_FailedAttempt(Failure(error, None, frozenset())), error)  # type: ignore[arg-type]
     return failures
@@ -150,7 +148,7 @@ def test_replays_in_a_row_are_spread_over_time() -> None:
     assert sum(pauses) > 1
 
 
-def test_the_routers_own_failure_is_nobodys_else() -> None:
+def test_a_failure_of_the_router_blames_no_worker() -> None:
     """P2: it uses up no replay and blames no worker, however often it happens."""
     failures = _noted(*[RouterExhaustedError("no descriptor")] * 50)
     assert failures.avoid == frozenset()
@@ -160,7 +158,7 @@ def test_the_routers_own_failure_is_nobodys_else() -> None:
 
 @contextmanager
 def no_descriptors() -> Iterator[None]:
-    """Within, this process cannot open another file."""
+    """Leave this process unable to open another file until the block ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as held:
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
@@ -168,8 +166,8 @@ def no_descriptors() -> Iterator[None]:
         yield
 
 
-async def test_a_router_without_descriptors_waits_and_goes_on() -> None:
-    """P2: the call fails as one to a worker that cannot be dialled; the worker is not blamed, and asked again."""
+async def test_a_router_without_descriptors_waits_and_tries_again() -> None:
+    """P2: the call fails as one to a worker that cannot be dialled; the worker is not blamed, and tried again."""
     refused = asyncio.Event()
 
     def script(task: pb.Task) -> Script:

@@ -1,4 +1,4 @@
-"""Workers come, are refused, are replaced, and go."""
+"""Workers attach, are rejected, are replaced, and leave."""
 
 import asyncio
 import socket
@@ -96,7 +96,7 @@ async def test_a_worker_cannot_register_as_another() -> None:
 async def test_an_id_with_control_characters_is_refused(name: str) -> None:
     """H3: control characters are refused in ids, here too."""
     async with running_cluster(SAY, ()) as cluster:
-        with pytest.raises(grpc.aio.AioRpcError, match="worker_id is no name"):
+        with pytest.raises(grpc.aio.AioRpcError, match="invalid worker_id"):
             await cluster.add(Role.DECODE, name)
 
 
@@ -130,7 +130,7 @@ async def test_a_process_that_registers_again_replaces_its_old_stream() -> None:
 
 
 async def test_a_second_worker_with_the_same_id_is_refused_while_the_first_lives() -> None:
-    """Costly choice: they pushed each other out; the second is told whose id it has, and the first goes on."""
+    """Costly choice: they detached each other; now the second one is rejected with the reason."""
     async with running_cluster(SAY, peer_timeout_seconds=0.2) as cluster:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await cluster.add(Role.DECODE, "decode-0")
@@ -141,13 +141,13 @@ async def test_a_second_worker_with_the_same_id_is_refused_while_the_first_lives
 
 
 async def test_a_worker_that_starts_again_takes_over_when_its_dead_stream_is_noticed() -> None:
-    """Costly choice: the other side of the rule: its machine went away without a word, and its successor waits for that."""
+    """Costly choice: its machine failed and left the stream open, and its successor waits until that is noticed."""
     async with running_cluster(SAY, (), peer_timeout_seconds=0.6) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
-        async with Relay(host, int(port)) as relay:
-            dead = ScriptedWorker(Role.AGGREGATED, relay.address, SECRET, lambda _: SAY, worker_id="both-0")
+        async with Proxy(host, int(port)) as proxy:
+            dead = ScriptedWorker(Role.AGGREGATED, proxy.address, SECRET, lambda _: SAY, worker_id="both-0")
             async with dead:
-                relay.freeze()
+                proxy.freeze()
                 await cluster.add(Role.AGGREGATED, "both-0")
                 assert len((await cluster.debug_state())["workers"]) == 1
                 assert not dead.is_dead
@@ -184,7 +184,7 @@ async def test_load_decides_between_equals() -> None:
 
 
 async def test_a_request_waits_for_a_full_kv_cache() -> None:
-    """It is bound as soon as the worker tells, with tokens of another request, that there is room."""
+    """It is bound as soon as the worker reports room, with tokens of another request."""
     async with running_cluster(Script(tokens=SAY.tokens, stall_at=0), ()) as cluster:
         worker = await cluster.add(Role.AGGREGATED, "full")
         await cluster.service.wait_ready()
@@ -247,16 +247,16 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
     """Its connection stays open but nothing answers any more: gRPC's keepalive ends it."""
     async with running_cluster(SAY, (), peer_timeout_seconds=0.4) as cluster:
         host, port = cluster.service.addresses.internal.split(":")
-        async with Relay(host, int(port)) as relay:
-            worker = ScriptedWorker(Role.AGGREGATED, relay.address, SECRET, lambda _: SAY)
+        async with Proxy(host, int(port)) as proxy:
+            worker = ScriptedWorker(Role.AGGREGATED, proxy.address, SECRET, lambda _: SAY)
             async with worker:
                 assert len((await cluster.debug_state())["workers"]) == 1
-                relay.freeze()
+                proxy.freeze()
                 async with asyncio.timeout(20):
                     await cluster.service.wait_for_workers(0)
 
 
-class Relay:
+class Proxy:
     """Passes bytes between a worker and the router, until it is frozen: then both sides wait for ever."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -265,7 +265,7 @@ class Relay:
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
 
-    async def __aenter__(self) -> "Relay":
+    async def __aenter__(self) -> "Proxy":
         self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0, family=socket.AF_INET)
         self.address = f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
@@ -279,7 +279,7 @@ class Relay:
         self._server.close()
 
     def freeze(self) -> None:
-        """Swallow everything from now on."""
+        """Drop all bytes from now on."""
         self._frozen.set()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,15 +1,25 @@
-"""Which workers a request gets, and when."""
+"""The choice of workers for a request, and when they have room."""
 
 from dataclasses import replace
 
 import pytest
 
 from contract.identity import Role
-from router.legs import AGGREGATED, DECODE, EMBED, PREFILL, LegPlan, Placement, placed
-from router.policy import Need, Wish, WorkerView, missing_role, place
+from router.legs import (
+    AGGREGATED,
+    DECODE,
+    EMBED,
+    EMBEDDING,
+    PREFILL,
+    RECOMPUTE,
+    LegPlan,
+    Placement,
+    placed,
+)
+from router.policy import PlacementRequest, WorkerView, missing_role, place
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
-WISH = Wish(num_prompt_tokens=20, num_answer_tokens=10)
+WISH = PlacementRequest(num_prompt_tokens=20, num_answer_tokens=10)
 
 
 def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: float = 0.0) -> WorkerView:
@@ -25,7 +35,7 @@ def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: fl
     )
 
 
-def chosen(workers: list[WorkerView], wish: Wish = WISH, turn: int = 0) -> Placement | None:
+def chosen(workers: list[WorkerView], wish: PlacementRequest = WISH, turn: int = 0) -> Placement | None:
     return place(workers, wish, turn)
 
 
@@ -81,7 +91,7 @@ def test_a_request_waits_until_the_credits_of_both_reach(
     )
 
 
-def test_a_replay_prefers_the_cache_and_avoids_suspects() -> None:
+def test_a_replay_prefers_the_cache_and_avoids_failed_workers() -> None:
     workers = [worker(P, 0), worker(P, 1, tokens=50), worker(D, 0), worker(D, 1, tokens=50)]
     wish = replace(WISH, is_replay=True, prefer="prefill-1", avoid=frozenset({"decode-0"}))
     assert chosen(workers, wish) == placed((PREFILL, "prefill-1"), (DECODE, "decode-1"))
@@ -121,7 +131,7 @@ def test_what_is_missing_is_named(
 ) -> None:
     for found, expected in (
         (missing_role(workers), missing),
-        (missing_role(workers, Need.REPLAY), missing_for_replay),
+        (missing_role(workers, RECOMPUTE), missing_for_replay),
     ):
         assert found == (f"{expected} is attached" if expected else None)
 
@@ -134,12 +144,12 @@ def test_legs_begin_behind_what_was_delivered() -> None:
     for alone in (worker(B, 0), worker(D, 0)):
         placement = chosen([alone], replay)
         assert placement and placement.legs == (LegPlan(AGGREGATED, alone.worker_id, 3),)
-    embedding = chosen([worker(P, 0)], replace(WISH, is_embedding=True))
+    embedding = chosen([worker(P, 0)], replace(WISH, plan=EMBEDDING))
     assert embedding and embedding.legs == (LegPlan(EMBED, "prefill-0", 0),)
 
 
 def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> None:
-    wish = replace(WISH, is_embedding=True)
+    wish = replace(WISH, plan=EMBEDDING)
     busy = worker(P, 0, tokens=100)
     assert chosen([worker(D, 0)], wish) is None
     assert chosen([worker(D, 0), worker(P, 0, tokens=5), worker(B, 0)], wish) == placed((EMBED, "prefill-0"))
@@ -160,4 +170,4 @@ def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> Non
     ],
 )
 def test_what_an_embedding_lacks_is_named(workers: list[WorkerView], missing: str | None) -> None:
-    assert missing_role(workers, Need.EMBEDDING) == missing
+    assert missing_role(workers, EMBEDDING) == missing

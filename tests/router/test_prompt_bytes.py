@@ -1,4 +1,4 @@
-"""What prompts cost the router before it knows whether they fit."""
+"""The memory that prompts take in the router before their length is checked."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A worker's death, or a failed hand-over, is not the request's end: it goes on elsewhere where it stopped (law 5)."""
+"""A worker's death or a failed hand-over does not end a request: it continues on other workers (law 5)."""
 
 import asyncio
 from typing import Any
@@ -17,12 +17,12 @@ TWO_EACH = (Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)
 
 
 def at_first(**trouble: Any) -> Any:
-    """The first attempt is in trouble, later ones are not."""
+    """Return a script whose first attempt fails, and no later one."""
     return lambda task: Script(tokens=TOKENS, **({} if task.attempt else trouble))
 
 
 def on_leg(role: Role, **trouble: Any) -> Any:
-    """Only the first attempt's prefill (first index 0) or decode leg is in trouble."""
+    """Return a script of which only the first attempt's prefill leg (first index 0) or decode leg fails."""
 
     def script(task: pb.Task) -> Script:
         is_prefill = task.first_index == 0
@@ -64,8 +64,8 @@ async def test_the_answer_goes_on_when_its_worker_dies(die_at: int) -> None:
         assert replay.first_index == len(delivered) + 1
 
 
-async def test_a_prefill_workers_death_behind_token_0_costs_no_token() -> None:
-    """The KV had not arrived yet: both legs begin anew behind token 0."""
+async def test_a_prefill_workers_death_after_the_first_token_costs_no_token() -> None:
+    """The KV had not arrived yet: both legs begin again after the first token."""
     stall = on_leg(Role.DECODE, stall_at=1)
     async with running_cluster(stall) as cluster:
         await add_twins(cluster, Role.PREFILL)
@@ -139,7 +139,7 @@ async def test_two_failed_hand_overs_in_a_row_are_enough() -> None:
 
 
 async def test_too_many_failures_without_a_token_are_one_clear_error() -> None:
-    """The sixth attempt would do, but the client has been told before."""
+    """The sixth attempt would succeed, but the client has received an error before."""
     bad, good = Script(tokens=TOKENS, fail_at=2, error=OverloadedError("no room")), Script(tokens=TOKENS)
     script = lambda task: bad if task.attempt < 5 else good  # noqa: E731
     async with running_cluster(script, (Role.AGGREGATED,), max_replays=3) as cluster:
@@ -158,7 +158,7 @@ async def test_a_replay_waits_for_a_worker_that_starts_again() -> None:
         assert "".join(await asking) == ANSWER
 
 
-async def test_the_first_error_is_told_where_no_other_worker_comes() -> None:
+async def test_the_client_gets_the_first_error_if_no_other_worker_attaches() -> None:
     async with running_cluster(at_first(die_at=3), worker_wait_seconds=0.1) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
@@ -166,8 +166,8 @@ async def test_the_first_error_is_told_where_no_other_worker_comes() -> None:
         assert "no decode worker is attached" in answer["error"]["message"]
 
 
-async def test_a_worker_that_wakes_up_says_nothing_twice() -> None:
-    """It was thought dead, its request goes on elsewhere, and it is heard again: all that it says is dropped."""
+async def test_tokens_of_a_worker_that_wakes_up_are_dropped() -> None:
+    """It was taken for dead and its request continues elsewhere: whatever it sends afterwards is dropped."""
     stall = at_first(stall_at=2)
     async with running_cluster(stall, ()) as cluster:
         old = await cluster.add(Role.AGGREGATED, "both-0", boot_id="one-process")

@@ -1,4 +1,4 @@
-"""When replaying ends, where replays go, and what is no reason for one."""
+"""The end of replaying, the workers of replays, and failures that cause none."""
 
 import asyncio
 import logging
@@ -14,9 +14,9 @@ from router.testing.script import Script
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_replay import ANSWER, add_twins, texts
-from tests.router.test_waiting_line import grant_one
 
 REPLAYS = "kvbaton_request_replays_total"
 LOCAL = "kvbaton_request_local_recomputes_total"
@@ -28,7 +28,7 @@ def is_fetching(task: pb.Task) -> bool:
 
 
 def fetching_fails(task: pb.Task, **trouble: Any) -> Script:
-    """Prefill legs say their token; every decode leg behind a hand-over is in trouble before its first one."""
+    """Prefill legs emit their token; every decode leg behind a hand-over fails before its first one."""
     return Script(tokens=TOKENS, **(trouble if is_fetching(task) else {}))
 
 
@@ -54,8 +54,8 @@ async def test_tokens_of_prefill_legs_do_not_prolong_a_request_that_no_decode_wo
         await nothing_is_left(cluster)
 
 
-async def test_a_death_of_which_a_peer_told_before_the_router_saw_it_costs_one_attempt() -> None:
-    """The replay is bound to the dead worker again where there is no other; its end is not counted a second time."""
+async def test_a_death_that_a_peer_reports_before_the_router_sees_it_costs_one_attempt() -> None:
+    """The replay is bound to the dead worker again if there is no other; its end is not counted a second time."""
 
     def script(task: pb.Task) -> Script:
         legs: dict[tuple[int, bool], dict[str, Any]] = {
@@ -73,14 +73,14 @@ async def test_a_death_of_which_a_peer_told_before_the_router_saw_it_costs_one_a
         await nothing_is_left(cluster)
 
 
-async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_spoken() -> None:
+async def test_a_call_that_is_never_answered_does_not_end_a_leg_that_has_emitted_tokens() -> None:
     script = Script(tokens=TOKENS, is_mute=True, token_delay_seconds=0.2)
     async with running_cluster(script, (Role.AGGREGATED,), accept_timeout_seconds=0.5) as cluster:
         assert "".join(await texts(cluster)) == ANSWER
         assert not any(name.startswith(REPLAYS) for name in await cluster.metrics())
 
 
-async def test_a_leg_that_neither_accepts_nor_speaks_is_replayed() -> None:
+async def test_a_leg_that_neither_accepts_nor_emits_is_replayed() -> None:
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS) if task.attempt else Script(tokens=TOKENS, is_mute=True, stall_at=0)
 
@@ -90,7 +90,7 @@ async def test_a_leg_that_neither_accepts_nor_speaks_is_replayed() -> None:
         await nothing_is_left(cluster)
 
 
-async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_suspect() -> None:
+async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_failed_worker() -> None:
     """Its replays would be used up there within milliseconds while a healthy worker is alive."""
 
     def script(task: pb.Task) -> Script:
@@ -113,7 +113,7 @@ async def test_a_replay_waits_for_room_elsewhere_and_does_not_go_back_to_the_sus
         assert len(suspect.received.decodes) == 1
 
 
-async def test_the_worker_that_starts_again_is_no_suspect() -> None:
+async def test_a_worker_that_starts_again_is_not_avoided() -> None:
     """The replay does not wait for room on the other one."""
 
     def script(task: pb.Task) -> Script:
@@ -145,7 +145,7 @@ async def test_a_replay_on_a_worker_that_is_both_is_no_local_recompute() -> None
 
 
 async def test_a_local_recompute_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """Law 10: a slower path is counted and said."""
+    """Law 10: a slower path is counted and logged."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS, die_at=0 if task.first_index == task.attempt == 0 else None)

@@ -1,4 +1,4 @@
-"""A decode worker's death in mid-stream, in each shape of an answer: the events go on as if nothing had been (law 5)."""
+"""A decode worker's death in mid-stream, in each shape of an answer: the events continue unchanged (law 5)."""
 
 import re
 from pathlib import Path
@@ -38,7 +38,7 @@ async def replays(cluster: Cluster) -> float:
 
 
 def without_numbers(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What two streams of one answer have in common: pieces that came together are one, ids are numbered as they come."""
+    """Reduce a stream to what two streams of one answer share: pieces are joined, ids are numbered in order."""
     names: dict[str, str] = {}
     found: list[dict[str, Any]] = []
     for event in events:
@@ -113,7 +113,7 @@ async def test_each_of_two_chats_goes_on_by_itself(die_at: int, tmp_path: Path) 
 
 
 def message_of(chunks: list[Any], index: int) -> dict[str, Any]:
-    """What a client puts together of one choice; the ids of calls are left out."""
+    """Join the chunks of one choice as a client does, without the ids of calls."""
     own = [{"choices": [c for c in chunk["choices"] if c["index"] == index]} for chunk in chunks[:-1]]
     message = joined([*own, chunks[-1]])
     assert sum("role" in choice["delta"] for chunk in own for choice in chunk["choices"]) == 1

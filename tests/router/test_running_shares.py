@@ -1,4 +1,4 @@
-"""What one client may hold of what runs while others are there."""
+"""The share of the workers that one client may hold while other clients are active."""
 
 import asyncio
 
@@ -108,7 +108,7 @@ async def test_one_key_does_not_take_all_workers_while_another_is_there(roles: t
 
 
 async def test_one_key_alone_takes_all_workers() -> None:
-    """Nothing is kept free for keys that nobody uses."""
+    """Nothing is kept free for keys that are not in use."""
     async with running_cluster(
         Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), api_keys=KEYS
     ) as cluster:

@@ -1,4 +1,4 @@
-"""What one API key cannot learn of another, and cannot take from it."""
+"""One API key learns nothing of another one's prompts, and takes nothing from it."""
 
 import asyncio
 from typing import Any
@@ -7,19 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from router.request import BACKGROUND_PRIORITY, PreparedRequest
+from router.prepared_request import PreparedRequest
+from router.request import BACKGROUND_PRIORITY
 from router.tenancy import TenantRules, tenant_salt
 from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS
-from tests.router.test_waiting_line import grant_one
 
 KEYS = "alice-secret-key,bob-secret-key"
 text = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 async def salt_of(cluster: Cluster, path: str, body: dict[str, Any], key: str | None) -> str:
-    """The cache salt that the workers get."""
+    """Return the cache salt that the workers receive."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     status, answer = await cluster.post(path, body, headers=headers)
     assert status == 200, answer
@@ -30,7 +31,7 @@ async def salt_of(cluster: Cluster, path: str, body: dict[str, Any], key: str | 
 
 
 async def test_keys_do_not_share_cached_prompts() -> None:
-    """M6: so ``cached_tokens``, and the time to the first token, tell nothing of another key's prompts."""
+    """M6: ``cached_tokens`` and the time to the first token therefore reveal nothing of another key's prompts."""
     async with running_cluster(Script(tokens=TOKENS), (Role.PREFILL, Role.DECODE), api_keys=KEYS) as cluster:
         for path, body in ((TEXT, {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})):
             alice, bob = [

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +14,25 @@ from contract.errors import OverloadedError
 from contract.identity import Role
 from contract.requests import EngineRequest, FinishReason, SamplingParams
 from protos import worker_pb2_grpc
-from router.attempt import Attempt
-from router.changes import ChangeSignal
-from router.fair_queue import Claim
+from router.admission_queue import AdmissionQueue
+from router.change_signal import ChangeSignal
+from router.fair_queue import QueueOrder
 from router.inbox import UnreadBytes
-from router.ledger import Ledger
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
-from router.policy import Wish
+from router.policy import PlacementRequest
+from router.prepared_request import PreparedRequest
 from router.registry import Registry
-from router.relay import Relays
-from router.request import GenerationRequest, PreparedRequest
-from router.running_shares import RunningShares
-from router.severed import SeveredPairs
+from router.request import GenerationRequest
+from router.request_run import RequestRuns
+from router.request_tracker import RequestTracker
+from router.reservation import Reservation
+from router.start_limiter import StartLimiter
 from router.tasks import TaskSet
 from router.testing.script import Script, Writer
 from router.testing.worker import ScriptedWorker
-from router.waiting_line import WaitingLine
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import WorkerCalls
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
@@ -46,25 +47,33 @@ SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
 
 
 def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    """An encoder has no call of its own: it is asked as a worker that embeds, and its answer is read by nobody here."""
+    """Start an encoder by the call of an embedding, since it has none of its own. Its result is not read here."""
     return calls.embed(embed_to_proto(request, session))
 
 
 KINDS = {**LEG_KINDS, ENCODE: LegKind(start=start_encode, result=Result.NONE)}
 
 
-class ThreeLegs(WaitingLine):
+class ThreeLegs(AdmissionQueue):
     """Places every request on the same three workers, at once."""
 
-    async def bind(self, wish: Wish, claim: Claim, begin: Callable[[Placement], Attempt]) -> Attempt:
-        """Begin an attempt of three legs."""
-        first = wish.num_delivered
+    def __init__(self, registry: Registry) -> None:
+        self._workers = registry
+
+    @asynccontextmanager
+    async def reserve(self, request: PlacementRequest, order: QueueOrder) -> AsyncIterator[Reservation]:
+        """Reserve three legs."""
+        first = request.num_delivered
         legs = (
             LegPlan(ENCODE, "encode-0", first),
             LegPlan(PREFILL, "prefill-0", first),
             LegPlan(DECODE, "decode-0", first + 1),
         )
-        return begin(Placement(legs))
+        workers = [self._workers.get(leg.worker) for leg in legs]
+        start = StartLimiter(lambda: None).start(order.tenant, is_alone=True)
+        reservation = Reservation(Placement(legs), workers, request, order.tenant, start)
+        yield reservation
+        reservation.release()
 
 
 @dataclass
@@ -75,11 +84,11 @@ class Trio:
     prefill: ScriptedWorker
     decode: ScriptedWorker
     registry: Registry
-    relays: Relays
-    ledger: Ledger
+    runs: RequestRuns
+    tracker: RequestTracker
 
     async def answer(self) -> tuple[list[int], FinishReason]:
-        """Run one request; its tokens and how it ended. Nothing is bound behind it."""
+        """Run one request; return its tokens and how it ended. No credit is held afterwards."""
         asked = GenerationRequest(request_id="r", prompt="x")
         request = PreparedRequest(
             request_id="r",
@@ -93,27 +102,26 @@ class Trio:
         tokens: list[int] = []
         reason = None
         with (
-            self.relays.unread.open("") as unread,
-            self.ledger.open(asked) as record,
-            self.relays.open(request, [record], unread) as (relay,),
+            self.runs.unread.open("") as unread,
+            self.tracker.open(asked) as tracked,
+            self.runs.open(request, [tracked], unread) as (run,),
         ):
             while reason is None:
-                arrival = await relay.next()
-                tokens += [token.token_id for token in arrival.tokens]
-                reason = arrival.finish_reason
+                batch = await run.next()
+                tokens += [token.token_id for token in batch.tokens]
+                reason = batch.finish_reason
         assert [view.num_requests for view in self.registry.snapshot()] == [0, 0, 0]
         return tokens, reason
 
 
 @asynccontextmanager
 async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
-    """An encoder (which registers as a prefill worker), a prefill and a decode worker behind one registry."""
+    """Attach an encoder (which registers as a prefill worker), a prefill and a decode worker to one registry."""
     changes = ChangeSignal()
     registry = Registry(changes)
     tasks = TaskSet()
-    severed = SeveredPairs()
-    line = ThreeLegs(registry, changes, severed, RunningShares(1.0), 0.0)
-    relays = Relays(registry, line, severed, tasks, UnreadBytes(10_000, 100_000), 3, kinds=KINDS)
+    unread = UnreadBytes(10_000, 100_000)
+    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), tasks, unread, 3, kinds=KINDS)
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
@@ -136,7 +144,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             while not all(view.max_requests for view in registry.snapshot()):
                 await changes.next.wait()
         encode, prefiller, decode = workers
-        yield Trio(encode, prefiller, decode, registry, relays, Ledger(10, RouterMetrics().requests))
+        yield Trio(encode, prefiller, decode, registry, runs, RequestTracker(10, RouterMetrics().requests))
 
 
 @pytest.mark.parametrize("encoder", [Script(), Script(stall_at=0)], ids=["that ends", "that says nothing"])

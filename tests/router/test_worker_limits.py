@@ -1,4 +1,4 @@
-"""A worker that is smaller than the others takes what fits it, and nobody is refused for its sake."""
+"""A worker that is smaller than the others takes what fits it, and no request is rejected because of it."""
 
 import asyncio
 from dataclasses import replace
@@ -12,15 +12,15 @@ from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router.changes import ChangeSignal
-from router.legs import PREFILL
-from router.policy import Wish, WorkerView, candidates, fits, place
+from router.change_signal import ChangeSignal
+from router.legs import EMBEDDING, GENERATION, PREFILL
+from router.policy import PlacementRequest, WorkerView, candidates, fits, place
 from router.registry import Registry
 from router.testing.script import Script
 from router.testing.worker import kv_layout
 from tests.router.cluster import running_cluster
+from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
-from tests.router.test_waiting_line import grant_one
 from tests.text.tiny_model import END, byte_ids
 from wire.membership import layout_from_proto
 
@@ -102,7 +102,7 @@ async def test_what_every_worker_refuses_is_one_clear_400() -> None:
 
 
 async def test_a_stream_does_not_end_when_only_a_smaller_worker_is_left_for_a_while() -> None:
-    """P5: it waits for a large one, and goes on there."""
+    """P5: it waits for a large one, and continues there."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=[*byte_ids(b"y" * 60), END], die_at=30 if task.attempt == 0 else None)
@@ -118,8 +118,8 @@ async def test_a_stream_does_not_end_when_only_a_smaller_worker_is_left_for_a_wh
         assert not small.received.decodes
 
 
-async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
-    """P5: when no large worker comes back, a smaller one goes on as far as it can: finish_reason length."""
+async def test_an_answer_that_no_worker_can_finish_is_cut_with_finish_reason_length() -> None:
+    """P5: when no large worker comes back, a smaller one continues as far as it can: finish_reason length."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=[*byte_ids(b"y" * 60), END], die_at=20 if task.attempt == 0 else None)
@@ -131,7 +131,7 @@ async def test_an_answer_that_no_worker_can_finish_is_cut_and_says_so() -> None:
         assert len(small.received.decodes) == 1
 
 
-async def test_a_new_request_that_fits_no_worker_any_more_is_told_how_long_it_may_be() -> None:
+async def test_the_error_of_a_request_that_fits_no_worker_names_the_limit() -> None:
     """P5: it waited for the large worker that was attached when it was admitted."""
     async with running_cluster(Script(tokens=TOKENS, stall_at=1), worker_wait_seconds=0.3) as cluster:
         await grant_one(cluster, "decode-0")
@@ -187,7 +187,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
         )
-        registry.attach(registry.meet(registration, cast(Any, "nothing is called")))
+        registry.attach(registry.new_worker(registration, cast(Any, "nothing is called")))
     registry.detach(registry.get("decode-0"), "its stream closed")
     assert (registry.max_model_len(7), registry.recent_max_model_len(7)) == (40, 100)
     now = 31.0
@@ -221,12 +221,12 @@ def test_a_request_is_only_placed_where_it_fits(
     pool: list[WorkerView], prompt: int, answer: int, is_replay: bool, is_embedding: bool, turn: int
 ) -> None:
     """P5: and where it fits idle workers of every needed role it is placed."""
-    wish = Wish(
+    wish = PlacementRequest(
         num_prompt_tokens=prompt,
         num_answer_tokens=answer,
         max_length=prompt if is_embedding else prompt + answer,
         is_replay=is_replay,
-        is_embedding=is_embedding,
+        plan=EMBEDDING if is_embedding else GENERATION,
     )
     placement = place(pool, wish, turn)
     by_id = {view.worker_id: view for view in pool}
@@ -246,7 +246,7 @@ def test_a_request_is_only_placed_where_it_fits(
 
 
 def test_a_worker_that_refused_is_not_asked_again() -> None:
-    wish = Wish(num_prompt_tokens=5, num_answer_tokens=5, max_length=10)
+    wish = PlacementRequest(num_prompt_tokens=5, num_answer_tokens=5, max_length=10)
     pool = [_view(0, B, 50, 50), _view(1, B, 50, 50)]
     for turn in range(4):
         placement = place(pool, replace(wish, too_small=frozenset({"both-0"})), turn)

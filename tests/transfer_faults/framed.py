@@ -36,7 +36,7 @@ class _Kept:
 
 
 class FramedPort(FaultyPort):
-    """Relays one control port frame by frame; the handshake's frames are left alone.
+    """RequestRuns one control port frame by frame; the handshake's frames are left alone.
 
     tricks: each is played once. played: how often, by way and kind of frame.
     """

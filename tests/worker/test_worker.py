@@ -228,16 +228,16 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
-        attached.bind(("r", 0, 0), heard.put_nowait, 1)
+        attached.bind(("r", 0, 0), heard.put_nowait)
         await it.call("Decode", waiting_leg())
-        while attached.load.num_waiting == 0:
+        while attached.capacity.load.num_waiting == 0:
             await asyncio.sleep(0.005)
-        told = attached.load
+        told = attached.capacity.load
         await asyncio.sleep(0.05)
-        assert attached.load is told
+        assert attached.capacity.load is told
         await it.call("Cancel", pb.CancelRequest(request_id="r"))
         assert (await heard.get()).finish_reason == "abort"
-        assert attached.load == Load()
+        assert attached.capacity.load == Load()
 
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:
@@ -282,7 +282,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
     async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
-        attached.bind(("r", 0, 0), heard.put_nowait, 1)
+        attached.bind(("r", 0, 0), heard.put_nowait)
         await it.call("Decode", waiting_leg())
         await until_accepted(it, 1)
         psutil.Process(await it.worker.engine.call("pid")).kill()

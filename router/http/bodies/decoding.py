@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from contract.errors import InvalidRequestError, PayloadTooLargeError
-from router.resting import Rest
+from router.throttling import Throttle
 
 MAX_DEPTH = 100
 """Deeper values cannot be rendered (in a message, by a chat template) within Python's recursion limit."""
@@ -26,7 +26,7 @@ async def decode(raw: bytes, max_values: int) -> Any:
     """
     if not await _has_few(raw, max_values):
         await _count(raw, max_values)
-    rest = Rest()
+    rest = Throttle()
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -41,7 +41,7 @@ async def decode(raw: bytes, max_values: int) -> Any:
 async def _has_few(raw: bytes, max_values: int) -> bool:
     """Return True if the text is within the limits even when the brackets and commas inside its strings are counted."""
     num_lists = num_commas = 0
-    rest = Rest()
+    rest = Throttle()
     for start in range(0, len(raw), _SPAN_BYTES):
         lists, commas = _at_most(raw, start, start + _SPAN_BYTES)
         num_lists += lists
@@ -63,7 +63,7 @@ async def _count(raw: bytes, max_values: int) -> None:
     num_lists = num_commas = 0
     is_inside = False
     left = b""
-    rest = Rest()
+    rest = Throttle()
     for start in range(0, len(raw), _CHUNK_BYTES):
         piece = left + raw[start : start + _CHUNK_BYTES]
         # A backslash at the end escapes the next piece's first byte.

@@ -14,7 +14,7 @@ from contract.errors import (
     UnsupportedMediaTypeError,
 )
 from router.http.bodies.decoding import LARGE_BYTES
-from router.resting import Rest
+from router.throttling import Throttle
 
 _CHUNK_BYTES = 2**16
 _SMALL_BYTES = 2**14
@@ -118,7 +118,7 @@ async def _inflated(request: web.Request, encoding: str) -> AsyncIterator[bytes]
             yield chunk
             continue
         inflater = inflater or _Inflater(chunk, encoding)
-        rest = Rest()
+        rest = Throttle()
         for piece in inflater.push(chunk):
             yield piece
             await rest.after_work()  # one chunk of zeros inflates to many pieces

@@ -41,4 +41,4 @@ class MessageEndpoints:
         arrival = time.monotonic()
         body = await self._bodies.read(request, "count_", COUNT)
         counted = self._parser.count(body, origin_of(request, arrival))
-        return web.json_response({"input_tokens": await self._pipeline.num_prompt_tokens(counted)})
+        return web.json_response({"input_tokens": await self._pipeline.preparer.num_prompt_tokens(counted)})

@@ -10,11 +10,11 @@ from contract.errors import PeerUnreachableError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
+from router.attached_worker import AttachedWorker
 from router.legs import AGGREGATED, DECODE, PREFILL, placed
-from router.policy import Wish, WorkerView, place
-from router.registry import AttachedWorker
-from router.severed import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, SeveredPairs
+from router.policy import PlacementRequest, WorkerView, place
 from router.testing.script import Script
+from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
@@ -25,7 +25,7 @@ CUT = PeerUnreachableError("the control link to prefill-0 is cut")
 
 
 def unreachable(task: pb.Task) -> Script:
-    """Every decode leg behind a hand-over fails: its prefill worker spoke before it, at index 0 of a one-token prompt."""
+    """Let every decode leg behind a hand-over fail: it begins one token after the prompt of one token."""
     is_fetching = task.first_index == len(task.prompt_token_ids)
     return Script(tokens=TOKENS, fail_at=task.first_index if is_fetching else None, error=CUT)
 
@@ -45,8 +45,8 @@ async def test_a_cut_link_between_the_only_two_workers_costs_one_attempt() -> No
         await nothing_is_left(cluster)
 
 
-async def test_another_pair_takes_over_from_a_severed_one() -> None:
-    """P6: the severed pair is not chosen again and again: one of forty requests pays."""
+async def test_another_pair_takes_over_from_an_unreachable_one() -> None:
+    """P6: the pair is not chosen again and again: one of forty requests pays."""
 
     def script(task: pb.Task) -> Script:
         return Script(tokens=TOKENS)
@@ -77,30 +77,30 @@ def attached(role: Role, name: str) -> AttachedWorker:
 
 
 def test_one_request_a_pause_tries_the_pair_again() -> None:
-    """P6: the pause doubles while the pair stays cut, and a token ends it."""
+    """P6: the pause doubles while the pair keeps failing, and a token ends it."""
     clock = Clock()
-    severed, p, d = SeveredPairs(clock), attached(P, "p"), attached(D, "d")
+    severed, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pair = frozenset({("p", "d")})
     for _ in range(5):
-        severed.cut(p, d)  # requests that were bound before the first failure fail together
+        severed.record_failure(p, d)  # requests that were bound before the first failure fail together
     pause = FIRST_PAUSE_SECONDS
     for _ in range(6):
-        assert severed.among([p, d]) == pair
+        assert severed.blocked([p, d]) == pair
         clock.now += pause
-        assert severed.among([p, d]) == frozenset()
-        severed.probe(p, d)
-        assert severed.among([p, d]) == pair
-        severed.cut(p, d)
+        assert severed.blocked([p, d]) == frozenset()
+        severed.record_probe(p, d)
+        assert severed.blocked([p, d]) == pair
+        severed.record_failure(p, d)
         pause = min(2 * pause, LAST_PAUSE_SECONDS)
-    severed.mend(p, d)
-    assert severed.among([p, d]) == frozenset()
+    severed.record_success(p, d)
+    assert severed.blocked([p, d]) == frozenset()
 
 
 def test_a_worker_that_starts_again_is_another_one() -> None:
-    severed, p, d = SeveredPairs(Clock()), attached(P, "p"), attached(D, "d")
-    severed.cut(p, d)
-    assert severed.among([p, attached(D, "d")]) == frozenset()
-    assert severed.among([p, d]) == frozenset(), "it was forgotten when its worker had gone"
+    severed, p, d = UnreachablePairs(Clock()), attached(P, "p"), attached(D, "d")
+    severed.record_failure(p, d)
+    assert severed.blocked([p, attached(D, "d")]) == frozenset()
+    assert severed.blocked([p, d]) == frozenset(), "it was forgotten when its worker had gone"
 
 
 @st.composite
@@ -115,12 +115,12 @@ def pools(draw: st.DrawFn) -> tuple[list[WorkerView], frozenset[tuple[str, str]]
 
 
 @given(pools(), st.integers(0, 9), st.booleans())
-def test_no_severed_pair_is_ever_chosen_and_idle_workers_always_serve(
+def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
     pool: tuple[list[WorkerView], frozenset[tuple[str, str]]], turn: int, is_replay: bool
 ) -> None:
     """P6: the ladder as a property: a pair that works, else one that is both, else the decode worker alone."""
     workers, severed = pool
-    wish: Wish = replace(WISH, is_replay=is_replay)
+    wish: PlacementRequest = replace(WISH, is_replay=is_replay)
     placement = place(workers, wish, turn, severed)
     by_id = {each.worker_id: each for each in workers}
     if placement is not None:

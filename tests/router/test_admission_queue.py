@@ -37,7 +37,7 @@ async def test_a_worker_gets_no_more_requests_than_its_credit() -> None:
         await nothing_is_left(cluster)
 
 
-async def test_the_line_goes_by_priority_then_by_arrival() -> None:
+async def test_requests_are_admitted_by_priority_then_by_arrival() -> None:
     async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
@@ -54,7 +54,7 @@ async def test_the_line_goes_by_priority_then_by_arrival() -> None:
         assert seeds == [1, 3, 0, 2]
 
 
-async def test_a_big_request_at_the_head_is_not_passed() -> None:
+async def test_a_big_request_at_the_head_is_not_overtaken() -> None:
     async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         worker = cluster.workers["both-0"]
         worker.stream.grant(Credit(max_requests=9, max_tokens=60))
@@ -71,7 +71,7 @@ async def test_a_big_request_at_the_head_is_not_passed() -> None:
         assert [len(call.task.prompt_token_ids) for call in worker.received.decodes] == [1, 40, 1]
 
 
-async def test_a_client_that_goes_away_leaves_the_line() -> None:
+async def test_a_client_that_disconnects_leaves_the_queue() -> None:
     async with running_cluster(Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,)) as cluster:
         await grant_one(cluster, "both-0")
         asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
@@ -93,7 +93,7 @@ async def test_requests_wait_for_a_role_that_comes_soon() -> None:
         assert (await asking)[0] == 200
 
 
-async def test_after_that_they_are_refused_at_once_until_it_is_there() -> None:
+async def test_requests_are_rejected_at_once_after_the_time_limit_of_a_role() -> None:
     async with running_cluster(Script(tokens=TOKENS), PAIR, worker_wait_seconds=0.05) as cluster:
         await cluster.workers["decode-0"].die()
         await cluster.service.wait_for_workers(1)
@@ -105,7 +105,7 @@ async def test_after_that_they_are_refused_at_once_until_it_is_there() -> None:
         assert (await cluster.post(TEXT, {"prompt": "x"}))[0] == 200
 
 
-async def test_the_deadline_ends_a_request_in_the_line() -> None:
+async def test_the_deadline_ends_a_queued_request() -> None:
     async with running_cluster(
         Script(tokens=TOKENS, stall_at=1), (Role.AGGREGATED,), request_timeout_seconds=1
     ) as cluster:

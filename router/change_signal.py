@@ -1,13 +1,14 @@
-"""One signal for "the workers, their room, or what is known of the model, have changed"."""
+"""One signal for changes of the workers, of their room, and of the model."""
 
 import asyncio
 from collections.abc import Callable
 
 
 class ChangeSignal:
-    """Take ``next`` first, look at the state, then wait on what was taken: so no change is missed.
+    """Wakes tasks and calls listeners at every change.
 
-    A ``listen``er is called at every change, at once; it must not cause one.
+    A task takes ``next`` first, then looks at the state, then waits on what it took: then it misses no change. A listener is
+    called at once, and must not cause a change itself.
     """
 
     def __init__(self) -> None:
@@ -16,15 +17,15 @@ class ChangeSignal:
 
     @property
     def next(self) -> asyncio.Event:
-        """An event that the next change sets."""
+        """The event that the next change sets."""
         return self._next
 
-    def listen(self, on_change: Callable[[], None]) -> None:
+    def add_listener(self, on_change: Callable[[], None]) -> None:
         """Call ``on_change`` at every change from now on."""
         self._listeners.append(on_change)
 
-    def tell(self) -> None:
-        """Something has changed."""
+    def notify(self) -> None:
+        """Report a change."""
         self._next.set()
         self._next = asyncio.Event()
         for on_change in self._listeners:

@@ -1,4 +1,4 @@
-"""How long requests wait for a role without a worker, and whom they do not hold up meanwhile."""
+"""Time limits for a role without a worker, and requests that are not delayed meanwhile."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ def at_first_stalled(task: pb.Task) -> Script:
 
 
 async def test_new_requests_without_prefill_worker_do_not_hold_up_a_replay_that_needs_none() -> None:
-    """The decode worker computes it itself, though requests of a higher priority stand before it."""
+    """The decode worker computes it itself, though requests of a higher priority wait before it."""
     async with running_cluster(at_first_stalled, worker_wait_seconds=60) as cluster:
         asking = asyncio.create_task(texts(cluster))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
@@ -34,8 +34,8 @@ async def test_new_requests_without_prefill_worker_do_not_hold_up_a_replay_that_
         await nothing_is_left(cluster)
 
 
-async def test_patience_with_one_role_is_not_used_up_by_another() -> None:
-    """New requests are refused for want of a prefill worker; a replay still waits for its decode worker."""
+async def test_the_time_limit_of_one_role_is_not_used_up_by_another() -> None:
+    """New requests are rejected because no prefill worker is attached; a replay still waits for its decode worker."""
     async with running_cluster(at_first_stalled, PAIR, worker_wait_seconds=1.5) as cluster:
         asking = asyncio.create_task(texts(cluster))
         await cluster.until(lambda state: state["requests"]["streaming"] == 1)
@@ -48,7 +48,7 @@ async def test_patience_with_one_role_is_not_used_up_by_another() -> None:
         assert "".join(await asking) == ANSWER
 
 
-async def test_the_line_is_empty_when_the_router_has_stopped() -> None:
+async def test_the_queue_is_empty_when_the_router_has_stopped() -> None:
     async with running_cluster(Script(tokens=TOKENS), (), worker_wait_seconds=60) as cluster:
         both = await cluster.add(Role.AGGREGATED)
         await cluster.service.wait_ready()
@@ -58,6 +58,6 @@ async def test_the_line_is_empty_when_the_router_has_stopped() -> None:
         await cluster.until(lambda state: state["num_in_line"] == 20)
         await cluster.service.stop()
         await asyncio.wait(asking)
-        assert len(cluster.service._path.line) == 0
+        assert len(cluster.service._path.queue) == 0
         for task in asking:
             assert task.exception() or task.result()[0] >= 499

@@ -1,4 +1,4 @@
-"""Who counts as what while the router holds a request."""
+"""The counts of the requests that the router holds."""
 
 from collections import Counter
 from contextlib import ExitStack
@@ -11,42 +11,42 @@ from contract.errors import OverloadedError
 from contract.requests import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
-from router.ledger import Ledger
 from router.leg_report import LegReport
 from router.metrics import RouterMetrics
 from router.request import GenerationRequest
+from router.request_tracker import RequestTracker
 
 
 def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:
-    ledger = Ledger(1, RouterMetrics().requests)
+    tracker = RequestTracker(1, RouterMetrics().requests)
     usage = Usage(num_prompt_tokens=1, num_completion_tokens=0, num_cached_tokens=0)
-    with ledger.open(GenerationRequest(request_id="a", prompt="x")) as record:
-        assert (ledger.num_waiting, ledger.num_running) == (1, 0)
-        record.bound()
-        assert (ledger.num_waiting, ledger.num_running) == (1, 0)
-        record.finish(Delta(), FinishReason.STOP, usage, LegReport())
-        assert (ledger.num_waiting, ledger.num_running) == (0, 0)
-        assert ledger.num_by_state()["finished"] == 1
+    with tracker.open(GenerationRequest(request_id="a", prompt="x")) as tracked:
+        assert (tracker.num_waiting, tracker.num_running) == (1, 0)
+        tracked.bound()
+        assert (tracker.num_waiting, tracker.num_running) == (1, 0)
+        tracked.finish(Delta(), FinishReason.STOP, usage, LegReport())
+        assert (tracker.num_waiting, tracker.num_running) == (0, 0)
+        assert tracker.num_by_state()["finished"] == 1
 
 
-def _asked(tenant: str) -> GenerationRequest:
+def _request(tenant: str) -> GenerationRequest:
     return GenerationRequest(request_id="a", prompt="x", tenant=tenant)
 
 
 def test_one_client_does_not_keep_another_out_of_the_queue() -> None:
     """M3: the queue is full of one client's requests; another one gets its share all the same, and the first no more."""
-    ledger = Ledger(4, RouterMetrics().requests)
+    tracker = RequestTracker(4, RouterMetrics().requests)
     with ExitStack() as held:
         for _ in range(4):
-            held.enter_context(ledger.open(_asked("hog")))
+            held.enter_context(tracker.open(_request("hog")))
         with pytest.raises(OverloadedError, match="4 of this client"):
-            held.enter_context(ledger.open(_asked("hog")))
+            held.enter_context(tracker.open(_request("hog")))
         for _ in range(2):
-            held.enter_context(ledger.open(_asked("other")))
+            held.enter_context(tracker.open(_request("other")))
         for tenant in ("other", "hog"):
             with pytest.raises(OverloadedError):
-                held.enter_context(ledger.open(_asked(tenant)))
-    assert ledger.num_unbound == 0
+                held.enter_context(tracker.open(_request(tenant)))
+    assert tracker.num_unbound == 0
 
 
 @given(st.lists(st.sampled_from("abcd"), max_size=80), st.integers(1, 12))

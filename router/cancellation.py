@@ -1,4 +1,4 @@
-"""The requests that are being answered, so that their client can cancel them by name."""
+"""The requests that are being answered, for clients that cancel them by name, and for the end of the router."""
 
 import asyncio
 from collections import defaultdict
@@ -12,18 +12,18 @@ _MAX_NAME_CHARACTERS = 64
 
 
 def client_name(given: str | None) -> str | None:
-    """The name that a client gave its request; None where it gave none, or one that is no name.
+    """Return the name that a client gave its request; None if it gave none, or one that is invalid.
 
-    A name is 1 to 64 printable ASCII characters without spaces.
+    A valid name is 1 to 64 printable ASCII characters without spaces.
     """
     is_name = given and len(given) <= _MAX_NAME_CHARACTERS and all("!" <= letter <= "~" for letter in given)
     return given if is_name else None
 
 
-class RunningRequests:
-    """Owns who asked for what under which name. A name counts among the requests of one owner only.
+class CancellableRequests:
+    """Owns the open requests, by owner and name: a client can only cancel requests of its own.
 
-    owner: the ``Authorization`` that the client showed, of which a digest is kept; empty where it showed none.
+    owner: the ``Authorization`` that the client sent, of which a digest is kept; empty if it sent none.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class RunningRequests:
 
     @asynccontextmanager
     async def open(self, owner: str, *names: str | None) -> AsyncIterator[None]:
-        """Within, ``cancel`` with any of the names ends the block, wherever it waits, with CancelledError."""
+        """Open a block that ``cancel`` with any of the names ends, wherever it waits, with CancelledError."""
         keys = {_key(owner, name) for name in names if name}
         scope = asyncio.timeout(None)
         try:
@@ -53,17 +53,17 @@ class RunningRequests:
 
     @property
     def num_open(self) -> int:
-        """Blocks that are open."""
+        """The number of open blocks."""
         return len(self._open)
 
     def end_all(self, error: KvbatonError) -> None:
-        """End every open block with ``error``: the router stops."""
+        """End every open block with ``error``, since the router stops."""
         self._ending = error
         for scope in [scope for scope in self._open if scope.when() is None]:
             scope.reschedule(asyncio.get_running_loop().time())
 
     def cancel(self, owner: str, name: str) -> int:
-        """Cancel the requests of this owner that have this name or id; how many there were."""
+        """Cancel the requests of this owner that have this name or id. Return how many there were."""
         scopes = [scope for scope in self._scopes.get(_key(owner, name), ()) if scope.when() is None]
         for scope in scopes:
             scope.reschedule(asyncio.get_running_loop().time())

@@ -1,0 +1,140 @@
+"""One worker that is attached to this router, and the legs that are bound to it."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from contract.errors import WorkerLostError
+from contract.identity import Role
+from contract.membership import Registration
+from protos import worker_pb2 as pb
+from router.capacity import WorkerCapacity
+from router.inbox import Event
+from router.policy import UNLIMITED, WorkerView
+from router.throttling import MAX_PAUSE_SECONDS, Throttle
+from router.worker_calls import WorkerCalls
+from wire.membership import load_from_proto
+
+LegKey = tuple[str, int, int]
+"""(request id, attempt, choice)"""
+
+_MAX_CANCELS = 4
+"""Cancels that are sent to one worker at a time.
+
+A client that disconnects ends hundreds of answers at once, and the starts of other clients would wait behind their cancels.
+"""
+
+
+class AttachedWorker:
+    """One incarnation of a worker, from its registration until its stream closes.
+
+    Owns the routes of its stream: which leg receives which entries. gone: set when the worker is detached; whatever it
+    sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
+    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. on_more_room: called when
+    it may have room that it did not have.
+    """
+
+    def __init__(
+        self, registration: Registration, calls: WorkerCalls, on_more_room: Callable[[], None]
+    ) -> None:
+        self.registration = registration
+        self.calls = calls
+        self.session = secrets.token_hex(8)
+        self.capacity = WorkerCapacity(on_more_room)
+        self.gone = asyncio.Event()
+        self.is_leaving = False
+        self.num_stale_entries = 0
+        self._receivers: dict[LegKey, Callable[[Event], None]] = {}
+        self._cancels = asyncio.Semaphore(_MAX_CANCELS)
+
+    @property
+    def name(self) -> str:
+        """The worker id."""
+        return self.registration.worker_id
+
+    @property
+    def role(self) -> Role:
+        """The role in which it has registered."""
+        return Role(self.registration.role)
+
+    def bind(self, key: LegKey, receive: Callable[[Event], None]) -> None:
+        """Pass the entries of a leg to ``receive``, and a WorkerLostError if the worker is lost."""
+        self._receivers[key] = receive
+
+    def unbind(self, key: LegKey) -> None:
+        """Drop whatever else the worker sends for a leg. Does nothing the second time."""
+        self._receivers.pop(key, None)
+
+    async def cancel(self, key: LegKey) -> None:
+        """Cancel a leg on the worker, after earlier cancels and unless the worker is gone by then. Raises KvbatonError."""
+        async with self._cancels:
+            if self.gone.is_set():
+                return
+            throttle = Throttle(MAX_PAUSE_SECONDS)
+            await self.calls.cancel(*key)
+            await throttle.after_work()
+
+    def deliver(self, step: pb.StepOutput) -> None:
+        """Pass the entries of one step to their legs. Entries of older attempts and unknown requests are dropped."""
+        for entry in step.entries:
+            receive = self._receivers.get((entry.request_id, entry.attempt, entry.choice))
+            if receive and not self.gone.is_set():
+                receive(entry)
+            else:
+                self.num_stale_entries += 1
+        if step.HasField("load"):
+            self.capacity.report_load(load_from_proto(step.load))
+
+    def lose(self, reason: str) -> None:
+        """Detach the worker: every leg that is bound to it receives a WorkerLostError."""
+        self.gone.set()
+        for receive in list(self._receivers.values()):
+            receive(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
+
+    def view(self) -> WorkerView:
+        """Return the worker as a policy reads it."""
+        capacity = self.capacity
+        return WorkerView(
+            worker_id=self.name,
+            role=self.role,
+            num_requests=capacity.num_requests,
+            num_tokens=capacity.num_tokens,
+            max_requests=0 if self.is_leaving else capacity.credit.max_requests,
+            max_tokens=capacity.credit.max_tokens,
+            num_running=capacity.load.num_running,
+            num_waiting=capacity.load.num_waiting,
+            kv_cache_usage=capacity.load.kv_cache_usage,
+            max_length=self.registration.max_model_len,
+            pool_tokens=_pool_tokens(self.registration),
+        )
+
+    def debug_state(self) -> dict[str, Any]:
+        """Return plain data for ``/debug/state``."""
+        reg = self.registration
+        capacity = self.capacity
+        return {
+            "worker_id": reg.worker_id,
+            "boot_id": reg.boot_id,
+            "role": reg.role,
+            "pid": reg.pid,
+            "address": reg.address,
+            "control_address": reg.control_address,
+            "admin_address": reg.admin_address,
+            "num_running": capacity.load.num_running,
+            "num_waiting": capacity.load.num_waiting,
+            "kv_cache_usage": capacity.load.kv_cache_usage,
+            "max_requests": capacity.credit.max_requests,
+            "max_tokens": capacity.credit.max_tokens,
+            "num_legs": capacity.num_requests,
+            "num_leg_tokens": capacity.num_tokens,
+            "num_stale_entries": self.num_stale_entries,
+        }
+
+
+def _pool_tokens(registration: Registration) -> int:
+    """Return how many tokens the worker's KV pool holds; block 0 is the null block."""
+    if not registration.num_blocks:
+        return UNLIMITED
+    layout = registration.kv_layout
+    return (registration.num_blocks - 1) * (layout.block_size if layout else 0)

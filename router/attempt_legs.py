@@ -1,0 +1,87 @@
+"""The legs of one attempt, and how one takes over from the other."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from router.attached_worker import AttachedWorker, LegKey
+from router.bound_leg import Leg
+from router.capacity import CreditHold
+from router.inbox import Event
+from router.legs import LegKind, Transfer
+from router.reservation import Reservation
+from router.tasks import TaskSet
+
+
+class AttemptLegs:
+    """Owns the legs of one attempt, in the order in which one takes over from the other.
+
+    A leg is open from ``bind`` until ``release``.
+    """
+
+    def __init__(self, legs: Sequence[Leg], tasks: TaskSet) -> None:
+        self._legs = tuple(legs)
+        self._tasks = tasks
+        self._open: list[Leg] = []
+
+    @classmethod
+    def of(cls, reservation: Reservation, kinds: Mapping[str, LegKind], tasks: TaskSet) -> "AttemptLegs":
+        """Make a leg for each leg plan of a reservation."""
+        planned = zip(reservation.placement.legs, reservation.workers, strict=True)
+        return cls([Leg(plan, kinds[plan.kind], worker) for plan, worker in planned], tasks)
+
+    def __iter__(self) -> Iterator[Leg]:
+        return iter(self._legs)
+
+    @property
+    def last(self) -> Leg:
+        """The leg that ends the attempt."""
+        return self._legs[-1]
+
+    @property
+    def hand_over(self) -> tuple[AttachedWorker, AttachedWorker] | None:
+        """The workers that send and receive the prompt's KV; None if no KV is handed over."""
+        for sender, receiver in pairwise(self._legs):
+            if receiver.kind.transfer is Transfer.RECEIVE:
+                return sender.worker, receiver.worker
+        return None
+
+    def bind(self, key: LegKey, on_event: Callable[[Leg, Event], None], holds: Sequence[CreditHold]) -> None:
+        """Bind every leg to its worker, with the credit that was reserved there."""
+        self._open = list(self._legs)
+        for leg, hold in zip(self._legs, holds, strict=True):
+            leg.bind(key, on_event, hold)
+
+    def is_open(self, leg: Leg) -> bool:
+        """Return True if the leg is bound to its worker."""
+        return leg in self._open
+
+    def is_needed(self, leg: Leg) -> bool:
+        """Return True if the answer cannot end before this leg: no token of an earlier leg is still to come."""
+        return not any(each.is_awaited for each in self._before(leg))
+
+    def take_over(self, leg: Leg) -> None:
+        """Record that ``leg`` has emitted tokens: it has read what earlier legs computed, and their lease has ended."""
+        for earlier in self._before(leg):
+            earlier.done()
+
+    def unbind_finished(self) -> None:
+        """Release the legs whose workers have no more work for them, however slowly the client reads."""
+        for leg in self._open:
+            if leg.is_over:
+                leg.unbind()
+
+    def holding_workers(self, leg: Leg) -> frozenset[AttachedWorker]:
+        """Return the workers that may hold the request, and the one of ``leg``."""
+        return frozenset(each.worker for each in self._open if each.may_hold or each is leg)
+
+    def release(self, name: str) -> None:
+        """Release every leg, and cancel it on a worker that may still hold it. Does nothing the second time."""
+        legs = self._open
+        self._open = []
+        for leg in legs:
+            leg.unbind()
+            if leg.may_hold and not leg.worker.gone.is_set():
+                self._tasks.spawn(leg.cancel(), f"cancel {name} on {leg.worker.name}")
+
+    def _before(self, leg: Leg) -> tuple[Leg, ...]:
+        return self._legs[: self._legs.index(leg)]

@@ -1,0 +1,57 @@
+"""The tokens of one attempt, between the workers that emit them and the client that reads them."""
+
+from contract.errors import KvbatonError
+from contract.requests import EngineOutput, FinishReason
+from router.delivery import Delivery, Token, TokenBatch, tokens_of
+from router.inbox import Inbox
+
+
+class AttemptOutput:
+    """Owns the tokens that have arrived too early, those that the client has not read, and the end of the answer."""
+
+    def __init__(self, delivery: Delivery, inbox: Inbox[TokenBatch]) -> None:
+        self._delivery = delivery
+        self._inbox = inbox
+        self._due: list[Token] = []
+        self._num_bytes = 0
+        self._end: EngineOutput | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """True if the end of the answer and all tokens before it have arrived."""
+        return self._end is not None and self._delivery.is_complete
+
+    def add(self, output: EngineOutput, num_bytes: int) -> None:
+        """Take the tokens of a worker's output. num_bytes: what it counts while the client has not read it."""
+        self._due += self._delivery.accept(output.attempt, tokens_of(output))
+        self._num_bytes += num_bytes
+
+    def end_with(self, output: EngineOutput, num_tokens: int) -> None:
+        """Record that the answer ends with this output, after ``num_tokens`` tokens."""
+        self._end = output
+        self._delivery.end = num_tokens
+
+    def release(self) -> None:
+        """Pass the tokens that are due on to the client, and with the last ones the end of the answer."""
+        batch = TokenBatch(self._due)
+        if self._end and self.is_complete:
+            reason = self._end.finish_reason or FinishReason.STOP
+            batch = TokenBatch(self._due, reason, self._end.stop_reason, self._end.pooled or ())
+        elif not self._due:
+            return
+        self._due = []
+        num_bytes = self._num_bytes
+        self._num_bytes = 0
+        self._inbox.put(batch, num_bytes)
+
+    def fail(self, error: KvbatonError) -> None:
+        """Raise ``error`` at the client behind the tokens that it has not read."""
+        self._inbox.put(error)
+
+    async def next(self) -> TokenBatch:
+        """Return the next tokens. Raises the error with which the attempt has failed."""
+        return await self._inbox.get()
+
+    def close(self) -> None:
+        """Drop what the client has not read."""
+        self._inbox.close()

@@ -1,0 +1,109 @@
+"""Checks a client's requests, and turns them into token ids with every default filled in."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from weakref import WeakValueDictionary
+
+from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
+from router.limits import MAX_PROMPT_TOKENS, check_limits
+from router.model_source import ModelSource
+from router.prepared_request import PreparedRequest, prepare, prepare_embedding
+from router.registry import Registry
+from router.request import EmbeddingRequest, GenerationRequest, tokenize
+from router.tenancy import TenantRules
+from router.tokenizing import TokenizerThreads
+from text.model_card import ModelCard
+from text.stop import StopAutomaton
+
+_Request = GenerationRequest | EmbeddingRequest
+
+
+class RequestPreparer:
+    """Applies chat template and tokenizer, the model's defaults, all limits, and the rules for clients.
+
+    timeout_seconds: the longest deadline of a request.
+    """
+
+    def __init__(
+        self,
+        models: ModelSource,
+        registry: Registry,
+        tokenizers: TokenizerThreads,
+        rules: TenantRules,
+        timeout_seconds: float,
+    ) -> None:
+        self._models = models
+        self._registry = registry
+        self._tokenizers = tokenizers
+        self._rules = rules
+        self._timeout_seconds = timeout_seconds
+        self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
+
+    def card_for(self, request: _Request) -> ModelCard:
+        """Return the model that a request names. Raises UnsupportedFieldError if it cannot answer the request."""
+        card = self._models.card_named(request.model)
+        if self._registry.embeds_only and isinstance(request, GenerationRequest):
+            raise UnsupportedFieldError(
+                f"the model {card.name} has no output head: it gives embeddings only (/v1/embeddings, Embed)",
+                param="model",
+            )
+        return card
+
+    async def prepare(self, requests: Sequence[_Request], card: ModelCard) -> list[PreparedRequest]:
+        """Prepare the prompts of one client's request, one after the other.
+
+        Raises KvbatonError, InvalidRequestError for more tokens than they may have together among them.
+        """
+        prepared: list[PreparedRequest] = []
+        room = max(MAX_PROMPT_TOKENS, self._max_model_len(card))
+        for request in requests:
+            prepared.append(await self._prepare(request, card))
+            room -= len(prepared[-1].prompt_token_ids)
+            if room < 0:
+                raise InvalidRequestError(
+                    f"the prompts of one request have more than {MAX_PROMPT_TOKENS} tokens together; send fewer"
+                )
+        return prepared
+
+    def check(self, request: _Request) -> PreparedRequest:
+        """Prepare one prompt, from any thread. Raises KvbatonError."""
+        check_limits(request)
+        card = self.card_for(request)
+        return self._checked(request, tokenize(request, card, self._max_model_len(card)), card)
+
+    async def num_prompt_tokens(self, request: GenerationRequest) -> int:
+        """Return how many tokens the prompt has, also if that is more than the model takes.
+
+        Raises KvbatonError, ContextLengthError for a text that is too long to be tokenized among them.
+        """
+        check_limits(request)
+        card = self._models.card_named(request.model)
+        return len(await self._tokenizers.tokenize(request, card, self._max_model_len(card)))
+
+    async def _prepare(self, request: _Request, card: ModelCard) -> PreparedRequest:
+        check_limits(request)
+        prompt_ids = await self._tokenizers.tokenize(request, card, self._max_model_len(card))
+        return self._checked(request, prompt_ids, card)
+
+    def _checked(self, request: _Request, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
+        make: Callable[..., PreparedRequest]
+        if isinstance(request, GenerationRequest):
+            stop = self._stops.setdefault(request.stop, StopAutomaton(request.stop))
+            make = partial(prepare, request, prompt_ids, card, stop=stop)
+        else:
+            make = partial(prepare_embedding, request, prompt_ids, card)
+        return self._rules.apply(self._within_length(make, card))
+
+    def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
+        """Prepare a request for the attached workers; if it is too long, for a larger one that was detached a moment ago."""
+        now = self._registry.max_model_len(card.max_model_len)
+        recent = self._max_model_len(card)
+        try:
+            return make(max_model_len=now, timeout_seconds=self._timeout_seconds)
+        except ContextLengthError:
+            if recent <= now:
+                raise
+        return make(max_model_len=recent, timeout_seconds=self._timeout_seconds)
+
+    def _max_model_len(self, card: ModelCard) -> int:
+        return self._registry.recent_max_model_len(card.max_model_len)

@@ -1,0 +1,191 @@
+"""The run of one answer over as many attempts as it takes: the death of a worker does not end a request (law 5).
+
+An attempt that fails is closed, which cancels what is left of it. The next one continues where it stopped, with the prompt
+and the tokens that were delivered, on other workers where there are any (``router/failures.py``). It is admitted before
+the requests of its priority that were not begun yet. Tokens of older attempts that still arrive are dropped.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from contract.errors import DeadlineError, KvbatonError, UnavailableError
+from contract.identity import Role
+from router.admission_queue import AdmissionQueue
+from router.attempt import Attempt, begin
+from router.attempt_legs import AttemptLegs
+from router.delivery import TokenBatch
+from router.failures import Failures
+from router.fair_queue import QueueOrder
+from router.inbox import UnreadAccount, UnreadBytes
+from router.leg_report import LegReport
+from router.leg_requests import AttemptTask
+from router.legs import LEG_KINDS, LegKind
+from router.policy import PlacementRequest
+from router.prepared_request import PreparedRequest
+from router.reservation import Reservation
+from router.tasks import TaskSet
+from router.tracked_request import TrackedRequest
+from router.unreachable_pairs import UnreachablePairs
+
+
+@dataclass(frozen=True)
+class RequestRuns:
+    """Opens request runs, and holds the parts of the router that they share.
+
+    max_replays: attempts in a row that may fail without a token of a last leg (tokens of prefill legs prove nothing about
+    the hand-over). unread: bounds what waits in the router because clients do not read. kinds: the kinds of leg that
+    placements name.
+    """
+
+    queue: AdmissionQueue
+    unreachable: UnreachablePairs
+    tasks: TaskSet
+    unread: UnreadBytes
+    max_replays: int
+    kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
+
+    @contextmanager
+    def open(
+        self, request: PreparedRequest, tracked: Sequence[TrackedRequest], unread: UnreadAccount
+    ) -> "Iterator[list[RequestRun]]":
+        """Open a run for each choice of a prompt, one for each tracked request, until the block ends.
+
+        The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
+        request that the prompt is a part of.
+        """
+        prompt = _PromptRuns()
+        for choice, each in enumerate(tracked):
+            prompt.runs.append(RequestRun(self, prompt, request.of_choice(choice), each, unread))
+        try:
+            yield prompt.runs
+        finally:
+            for run in prompt.runs:
+                run.close()
+
+
+@dataclass
+class _PromptRuns:
+    """The runs of all choices of one prompt. lock: held by the one that waits for workers for all of them."""
+
+    runs: "list[RequestRun]" = field(default_factory=list)
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class RequestRun:
+    """Owns the attempts of one choice, one at a time, and the tokens that were delivered."""
+
+    def __init__(
+        self,
+        parts: RequestRuns,
+        prompt: _PromptRuns,
+        request: PreparedRequest,
+        tracked: TrackedRequest,
+        unread: UnreadAccount,
+    ) -> None:
+        self.request = request
+        self.tracked = tracked
+        self.report = LegReport()
+        self._parts = parts
+        self._prompt = prompt
+        self._unread = unread
+        self._delivered: list[int] = []
+        self._attempt: Attempt | None = None
+        self._num_attempts = 0
+        self._failures = Failures(parts.unreachable, parts.max_replays)
+
+    def close(self) -> None:
+        """End the attempt that runs. Does nothing the second time."""
+        attempt = self._attempt
+        self._attempt = None
+        if attempt:
+            attempt.close()
+
+    async def next(self) -> TokenBatch:
+        """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure."""
+        try:
+            async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
+                batch = await self._next()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the request ran into its deadline with {len(self._delivered)} tokens delivered"
+            ) from None
+        self._delivered += [token.token_id for token in batch.tokens]
+        if self._attempt and self._attempt.is_decoding:
+            self._failures.progress(self._attempt)
+        return batch
+
+    async def _next(self) -> TokenBatch:
+        while True:
+            attempt = self._attempt or await self._begin()
+            try:
+                return await attempt.next()
+            except KvbatonError as error:
+                self.close()
+                self._failures.note(attempt, error)
+                self.tracked.replayed(error, len(self._delivered))
+
+    async def _begin(self) -> Attempt:
+        """Begin the next attempt. The first attempts of all choices of a prompt begin together."""
+        if pause := self._failures.pause_seconds:
+            await asyncio.sleep(pause)
+        self.tracked.queued()
+        if self._num_attempts:
+            return await self._begin_attempts([self])
+        async with self._prompt.lock:
+            return self._attempt or await self._begin_attempts(self._prompt.runs)
+
+    async def _begin_attempts(self, runs: "Sequence[RequestRun]") -> Attempt:
+        """Wait for workers, and begin an attempt for each of these runs there. Return that of this run."""
+        request = self._placement_request(len(runs))
+        try:
+            async with self._parts.queue.reserve(request, self._order(request)) as reservation:
+                attempts = {run: run.new_attempt(reservation) for run in runs}
+                begin(list(attempts.values()), reservation, self._parts.tasks)
+        except UnavailableError as error:
+            if self._failures.last is None:
+                raise
+            raise self._failures.without_workers(error) from error
+        return attempts[self]
+
+    def new_attempt(self, reservation: Reservation) -> Attempt:
+        """Make the run's next attempt, which is to begin on the reserved workers now."""
+        task = AttemptTask(self.request, tuple(self._delivered), self._num_attempts)
+        legs = AttemptLegs.of(reservation, self._parts.kinds, self._parts.tasks)
+        self._num_attempts += 1
+        self._attempt = Attempt(task, legs, self.report, self._unread, self._parts.unread.max_of_answer)
+        if legs.last.worker.role is Role.DECODE and not legs.hand_over:
+            self.tracked.recomputed_locally(legs.last.worker.name)
+        self.tracked.bound()
+        return self._attempt
+
+    def _placement_request(self, num_choices: int) -> PlacementRequest:
+        request = self.request
+        failures = self._failures
+        return PlacementRequest(
+            num_prompt_tokens=len(request.prompt_token_ids) + len(self._delivered),
+            num_answer_tokens=request.num_answer_tokens,
+            num_choices=num_choices,
+            num_delivered=len(self._delivered),
+            plan=request.plan,
+            max_length=request.max_length,
+            may_be_cut=request.fills_model or bool(self._delivered),
+            prefer=failures.prefer,
+            avoid=failures.avoid,
+            too_small=failures.too_small,
+            is_replay=self._num_attempts > 0,
+            is_local=failures.is_local,
+        )
+
+    def _order(self, placement: PlacementRequest) -> QueueOrder:
+        request = self.request
+        return QueueOrder(
+            priority=request.priority,
+            tenant=request.tenant,
+            family=request.family,
+            arrival=request.arrival,
+            cost=float(placement.num_tokens + 1),
+            is_replay=placement.is_replay,
+        )

@@ -1,0 +1,72 @@
+"""Credit that is held for a request between the decision to admit it and the beginning of its legs."""
+
+import asyncio
+from collections.abc import Collection, Sequence
+
+from router.attached_worker import AttachedWorker
+from router.capacity import CreditHold
+from router.legs import Placement
+from router.policy import PlacementRequest
+from router.start_limiter import Start
+
+
+class Reservation:
+    """A placement, and credit on its workers for all choices of a prompt.
+
+    The admission queue makes it: from then on its later decisions count the credit as used, and ``start`` counts as one of
+    the client's starts. The legs of the attempts take the credit over (``take``). What they have not taken is released when
+    the block of ``AdmissionQueue.reserve`` ends.
+
+    workers: one for each leg of the placement. They are the incarnations that were chosen; some may have been lost since.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        workers: Sequence[AttachedWorker],
+        request: PlacementRequest,
+        tenant: str,
+        start: Start,
+    ) -> None:
+        self.placement = placement
+        self.workers = tuple(workers)
+        self._holds = [
+            [
+                worker.capacity.hold(tenant, num_tokens)
+                for worker, num_tokens in zip(workers, tokens, strict=True)
+            ]
+            for tokens in _tokens_of_choices(request, len(self.workers))
+        ]
+        self._start: Start | None = start
+
+    @property
+    def lost_workers(self) -> list[AttachedWorker]:
+        """Workers that were lost after they had been chosen."""
+        return [worker for worker in self.workers if worker.gone.is_set()]
+
+    def take(self) -> list[list[CreditHold]]:
+        """Return the credit of each choice, a hold for each leg. The legs release it from now on. Called once."""
+        holds = self._holds
+        self._holds = []
+        return holds
+
+    def begun(self, calls: Collection[asyncio.Task[None]]) -> None:
+        """Count the start until the calls that start the legs are done."""
+        if self._start:
+            self._start.follow(calls)
+            self._start = None
+
+    def release(self) -> None:
+        """Give back the credit that no leg has taken, and end a start that was not begun. Does nothing the second time."""
+        for hold in (hold for holds in self.take() for hold in holds):
+            hold.release()
+        if self._start:
+            self._start.end()
+            self._start = None
+
+
+def _tokens_of_choices(request: PlacementRequest, num_legs: int) -> list[list[int]]:
+    """Return the tokens that each leg of each choice counts: the prompt once, each answer on the worker where it ends."""
+    answer = [0] * (num_legs - 1) + [request.num_answer_tokens]
+    first = [request.num_prompt_tokens + num_tokens for num_tokens in answer]
+    return [first, *[answer] * (request.num_choices - 1)]

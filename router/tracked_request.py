@@ -1,0 +1,109 @@
+"""The state and the times of one request, for counts, metrics and its timings."""
+
+import logging
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from contract.errors import KvbatonError
+from contract.requests import FinishReason
+from router.answer import Delta, Usage
+from router.leg_report import LegReport
+from router.metrics import RequestMetrics
+from router.request import EmbeddingRequest, GenerationRequest
+from router.timings import Stopwatch
+
+logger = logging.getLogger(__name__)
+
+
+class RequestState(StrEnum):
+    """The stage of a request."""
+
+    PREPARING = "preparing"
+    WAITING_FOR_WORKERS = "waiting_for_workers"
+    WAITING_FOR_FIRST_TOKEN = "waiting_for_first_token"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+
+
+_UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
+
+
+class TrackedRequest:
+    """The state, times and counts of one request. Made by ``RequestTracker.open``.
+
+    on_state: called when the state has changed, with the state before and whether the request held a slot of the queue
+    then.
+    """
+
+    def __init__(
+        self,
+        request: GenerationRequest | EmbeddingRequest,
+        metrics: RequestMetrics,
+        on_state: Callable[["TrackedRequest", RequestState, bool], None],
+    ) -> None:
+        self.is_background = request.is_background
+        self.tenant = request.tenant
+        self.state = RequestState.PREPARING
+        self._on_state = on_state
+        self._request_id = request.request_id
+        self._stopwatch = Stopwatch(request.arrival)
+        self._metrics = metrics
+        self._last_arrival: float | None = None
+
+    @property
+    def holds_slot(self) -> bool:
+        """True while it holds a slot of the queue. A request in the background holds none."""
+        return self.state in _UNBOUND and not self.is_background
+
+    def queued(self) -> None:
+        """Record that it waits for workers, for the first time or again."""
+        self._enter(RequestState.WAITING_FOR_WORKERS)
+
+    def bound(self) -> None:
+        """Record that its workers are chosen."""
+        has_begun = self._last_arrival is not None
+        self._enter(RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN)
+
+    def replayed(self, error: KvbatonError, num_tokens: int) -> None:
+        """Record that an attempt has failed, and that another one continues after the delivered tokens."""
+        self._metrics.replayed(error.kind)
+        logger.warning(
+            "%s continues at token %d on other workers: %s", self._request_id, num_tokens, error.message
+        )
+
+    def recomputed_locally(self, worker: str) -> None:
+        """Record that a decode worker computes the prompt itself."""
+        self._metrics.recomputed_locally()
+        logger.warning("%s: decode worker %s computes the prompt itself", self._request_id, worker)
+
+    def arrived(self, delta: Delta) -> None:
+        """Record that a delta has arrived, before it is sent to the client."""
+        now = time.monotonic()
+        self._metrics.tokens(len(delta.tokens))
+        if not delta.tokens:
+            return
+        self._stopwatch.tokens(delta.tokens[0].index, len(delta.tokens), now)
+        if self._last_arrival is None:
+            self._metrics.first_token(now - self._stopwatch.arrival)
+        else:
+            self._metrics.token_gap(now - self._last_arrival)
+        self._last_arrival = now
+        self._enter(RequestState.STREAMING)
+
+    def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
+        """Record that the answer is complete, and fill in usage and timings of its last delta."""
+        self._stopwatch.prefill_seconds = report.prefill_seconds
+        self._stopwatch.transfer = report.transfer
+        delta.usage = usage
+        delta.timings = self._stopwatch.split(time.monotonic())
+        self._metrics.succeeded(reason, usage, delta.timings)
+        self._enter(RequestState.FINISHED)
+
+    def _enter(self, state: RequestState) -> None:
+        if state is self.state:
+            return
+        before = self.state
+        held_slot = self.holds_slot
+        self.state = state
+        self._on_state(self, before, held_slot)
