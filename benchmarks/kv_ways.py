@@ -186,6 +186,9 @@ class _Reports:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """Ignore the report: this process sends nothing."""
 
+    def end_expected(self, key: str, seconds: float) -> None:
+        """Nothing is estimated here."""
+
     def lease_idle(self, name: LeaseName) -> None:
         """Ignore the report: this process sends nothing."""
 

@@ -40,7 +40,7 @@ MACHINES = (
     "tests/engine_scheduling/test_pool_machine.py",
     "tests/kv_transfer/test_protocol_machine.py",
     "tests/kv_transfer/test_lease_machine.py",
-    "tests/kv_transfer/test_sender_words.py",
+    "tests/kv_transfer/test_sender_messages.py",
 )
 
 

@@ -16,7 +16,7 @@ from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.settings import TransferSettings
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
