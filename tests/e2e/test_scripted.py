@@ -1,4 +1,4 @@
-"""Tool calls, reasoning, characters and stop strings through whole services: what is seen is the parser over the text."""
+"""Tool calls, reasoning, characters and stop strings through whole services: clients see the parser's whole-text result."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from contract.identity import Role
 from kv_transfer.options import TransportName
 from tests.e2e.in_process import running_in_process
-from tests.e2e.midway import with_a_death
+from tests.e2e.midway import kill_midway
 from tests.e2e.scripted_cells import (
     STOPS,
     ask_streamed,
@@ -68,8 +68,8 @@ async def test_characters_cut_at_every_token_and_stop_strings(form: str, tmp_pat
 
 
 @pytest.mark.parametrize("family", FORMATS)
-async def test_what_the_model_answers_can_be_sent_back(family: str, tmp_path: Path) -> None:
-    """F10: the service refused its own answers as history, cut calls among them."""
+async def test_answers_of_the_model_can_be_sent_back_as_history(family: str, tmp_path: Path) -> None:
+    """F10: the service used to reject its own answers as history, truncated calls among them."""
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = tools_and_reasoning_of(family) | {
         f"cut {number}": replace(cell, fields={"max_tokens": 20 + 9 * number})
@@ -81,7 +81,7 @@ async def test_what_the_model_answers_can_be_sent_back(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", FORMATS)
-async def test_all_that_the_parsers_are_tested_on_is_handed_over(family: str, tmp_path: Path) -> None:
+async def test_all_test_cases_of_the_parsers_through_a_hand_over(family: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = corpus_of(family)
     async with running_in_process(tmp_path, model, *FORMS["shm"]) as service:
@@ -89,7 +89,7 @@ async def test_all_that_the_parsers_are_tested_on_is_handed_over(family: str, tm
 
 
 @pytest.mark.parametrize("family", MORTAL)
-async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) -> None:
+async def test_a_worker_is_lost_in_the_middle(family: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = long_cells_of(family)
     async with running_in_process(tmp_path, model, *MORTAL[family]) as service:
@@ -100,11 +100,11 @@ async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) 
             assert victim.worker.num_requests
             victim.die()
 
-        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
+        assert await kill_midway(len(cells), ask, kill) == expected(cells, model)
 
 
-async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
-    """The same with processes, and SIGKILL."""
+async def test_a_decode_worker_is_killed_in_the_middle(tmp_path: Path) -> None:
+    """Like the test above, with processes and SIGKILL."""
     model = make_scripted_checkpoint(tmp_path / "model")
     cells = long_cells_of("hermes")
     flags = ("--prefill", "1", "--decode", "2", "--transport", "tcp", "--num-threads", "1")
@@ -114,5 +114,5 @@ async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> N
         async def kill() -> None:
             os.kill(await service.busiest_decoder(), signal.SIGKILL)
 
-        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
+        assert await kill_midway(len(cells), ask, kill) == expected(cells, model)
         assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
