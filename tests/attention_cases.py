@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 NUM_LAYERS = 3
 NUM_TOKENS = 250
 UNWRITTEN = 3.0
-"""Behind the computed tokens of a block; an engine has zeros there, which nobody writes again."""
+"""The content behind the computed tokens of a block. In an engine these are zeros that are never overwritten."""
 MIXED = ((0, 1), (9, 1), (0, 33), (31, 1), (7, 5), (64, 70), (700, 1), (15, 1), (16, 1), (3, 2))
 
 

@@ -76,7 +76,7 @@ _FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 FOREIGN_FAMILIES = tuple(_FOREIGN)
-"""Decoders that are none of ours: transformers computes them."""
+"""Decoders without an implementation of ours: transformers computes them."""
 
 
 def make_foreign_checkpoint(

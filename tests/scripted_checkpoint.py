@@ -19,7 +19,7 @@ FORMATS = {
     "llama3": '<|python_tag|>{"name": …, "parameters": …}',
     "mistral": '[TOOL_CALLS][{"name": …, "arguments": …}]',
 }
-"""What each family's template says of calls, by which the router finds its parser."""
+"""The part of each family's template about calls, by which the router selects the parser."""
 _SPECIAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 _PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", LOST)
 _TEMPLATE = (

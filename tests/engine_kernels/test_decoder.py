@@ -40,7 +40,7 @@ STEPS: list[dict[str, tuple[int, int]]] = [
     {"a": (51, 1), "b": (41, 1), "c": (201, 1), "d": (16, 1), "e": (16, 1)},
     {"c": (202, 40), "d": (17, 1)},
 ]
-"""Steps one after the other: request → (computed tokens, tokens in this step)."""
+"""Consecutive steps: request → (computed tokens, tokens in this step)."""
 
 
 class Sequences:

@@ -17,7 +17,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
-"""Several processes each load torch, perhaps beside other tests."""
+"""Each of several processes loads torch, perhaps while other tests run."""
 
 NUM_TOKENS = 10
 SHARED = [(7 * n) % 250 for n in range(40)]

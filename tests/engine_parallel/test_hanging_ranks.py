@@ -22,11 +22,11 @@ from tests.engine_pair import transfer_factory
 from tests.engine_parallel.hanging_half import HangingRanks, StuckFactory
 
 pytestmark = pytest.mark.timeout(300)
-"""Several processes each load torch, perhaps beside other tests."""
+"""Each of several processes loads torch, perhaps while other tests run."""
 
 HUNG_SECONDS = 30.0
 STEP_SECONDS, DATA_SECONDS = 2.0, 8.0
-"""Far below rank_timeout_seconds, which would end the engine too, for another reason."""
+"""Far below rank_timeout_seconds, which would also end the engine."""
 COMPUTED = 10**9
 
 LOOKS = st.lists(st.tuples(st.floats(0.01, 40.0), st.booleans(), st.booleans()), max_size=60)

@@ -31,7 +31,7 @@ from tests.engine_compute.test_runner import RecordingConnector
 from tests.engine_parallel.echoing_half import EchoingRanks
 
 pytestmark = pytest.mark.timeout(300)
-"""Several processes each load torch, perhaps beside other tests."""
+"""Each of several processes loads torch, perhaps while other tests run."""
 
 STOPPED_SECONDS = 2.0
 SILENT_SECONDS = 15.0

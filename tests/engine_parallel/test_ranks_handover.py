@@ -29,7 +29,7 @@ PROMPTS = [
     *([_RNG.randrange(5, 250) for _ in range(count)] for count in (1, 15, 16, 17, 33, 150)),
     *([*SHARED, *(_RNG.randrange(5, 250) for _ in range(count))] for count in (1, 40)),
 ]
-"""Lengths at and around the ends of blocks, one of several chunks, and two that share what is full blocks."""
+"""Lengths at and around the ends of blocks, one of several chunks, and two with common full blocks."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
 REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
