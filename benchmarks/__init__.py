@@ -1,1 +1,1 @@
-"""Measurements: each script writes its figures, with the machine and the versions, to ``benchmarks/results``."""
+"""Benchmarks: each script writes its figures, with facts about the machine and versions, to ``benchmarks/results``."""

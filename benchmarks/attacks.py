@@ -1,8 +1,8 @@
-"""``python -m benchmarks.attacks``: what each attack costs the service and its other clients, to ``results/attacks.json``.
+"""``python -m benchmarks.attacks``: the cost of each attack to the service and other clients, to ``results/attacks.json``.
 
-``--before PYTHON`` attacks the service that another Python has installed, for example that of a checkout of an older
-commit, and keeps the figures of this one. ``--only WORD`` runs the attacks whose names contain the word. ``--repeat N``
-runs each N times, keeps the run whose p99 grew by the median factor, and notes all factors.
+``--before PYTHON`` attacks the service of another Python environment, for example of an older commit, and keeps this
+version's figures. ``--only WORD`` runs the attacks whose names contain the word. ``--repeat N`` runs each N times, keeps
+the run with the median growth of p99, and records all of them.
 """
 
 import argparse
@@ -18,17 +18,15 @@ from tests.chaos.attacks.running import AttackReport, run_attack
 from tests.chaos.attacks.weapons import WEAPONS
 
 _SECONDS = 30.0
-"""At ten questions a second p99 is the third worst of 300: not the one or two that the machine itself has delayed."""
+"""At ten requests per second p99 is the third worst of 300, which excludes one or two delays by the machine itself."""
 
 
 def main() -> None:
-    """Run the attacks, write the figures, print the table; the exit code is 1 where a bound was not kept."""
+    """Run the attacks, write the figures, print the table; the exit code is 1 if a limit was exceeded."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--before", help="the Python of an older service, which is attacked instead of this one"
-    )
-    parser.add_argument("--only", default="", help="a word that the names of the attacks to run contain")
-    parser.add_argument("--repeat", type=int, default=1, help="how often each attack is run")
+    parser.add_argument("--before", help="Python of an older version, which is attacked instead of this one")
+    parser.add_argument("--only", default="", help="run only attacks whose names contain this word")
+    parser.add_argument("--repeat", type=int, default=1, help="number of runs of each attack")
     given = parser.parse_args()
     figures: dict[str, Any] = (
         read_figures("attacks")["attacks"] if (RESULTS / "attacks.json").exists() else {}
@@ -73,7 +71,7 @@ def _attacked(name: str, python: str) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return one row an attack in Markdown: memory, the bystander's p99, the first answer afterwards, the log."""
+    """Return a Markdown table with a row per attack: memory, the other client's p99, the first answer, the log."""
     head = "| attack | code | router MiB | workers MiB | p99 s | failed | answer after, s | log KiB |"
     rows = [
         _row(name, code, one) for name, by_code in figures.items() for code, one in sorted(by_code.items())

@@ -1,8 +1,8 @@
-"""What the machine allows an engine: how fast memory is read, and how fast torch multiplies bfloat16 matrices.
+"""The machine's limits for an engine: memory bandwidth, and torch's rate of bfloat16 matrix products.
 
-A decode step reads every weight that it multiplies once, so it takes at least ``weight_bytes`` over the bandwidth, and at
-least its floating-point operations over the matrix rate. What the KV cache adds is left out: the limit is a little generous.
-A weight counts as the 16 bits of the checkpoint: an engine that keeps fewer can pass the limit.
+A decode step reads every weight once, so it takes at least ``weight_bytes`` over the bandwidth, and at least its
+floating-point operations over the matrix rate. The KV cache is ignored, so the limit is slightly too high. A weight counts
+as the checkpoint's 16 bits: an engine with smaller weights can exceed the limit.
 """
 
 import ctypes
@@ -25,7 +25,8 @@ from native.compiling import CLibrary
 
 _LIBRARY = CLibrary("read", Path(__file__).parent / "native", ("-O3", "-march=native"))
 _LANES = 64
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*_proj)\.weight")
 _MATRIX = (1024, 896, 4864)
 _NUM_MATRICES = 2
@@ -33,10 +34,10 @@ _NUM_MATRICES = 2
 
 @dataclass(frozen=True)
 class Weights:
-    """Of a checkpoint: the bytes that one decode step reads, and the weights that a token is multiplied with.
+    """The weights of a checkpoint: the bytes that one decode step reads, and the number that a token is multiplied with.
 
-    num_in_head: those of them that only a token that draws another is multiplied with; num_behind_kv: and those behind the
-    last layer's keys and values. linears: the shapes of all of them, ``(outputs, inputs)``.
+    num_in_head: weights that are used only for tokens whose successor is sampled. num_behind_kv: weights after the last
+    layer's keys and values. linears: shapes of all linear layers, ``(outputs, inputs)``.
     """
 
     num_bytes: int
@@ -47,7 +48,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: Path) -> "Weights":
-        """Read off the headers of the folder's safetensors files. An embedding that is no head is looked up, not read."""
+        """Read the headers of the folder's safetensors files. An embedding that is not the head is not read in a step."""
         shapes = {name: shape for file in model.glob("*.safetensors") for name, shape in _shapes(file)}
         head = shapes.get(_HEAD, shapes[_EMBEDDING])
         if _HEAD in shapes:
@@ -63,25 +64,25 @@ class Weights:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of some moment: bytes of memory read and floating-point operations of bfloat16 products, each per second."""
+    """Limits at one time: bytes read from memory, and floating-point operations of bfloat16 products, per second."""
 
     read_bytes: float
     flops: float
 
     def seconds_per_step(self, weights: Weights, num_rows: int) -> float:
-        """The least that a step of ``num_rows`` tokens takes, with memory and arithmetic perfectly overlapped."""
+        """Return the minimum time of a step of ``num_rows`` tokens, with perfect overlap of memory and arithmetic."""
         by_memory = weights.num_bytes / self.read_bytes
         by_arithmetic = 2 * weights.num_multiplied * num_rows / self.flops
         return max(by_memory, by_arithmetic)
 
     def prompt_tokens_per_second(self, weights: Weights) -> float:
-        """The most prompt tokens that can be computed in a second, attention left out."""
+        """Return the maximum prompt tokens per second, without attention."""
         num_needed = weights.num_multiplied - weights.num_in_head - weights.num_behind_kv
         return self.flops / (2 * num_needed)
 
 
 class Machine:
-    """Finds its limits again and again: neighbours change them. Raises NotCompiledError without a C compiler."""
+    """Measures the machine's limits, which other tenants change. Raises NotCompiledError without a C compiler."""
 
     def __init__(self, num_threads: int, num_bytes: int = 2**30) -> None:
         self._num_threads = num_threads
@@ -91,17 +92,17 @@ class Machine:
         self._words = np.ones(num_bytes // 8, dtype=np.uint64)
 
     def read_bytes(self, repeats: int = 5) -> float:
-        """Per second, by all threads; the median of so many readings."""
+        """Return the bytes read per second by all threads: the median of ``repeats`` measurements."""
         share = len(self._words) // self._num_threads // _LANES * _LANES
 
         def part(index: int) -> None:
             self._read(self._words.ctypes.data + index * share * 8, share)
 
-        seconds = statistics.median(_side_by_side(part, self._num_threads) for _ in range(repeats))
+        seconds = statistics.median(_run_threads(part, self._num_threads) for _ in range(repeats))
         return share * 8 * self._num_threads / seconds
 
     def flops(self, repeats: int = 5) -> float:
-        """Per second, by all threads; the best of so many products."""
+        """Return the operations per second of all threads: the best of ``repeats`` products."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._num_threads)
         try:
@@ -110,8 +111,8 @@ class Machine:
             torch.set_num_threads(before)
 
 
-def _side_by_side(work: Callable[[int], Any], num_threads: int) -> float:
-    """Seconds in which every thread has done its part."""
+def _run_threads(work: Callable[[int], Any], num_threads: int) -> float:
+    """Run ``work`` in all threads and return the seconds until the last one has ended."""
     barrier = threading.Barrier(num_threads + 1)
 
     def run(index: int) -> None:
@@ -145,7 +146,7 @@ def _flops(repeats: int) -> float:
 
 
 def _behind_kv(names: Iterable[str]) -> list[str]:
-    """The last layer's linear layers but those that make keys and values."""
+    """Return the last layer's linear layers except those of keys and values."""
     layers = [(int(found[1]), found[2]) for name in names if (found := _LAYER.fullmatch(name))]
     last = max((number for number, _ in layers), default=0)
     return [

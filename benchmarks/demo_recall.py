@@ -11,7 +11,7 @@ SHIPPED = Path(__file__).parents[1] / "kvbaton" / "demo_model"
 
 
 def main() -> None:
-    """Measure and write."""
+    """Measure and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=SHIPPED)
     parser.add_argument("--num-prompts", type=int, default=400)

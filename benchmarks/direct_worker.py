@@ -1,4 +1,4 @@
-"""One aggregated worker without a router: the benchmark itself is what it registers with, and asks it."""
+"""One aggregated worker without a router: it registers at the benchmark, which sends it requests."""
 
 import asyncio
 import secrets
@@ -15,7 +15,7 @@ import grpc.aio
 from benchmarks.servers import in_time, started
 from benchmarks.settings import service_environment
 from contract.membership import Registration
-from protos import PROTOCOL_MAX, worker_pb2_grpc
+from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.worker_calls import WorkerCalls, open_worker_calls
 from serving.cluster_tls import router_tls
@@ -27,7 +27,7 @@ _SESSION = "benchmark"
 
 
 class DirectWorker(worker_pb2_grpc.MembershipServicer):
-    """What a router is to one worker, and no more: it hears the worker's tokens."""
+    """The minimal router for one worker, which receives its tokens."""
 
     def __init__(self) -> None:
         self.attached: asyncio.Future[Registration] = asyncio.get_running_loop().create_future()
@@ -38,9 +38,9 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
     async def Attach(  # noqa: N802
         self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any
     ) -> AsyncIterator[pb.RouterMessage]:
-        """See MembershipServicer in ``router.membership``."""
+        """Implement MembershipServicer of ``router.membership``."""
         first = await anext(request_iterator)
-        welcome = pb.Welcome(protocol=PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
+        welcome = pb.Welcome(protocol=WORKER_PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)
         self.attached.set_result(registration_from_proto(first.registration))
         async for message in request_iterator:
@@ -49,7 +49,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
                 self._heard.put_nowait((now, entry))
 
     async def waits_for_first_token(self, prompt: list[int]) -> float:
-        """Seconds from the question to the first token, less those that the worker computed on the prompt."""
+        """Return the seconds to the first token, minus the worker's computation of the prompt."""
         assert self.calls is not None
         sampling = pb.EngineSampling(top_p=1.0, max_tokens=2, ignore_eos=True)
         task = pb.Task(
@@ -73,12 +73,15 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
 async def direct_worker(
     folder: Path, model: Path, *arguments: str, time_limit: float
 ) -> AsyncIterator[DirectWorker]:
-    """``kvbaton both`` with these arguments, attached to this process. Raises ServerError."""
-    secret, file, log = secrets.token_hex(16), folder / "secret", folder / "direct_worker.log"
+    """Run ``kvbaton both`` with these arguments, attached to this process. Raises ServerError."""
+    secret = secrets.token_hex(16)
+    file = folder / "secret"
+    log = folder / "direct_worker.log"
     file.touch(mode=0o600)
     file.write_text(secret)
     file.chmod(0o600)
-    worker, tls = DirectWorker(), router_tls(secret)
+    worker = DirectWorker()
+    tls = router_tls(secret)
     server = grpc.aio.server(options=internal_server_options(_PEER_SECONDS))
     worker_pb2_grpc.add_MembershipServicer_to_server(worker, server)
     port = server.add_secure_port("127.0.0.1:0", tls.server_credentials)
@@ -96,7 +99,7 @@ async def direct_worker(
 
 
 async def _registration(worker: DirectWorker, process: asyncio.subprocess.Process) -> Registration:
-    """Raises ChildProcessError when the worker has ended before it came."""
+    """Wait for the worker's registration. Raises ChildProcessError if the worker ends before."""
     ended = asyncio.create_task(process.wait())
     ended.add_done_callback(lambda _: worker.attached.cancel())
     try:

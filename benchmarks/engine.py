@@ -1,11 +1,11 @@
-"""``python -m benchmarks.engine --model DIR --peers vllm,openvino,llama,transformers``: our engine beside its peers.
+"""``python -m benchmarks.engine --model DIR --peers vllm,openvino,llama,transformers``: compares engines.
 
-Everything is measured in one run: every engine lives in a process of its own (``benchmarks/peers``), they take turns, and
-those that wait are stopped. The machine's limits are measured in every round, and how fast memory is read before and
-behind every sample. A sample is repeated during which other processes kept more than 0.1 cores busy, or the machine's
-limit changed by more than 15 %. Engines are compared round by round, by those rounds in which both had about the same
-limit. Greedy answers are compared with those of ``transformers``, token by token. To ``results/engine_<model>.json``; only
-ratios are claims.
+All engines are measured in one run: each has its own process (``benchmarks/peers``), they take turns, and waiting ones are
+stopped. The machine's limits are measured in every round, and memory bandwidth before and after every sample. A sample is
+repeated if other processes used more than 0.1 cores, or if the bandwidth changed by more than 15 %. Engines are compared by
+the rounds in which both had about the same limit. Greedy answers are compared with those of ``transformers``, token by
+token. Writes ``results/engine_<model>.json``; only ratios are claims.
+
 """
 
 import argparse
@@ -37,13 +37,16 @@ PEERS = {
     "llama": "benchmarks.peers.llama_cpp",
     REFERENCE: "benchmarks.peers.transformers_generate",
 }
-_MAX_MODEL_LEN, _MAX_NUM_SEQS = 2048, 64
-_EQUAL_PROMPTS, _EQUAL_PROMPT_TOKENS, _EQUAL_TOKENS = 8, 32, 32
+_MAX_MODEL_LEN = 2048
+_MAX_NUM_SEQS = 64
+_EQUAL_PROMPTS = 8
+_EQUAL_PROMPT_TOKENS = 32
+_EQUAL_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. time_limit: seconds of each order. max_repeats: of a disturbed sample."""
+    """The plan of a run. time_limit: seconds per order. max_repeats: repetitions of a disturbed sample."""
 
     model: Path
     programs: tuple[Program, ...]
@@ -57,7 +60,7 @@ class Plan:
 
 
 def main() -> None:
-    """Measure at every number of threads, write the figures, print the tables."""
+    """Measure with every number of threads, write the figures, print the tables."""
     end_on_sigterm()
     given = _arguments()
     config = json.loads((given.model / "config.json").read_text())
@@ -82,8 +85,9 @@ def main() -> None:
 
 
 def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
-    """All rows at this number of threads. An engine that fails is left out, and said so; ours raises RunnerError."""
-    weights, seed = Weights.of(plan.model), random.SystemRandom().getrandbits(32)
+    """Measure all rows with this number of threads. A failed peer is omitted and listed; our engine raises RunnerError."""
+    weights = Weights.of(plan.model)
+    seed = random.SystemRandom().getrandbits(32)
     failed: dict[str, str] = {}
     linears = PackedLinears(weights.linears)
     with ExitStack() as stack:
@@ -115,7 +119,7 @@ def measure_engines(plan: Plan, num_threads: int) -> dict[str, Any]:
 
 
 def table(figures: Mapping[str, Any]) -> str:
-    """The figures of ``main`` as Markdown: one table for each number of threads."""
+    """Return the figures of ``main`` as Markdown: one table per number of threads."""
     return "\n\n".join(_threads_table(number, found) for number, found in figures["threads"].items())
 
 
@@ -131,9 +135,9 @@ def _threads_table(number: str, found: Mapping[str, Any]) -> str:
     lines = [head, ["---"] * len(head)]
     for name, row in found["rows"].items():
         medians = [_median(row["engines"].get(engine)) for engine in names]
-        told = _told(row)
+        ratio_text = _ratio_text(row)
         share = row["share_of_limit"][OURS.name]
-        lines.append([f"{name}, {row['unit']}", *medians, f"{row['limit']:.4g}", told, f"{share:.0%}"])
+        lines.append([f"{name}, {row['unit']}", *medians, f"{row['limit']:.4g}", ratio_text, f"{share:.0%}"])
     engines = [found["engines"][name] for name in names]
     equal = [one["share_equal_to_transformers"] for one in engines]
     rest = [""] * 3
@@ -145,11 +149,11 @@ def _threads_table(number: str, found: Mapping[str, Any]) -> str:
         text += (
             f"\n\nThe linear layers alone, by oneDNN with packed weights, {name}: {_median(bound)} tokens/s."
         )
-    return text + "".join(f"\n\n{name} is left out: {why}" for name, why in found["left_out"].items())
+    return text + "".join(f"\n\n{name} is omitted: {why}" for name, why in found["left_out"].items())
 
 
-def _told(row: Mapping[str, Any]) -> str:
-    """Ours over the best peer; marked where no round was fair to both."""
+def _ratio_text(row: Mapping[str, Any]) -> str:
+    """Return our figure over the best peer's; marked if no round was comparable."""
     best = row["best_peer"]
     if best is None:
         return "–"
@@ -157,7 +161,7 @@ def _told(row: Mapping[str, Any]) -> str:
 
 
 def _median(found: Mapping[str, Any] | None) -> str:
-    """Marked where no sample was quiet."""
+    """Return the median as text; marked if no sample was undisturbed."""
     return "–" if found is None else f"{found['median']:.4g}" + ("" if found["is_quiet"] else " (noisy)")
 
 
@@ -251,14 +255,14 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint in bfloat16")
-    parser.add_argument("--peers", default=",".join(PEERS), help="separated by commas; empty for none")
+    parser.add_argument("--peers", default=",".join(PEERS), help="comma-separated; empty: none")
     for name in PEERS:
-        parser.add_argument(f"--{name}-python", help=f"Python of the environment that has {name}")
-    parser.add_argument("--threads", default="2,1", help="numbers of threads, separated by commas")
-    parser.add_argument("--only", default="", help="words that the names of the rows to measure contain")
+        parser.add_argument(f"--{name}-python", help=f"Python of the environment with {name}")
+    parser.add_argument("--threads", default="2,1", help="comma-separated numbers of threads")
+    parser.add_argument("--only", default="", help="measure only rows whose names contain these words")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-repeats", type=int, default=3, help="of a sample that others disturbed")
-    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds of each order to an engine")
+    parser.add_argument("--max-repeats", type=int, default=3, help="repetitions of a disturbed sample")
+    parser.add_argument("--time-limit", type=float, default=300.0, help="seconds per order to an engine")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
     return parser.parse_args()
 

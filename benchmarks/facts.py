@@ -1,4 +1,4 @@
-"""What a figure means nothing without: the machine, the commit and the versions."""
+"""Facts about a run: the machine, the commit and the versions."""
 
 import importlib.metadata
 import json
@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "msgspec")
 
 
 def run_facts() -> dict[str, Any]:
-    """Machine, commit (``-dirty`` with uncommitted changes, other than results), date and versions of this run."""
+    """Return machine, commit (``-dirty`` with uncommitted changes other than results), date and versions of this run."""
     changes = _git(
         "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"
     )
@@ -30,7 +30,7 @@ def run_facts() -> dict[str, Any]:
 
 
 def versions_in(python: str, *packages: str) -> dict[str, str]:
-    """Versions of what a peer's own Python has installed. Raises CalledProcessError where a package is missing."""
+    """Return the versions of packages in another Python. Raises CalledProcessError if a package is missing."""
     look = "import importlib.metadata as m, json, sys; print(json.dumps({name: m.version(name) for name in sys.argv[1:]}))"
     found: dict[str, str] = json.loads(subprocess.check_output([python, "-P", "-c", look, *packages]))
     return found
@@ -45,7 +45,7 @@ def write_result(name: str, figures: dict[str, Any], folder: Path = RESULTS) -> 
 
 
 def read_figures(name: str) -> dict[str, Any]:
-    """The figures that ``write_result`` wrote last under this name. Raises FileNotFoundError."""
+    """Read the figures that ``write_result`` wrote last under this name. Raises FileNotFoundError."""
     figures: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
     return figures
 
@@ -61,9 +61,11 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     if not info.exists():
         return platform.processor()
-    told = dict(_field(line) for line in info.read_text().splitlines() if ":" in line)
-    name = told.get("model name", "unknown")
-    return f"{name} (family {told['cpu family']}, model {told['model']})" if "cpu family" in told else name
+    fields = dict(_field(line) for line in info.read_text().splitlines() if ":" in line)
+    name = fields.get("model name", "unknown")
+    return (
+        f"{name} (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else name
+    )
 
 
 def _field(line: str) -> tuple[str, str]:
@@ -72,6 +74,6 @@ def _field(line: str) -> tuple[str, str]:
 
 
 def command_line(module: str) -> str:
-    """How this benchmark was called: of paths the last part alone, since the machine's folders are nobody's business."""
+    """Return this benchmark's command line, with paths reduced to their last part, to hide the machine's folders."""
     words = ["…/" + Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
     return shlex.join(["python", "-m", module, *words])

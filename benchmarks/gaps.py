@@ -1,4 +1,4 @@
-"""What a load's answers say: gaps between tokens, stalls, first tokens, and which goals were met."""
+"""Statistics of a load's answers: gaps between tokens, stalls, times to first token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ _LARGEST = 50
 
 @dataclass(frozen=True)
 class Latency:
-    """Of one answer, in seconds: what a goal is set for."""
+    """The latencies of one answer in seconds, for which goals are set."""
 
     ttft: float
     tpot: float
 
 
 def percentile(values: Sequence[float], share: float) -> float | None:
-    """Linear between the two nearest; None of nothing."""
+    """Return a percentile with linear interpolation; None without values."""
     return float(np.quantile(values, share)) if values else None
 
 
 def of_chats(chats: Sequence[Stream], wall_seconds: float) -> dict[str, Any]:
-    """Milliseconds, and tokens per second of all chats together. Stalls are gaps of over 2 and 3 times the median."""
+    """Return milliseconds, and tokens per second of all chats. Stalls are gaps over 2 and 3 times the median."""
     gaps = [gap * 1000 for chat in chats for gap in chat.gaps]
     worst = [max(chat.gaps) * 1000 for chat in chats if chat.gaps]
     median = percentile(gaps, 0.5) or 0.0
@@ -51,7 +51,7 @@ def of_chats(chats: Sequence[Stream], wall_seconds: float) -> dict[str, Any]:
 
 
 def of_prompts(prompts: Sequence[Stream]) -> dict[str, Any]:
-    """Milliseconds to the first token of the long prompts."""
+    """Return the milliseconds to the first token of the long prompts."""
     ttfts = [prompt.ttft * 1000 for prompt in prompts]
     return {
         "num_prompts": len(prompts),
@@ -62,7 +62,7 @@ def of_prompts(prompts: Sequence[Stream]) -> dict[str, Any]:
 
 
 def latencies(answers: Sequence[Stream]) -> list[Latency]:
-    """For the goodput map."""
+    """Return the latencies of the answers, for the goodput map."""
     return [Latency(answer.ttft, answer.tpot) for answer in answers]
 
 

@@ -10,11 +10,11 @@ from benchmarks.load import Outcome
 
 SHARE = 0.9
 Map = list[list[float | None]]
-"""By TTFT goal, then by TPOT goal: long prompts per second; None where not even the chats alone meet the goals."""
+"""By TTFT goal, then by TPOT goal: long prompts per second; None if the chats alone do not meet the goals."""
 
 
 def goodput(outcomes: Sequence[Outcome], ttft: float, tpot: float) -> float | None:
-    """Goals in seconds. Chats and long prompts must each meet them for themselves; a rate without any counts as met."""
+    """Return the goodput for goals in seconds, which chats and long prompts must each meet; no requests meet them too."""
     met = [
         one.rate
         for one in outcomes
@@ -24,17 +24,17 @@ def goodput(outcomes: Sequence[Outcome], ttft: float, tpot: float) -> float | No
 
 
 def goals(values: Sequence[float], count: int = 24) -> list[float]:
-    """Goals from below the median to above the greatest of these, in equal ratios."""
+    """Return goals from below the median to above the maximum of the values, in equal ratios."""
     return [float(goal) for goal in np.geomspace(0.5 * np.median(values), 1.25 * max(values), count)]
 
 
 def goodput_map(outcomes: Sequence[Outcome], ttfts: Sequence[float], tpots: Sequence[float]) -> Map:
-    """The goodput at every pair of goals."""
+    """Return the goodput at every pair of goals."""
     return [[goodput(outcomes, ttft, tpot) for tpot in tpots] for ttft in ttfts]
 
 
 def all_maps(runs: Mapping[str, Sequence[Outcome]]) -> tuple[dict[str, Map], list[float], list[float]]:
-    """The map of each configuration, and the TTFT and TPOT goals, which are the same for all."""
+    """Return the map of each configuration, and the common TTFT and TPOT goals."""
     answers = [answer for outcomes in runs.values() for one in outcomes for answer in one.chats + one.prompts]
     ttfts = goals([answer.ttft for answer in answers])
     tpots = goals([max(answer.tpot, 0.001) for answer in answers])
@@ -42,9 +42,9 @@ def all_maps(runs: Mapping[str, Sequence[Outcome]]) -> tuple[dict[str, Map], lis
 
 
 def difference(ours: Map, others: Sequence[Map], step: float) -> Map:
-    """Ours less the best of the others; goals that one meets with the chats alone and the other not at all count a ``step``.
+    """Return ours minus the best of the others; if one of them meets the goals with chats only, it counts as ``step``.
 
-    What nobody meets stays None.
+    Goals that no configuration meets stay None.
     """
 
     def cell(*rates: float | None) -> float | None:
@@ -59,7 +59,7 @@ def difference(ours: Map, others: Sequence[Map], step: float) -> Map:
 def draw(
     maps: Mapping[str, Map], ttfts: Sequence[float], tpots: Sequence[float], ours: str, path: Path
 ) -> None:
-    """One map for each configuration, and where ``ours`` wins (blue) and loses (red). Needs matplotlib."""
+    """Draw one map per configuration, and one where ``ours`` wins (blue) or loses (red). Needs matplotlib."""
     import matplotlib as mpl
 
     mpl.use("Agg")

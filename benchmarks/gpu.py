@@ -1,8 +1,8 @@
-"""The engine on one GPU beside what the GPU can do: decode, prefill, and a hand-over between two processes.
+"""The engine on one GPU compared with the GPU's limits: decode, prefill, and a hand-over between two processes.
 
 Random weights in the shapes of Llama 3.1 8B and Qwen 2.5 1.5B. Each part writes ``gpu_<part>.json`` when it is done; a
-figure's ``share_of_bound`` is of a roofline by the ceilings that the same run has measured. ``--dry-run`` goes the same way
-on the CPU with a tiny shape; its figures mean nothing.
+figure's ``share_of_bound`` refers to a roofline from the ceilings that the same run measured. ``--dry-run`` runs the same
+code on the CPU with a tiny shape; its figures are meaningless.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PARTS = ("ceilings", "decode", "prefill", "handover")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. ceilings: bytes, and width of the product."""
+    """The plan of a run. ceilings: (bytes, width of the product)."""
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
@@ -54,19 +54,19 @@ DRY = Plan(torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("
 
 
 def main() -> None:
-    """Run the parts that were asked for."""
+    """Run the selected parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
-    parser.add_argument("--models", help="names of shapes, separated by commas; all where unset")
+    parser.add_argument("--models", help="comma-separated names of shapes; unset: all")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    parser.add_argument("--dry-run", action="store_true", help="on the CPU, with a tiny shape")
+    parser.add_argument("--dry-run", action="store_true", help="run on the CPU with a tiny shape")
     given = parser.parse_args()
     plan = DRY if given.dry_run else REAL
     if plan.device.type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA device (--dry-run needs none)")
     parts = given.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
-        parser.error(f"there is no part {unknown[0]!r}; choose of {', '.join(PARTS)}")
+        parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
     ceilings = measure_ceilings(plan.device, *plan.ceilings)
     torch.cuda.empty_cache()
     shapes = [shape for shape in plan.shapes if given.models is None or shape.name in given.models.split(",")]
@@ -76,11 +76,11 @@ def main() -> None:
 
 def _rows(part: str, plan: Plan, shapes: list[ModelShape], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
     if part == "handover":
-        from benchmarks.gpu_handover import handovers  # the other parts need nothing of the services
+        from benchmarks.gpu_handover import handovers  # the other parts do not need the services
 
         given = (plan.handover_shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports)
         for row in handovers(*given):
-            yield _told(part, row)
+            yield _printed(part, row)
     if part in ("decode", "prefill"):
         for shape in shapes:
             yield from _steps(part, plan, shape, ceilings)
@@ -108,7 +108,7 @@ def _steps(part: str, plan: Plan, shape: ModelShape, ceilings: Ceilings) -> Iter
                         "batch": work.batch,
                         "length": work.length,
                     }
-                    yield _told(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
+                    yield _printed(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
                 forward.close()
 
 
@@ -121,7 +121,7 @@ def _can_capture(part: str, backend: str, device: torch.device) -> bool:
     return part == "decode" and backend != "torch" and device.type == "cuda"
 
 
-def _told(part: str, row: dict[str, Any]) -> dict[str, Any]:
+def _printed(part: str, row: dict[str, Any]) -> dict[str, Any]:
     short = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
     print(part, json.dumps(short), flush=True)
     return row

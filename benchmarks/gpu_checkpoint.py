@@ -1,4 +1,4 @@
-"""A checkpoint with random weights in a given shape, for processes that load one."""
+"""Writes a checkpoint with random weights in a given shape."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.checkpoints import BOS_ID, EOS_ID, make_tokenizer
 
 
 def write_checkpoint(folder: Path, shape: ModelShape, max_length: int, device: torch.device) -> None:
-    """Weights in bfloat16, made on ``device``; the tokenizer of the tests. The biases of q, k and v make it a Qwen2."""
+    """Write bfloat16 weights made on ``device``, and the tests' tokenizer. The biases of q, k and v make it a Qwen2."""
     model = RandomModel(shape, device, max_length).model
     tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""What a GPU machine is and has, as JSON: read before anything else is run there."""
+"""Prints facts about a GPU machine as JSON; run it first on a new machine."""
 
 import json
 import platform
@@ -25,7 +25,7 @@ _PACKAGES = (
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Device, versions, and which packages are there; nothing but torch is imported."""
+    """Return the device, the versions and the installed packages; imports only torch."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

@@ -20,7 +20,7 @@ _ANSWER_ROOM = 64
 def handovers(
     shape: ModelShape, device: torch.device, length: int, num_requests: int, transports: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Prefill and decode as processes on the one device. A transport that fails has its error in its row."""
+    """Run prefill and decode on one device and yield a row per transport; a failed one has its error in its row."""
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), shape, length + _ANSWER_ROOM, device)
         gc.collect()
@@ -39,7 +39,7 @@ def handovers(
 
 
 def _shares(medians: dict[str, float]) -> dict[str, float]:
-    """Of the time until token 0, which does not wait for the transfer: what of it is exposed, and its copying."""
+    """Return exposed time and copying as shares of the time to the first token, which does not wait for the transfer."""
     ttft = medians["queue"] + medians["prefill"]
     return {
         "ttft_ms": ttft * 1e3,

@@ -1,6 +1,6 @@
-"""The shapes of the models that `benchmarks.gpu` measures, and what the hardware allows for them (a roofline).
+"""The shapes of the models in `benchmarks.gpu`, and their rooflines.
 
-Bytes and floating-point operations are counted, times are in seconds; 2 bytes a weight and a number of KV.
+Times are in seconds; a weight and a KV element have 2 bytes.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _BYTES = 2
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a device was measured to reach a second: bytes (read and written by a copy; read alone) and operations."""
+    """The measured limits of a device per second: bytes (read and written by a copy; only read) and operations."""
 
     copy: float
     read: float
@@ -22,7 +22,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's sizes, by the names of DecoderConfig."""
+    """A decoder's sizes, with the names of DecoderConfig."""
 
     name: str
     num_layers: int
@@ -37,7 +37,7 @@ class ModelShape:
     has_qkv_bias: bool = False
 
     def config(self, max_position_embeddings: int) -> DecoderConfig:
-        """For the engine."""
+        """Return the engine's configuration."""
         return DecoderConfig(
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
@@ -56,36 +56,37 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        """Of one layer."""
-        queries, kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """The number of parameters of one layer."""
+        queries = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * queries + 2 * self.hidden_size * kv
         biases = queries + 2 * kv if self.has_qkv_bias else 0
         return attention + 3 * self.hidden_size * self.intermediate_size + 2 * self.hidden_size + biases
 
     @property
     def num_params(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the model."""
         tables = 1 if self.is_tied else 2
         return self.num_layers * self.layer_params + self.hidden_size + tables * self._table_params
 
     @property
     def step_params(self) -> int:
-        """What a decode step reads: all but the rows of an input embedding of its own."""
+        """The number of parameters that a decode step reads: all except those of a separate input embedding."""
         return self.num_params - (0 if self.is_tied else self._table_params)
 
     @property
     def kv_bytes(self) -> int:
-        """Of one token."""
+        """The KV size of one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * _BYTES
 
     def decode_seconds(self, batch: int, context: int, ceilings: Ceilings) -> float:
-        """A step's lower bound: weights at the speed of memory or of the matrix units, then KV at that of memory."""
+        """Return a step's lower bound: weights at the rate of memory or matrix units, then KV at that of memory."""
         weights = self.step_params * _BYTES / ceilings.copy
         products = 2 * self.step_params * batch / ceilings.matmul
         return max(weights, products) + batch * context * self.kv_bytes / ceilings.copy
 
     def prefill_seconds(self, batch: int, length: int, ceilings: Ceilings) -> float:
-        """The lower bound for so many prompts: linear layers and causal attention by the matrix units."""
+        """Return the lower bound for ``batch`` prompts: linear layers and attention at the rate of the matrix units."""
         linear = 2 * self.num_layers * self.layer_params * batch * length
         attention = 2 * length**2 * self.num_heads * self.head_dim * self.num_layers * batch
         return (linear + attention) / ceilings.matmul

@@ -1,4 +1,4 @@
-"""Steps of a random model on a device, timed whole: inputs to the device, forward pass, logits, and tokens back."""
+"""Times complete steps of a random model on a device: inputs, forward pass, logits, and tokens back."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from benchmarks.gpu_shapes import Ceilings, ModelShape
 from contract.errors import SettingError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import choose_backend
 from engine.compute.batch import InputBatch
@@ -29,7 +29,8 @@ from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import sample
 
 BLOCK_SIZE = 16
-BEST, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)
+BEST = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=0.8, top_p=0.95)
 _DEVIATION = 0.02
 _NUM_WARM_UPS = 3
 _BACKENDS = ("flashinfer", "triton", "torch")
@@ -37,7 +38,7 @@ _BACKENDS = ("flashinfer", "triton", "torch")
 
 @dataclass(frozen=True)
 class Work:
-    """So many requests alike: ``num_tokens`` each in the step, behind ``num_computed`` in the cache."""
+    """Equal requests: each has ``num_tokens`` in the step and ``num_computed`` before them in the cache."""
 
     batch: int
     num_tokens: int
@@ -45,16 +46,16 @@ class Work:
 
     @property
     def length(self) -> int:
-        """Tokens that the last query sees."""
+        """The number of tokens that the last query attends to."""
         return self.num_computed + self.num_tokens
 
     @property
     def num_blocks(self) -> int:
-        """Of all requests, and the null block."""
+        """The number of blocks of all requests, and the null block."""
         return 1 + self.batch * -(-self.length // BLOCK_SIZE)
 
     def inputs(self, vocab_size: int) -> PreparedInputs:
-        """Random tokens; each request's blocks lie scattered over the pool."""
+        """Make random tokens; each request's blocks are scattered over the pool."""
         rng = np.random.default_rng(7)
         blocks = rng.permutation(np.arange(1, self.num_blocks)).reshape(self.batch, -1)
         scheduled = SchedulerOutput()
@@ -70,10 +71,12 @@ class Work:
 
 
 class RandomModel:
-    """A model of this shape with seeded normal weights (never zeros: those are faster), in bfloat16."""
+    """A bfloat16 model of this shape with seeded normal weights (not zeros, which would be faster)."""
 
     def __init__(self, shape: ModelShape, device: torch.device, max_length: int) -> None:
-        self.shape, self.device, self.max_length = shape, device, max_length
+        self.shape = shape
+        self.device = device
+        self.max_length = max_length
         config = shape.config(max_length)
         torch.manual_seed(11)
         with torch.device("meta"):
@@ -89,11 +92,11 @@ class RandomModel:
 
     @cached_property
     def fused(self) -> LanguageModel:
-        """As an engine computes it beside Triton's or FlashInfer's attention."""
+        """Return the model as an engine computes it with Triton's or FlashInfer's attention."""
         return fused(self.model, self.shape.config(self.max_length), "triton")
 
     def caches(self, num_blocks: int) -> list[Tensor]:
-        """A pool's layers, filled with random numbers."""
+        """Make a pool's layers, filled with random numbers."""
         shape = self.shape
         size = (num_blocks, shape.num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
         pool = torch.empty(size, dtype=torch.bfloat16, device=self.device)
@@ -102,7 +105,7 @@ class RandomModel:
     def forward_pass(
         self, backend_name: str, graph_size: int | None, caches: Sequence[Tensor]
     ) -> ForwardPass:
-        """With one graph, of that many requests, or none."""
+        """Make a forward pass with one graph of ``graph_size`` requests, or without graphs."""
         backend = create_backend(backend_name)
         model = self.model if backend_name == "torch" else self.fused
         plain = PlainForward(model, backend, BLOCK_SIZE, self.device)
@@ -130,7 +133,7 @@ def timed_steps(
     num_rounds: int,
     sampling: SamplingParams = BEST,
 ) -> list[float]:
-    """Seconds of each of three times ``num_rounds`` whole steps; every one ends with its tokens on the host."""
+    """Return the seconds of three times ``num_rounds`` complete steps; each ends with its tokens on the host."""
     inputs = work.inputs(model.shape.vocab_size)
     last = torch.from_numpy(inputs.query_start_loc[1:].astype(np.int64) - 1).to(model.device)
     rows = [SamplingRow(sampling, (), work.length, 0)] * work.batch
@@ -148,7 +151,7 @@ def timed_steps(
 
 
 def seconds_of(run: Callable[[], object], num_rounds: int) -> list[float]:
-    """Of each run behind the warm-ups; the run waits for the device itself."""
+    """Return the seconds of each run after the warm-ups; ``run`` must wait for the device itself."""
     for _ in range(_NUM_WARM_UPS):
         run()
     seconds = []
@@ -160,7 +163,7 @@ def seconds_of(run: Callable[[], object], num_rounds: int) -> list[float]:
 
 
 def figures_of(seconds: list[float], bound_seconds: float, num_tokens: int) -> dict[str, Any]:
-    """Median and spread in milliseconds, and the share of the bound."""
+    """Return median and spread in milliseconds, and the share of the bound."""
     median = statistics.median(seconds)
     return {
         "ms": median * 1e3,
@@ -174,7 +177,7 @@ def figures_of(seconds: list[float], bound_seconds: float, num_tokens: int) -> d
 
 
 def measure_ceilings(device: torch.device, num_bytes: int, width: int) -> Ceilings:
-    """The best of some rounds: a copy of so many bytes, a sum over them, and a square product in bfloat16."""
+    """Measure the best of some rounds: a copy of ``num_bytes``, a sum over them, and a square bfloat16 product."""
     source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
@@ -186,18 +189,19 @@ def measure_ceilings(device: torch.device, num_bytes: int, width: int) -> Ceilin
 
         return min(seconds_of(waited, 10))
 
-    copied, read = best(lambda: target.copy_(source)), best(source.sum)
+    copied = best(lambda: target.copy_(source))
+    read = best(source.sum)
     return Ceilings(2 * num_bytes / copied, num_bytes / read, 2 * width**3 / best(lambda: left @ right))
 
 
 def wait_for(device: torch.device) -> None:
-    """Until the device has done everything."""
+    """Block until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def usable_backends(device: torch.device, head_dim: int) -> list[str]:
-    """Those that compute bfloat16 here, fastest first."""
+    """Return the backends that compute bfloat16 here, fastest first."""
     usable = []
     for name in _BACKENDS:
         try:

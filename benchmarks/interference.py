@@ -1,11 +1,12 @@
-"""``python -m benchmarks.interference --model DIR --vllm-python PYTHON``: what prompts do to running answers.
+"""``python -m benchmarks.interference --model DIR --vllm-python PYTHON``: the effect of prompts on running answers.
 
-Four closed-loop chats, and long prompts at a fixed rate: none, one every five seconds, and a sweep up to 60 % of what one
-core can prefill, which is measured first. Three servers get the same load one after the other: one prefill and one decode
-worker with a core each; one aggregated worker with two threads, with the chunk size that a small search finds best; and the
-server of vLLM. At the rate that they are compared at they then take turns for some rounds, since the machine's own stalls
-come and go: the ratios are medians of those of the rounds. To ``results/interference_<model>.json``, and beside it a picture
-of the goodput over (TTFT, TPOT) goals, where matplotlib is installed (the extra ``benchmarks``). Only ratios are claims.
+Four closed-loop chats, and long prompts at a fixed rate: none, one every five seconds, and a sweep up to 60 % of one core's
+prefill capacity, which is measured first. Three servers get the same load one after the other: one prefill and one decode
+worker with a core each; one aggregated worker with two threads and the best chunk size of a small search; and vLLM's server.
+At the rate of comparison they then take turns for some rounds, since the machine's own stalls vary: the ratios are medians
+over the rounds. Writes ``results/interference_<model>.json``, and a picture of the goodput over (TTFT, TPOT) goals if
+matplotlib is installed (the extra ``benchmarks``). Only ratios are claims.
+
 """
 
 import argparse
@@ -29,15 +30,17 @@ from benchmarks.others import end_on_sigterm
 from benchmarks.samples import MAX_OTHER_CORES
 from benchmarks.servers import Server, Start, kvbaton_server, vllm_server
 
-OURS, AGGREGATED, VLLM = "prefill 1, decode 1", "both 1", "vLLM"
+OURS = "prefill 1, decode 1"
+AGGREGATED = "both 1"
+VLLM = "vLLM"
 _PROMPTS_ALONE = 5
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. load: at the rate that the servers are compared at. shares: of one core's prefill, for the sweep.
+    """The plan of a run. load: at the rate of comparison. shares: rates of the sweep as shares of one core's prefill.
 
-    rounds: behind the sweep, whose run at that rate is the first.
+    rounds: rounds after the sweep, whose run at that rate is the first.
     """
 
     load: Load
@@ -81,7 +84,7 @@ def main() -> None:
 async def measure_interference(
     plan: Plan, starts: dict[str, Callable[..., Start]], folder: Path
 ) -> tuple[dict[str, Any], dict[str, list[Outcome]]]:
-    """Figures, and the outcomes of each configuration by rate. ``starts[AGGREGATED]`` wants a chunk size."""
+    """Return the figures, and the outcomes of each configuration by rate. ``starts[AGGREGATED]`` takes a chunk size."""
     async with starts[OURS]()(folder) as server:
         alone = await seconds_alone(server, plan.load, _PROMPTS_ALONE)
         capacity = 1 / sorted(alone)[len(alone) // 2]
@@ -124,7 +127,7 @@ async def _sweep(server: Server, plan: Plan, rates: Sequence[float]) -> list[Out
 
 
 def compared(figures: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Ours over each other configuration at the rate that they are compared at: the median of the rounds' ratios."""
+    """Return ours over each other configuration at the rate of comparison: the median of the rounds' ratios."""
     rounds: list[dict[str, Any]] = figures["rounds"]
 
     def over(other: str, part: str, name: str) -> float | None:
@@ -146,7 +149,7 @@ def compared(figures: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """All runs as Markdown, in milliseconds."""
+    """Return all runs as Markdown, in milliseconds."""
     head = [
         "configuration", "long prompts/s", "chat tokens/s", "ITL p50", "p99", "p99.9", "max",
         "worst gap per chat, p50", "gaps over 2x, 3x", "long TTFT p50", "client, router, server cores",
@@ -160,7 +163,8 @@ def table(figures: dict[str, Any]) -> str:
         + ", ".join(f"{what} {_number(value, '.2f')}" for what, value in found.items())
         for name, found in figures["over"].items()
     )
-    search, capacity = figures["chunk_search"], figures["one_core_prompts_per_second"]
+    search = figures["chunk_search"]
+    capacity = figures["one_core_prompts_per_second"]
     rounds = "\n".join(f"- {_rounds(figures['rounds'], name, 'itl_p999')}" for name in figures["runs"])
     return (
         f"{text}\n\nAt {figures['compared_at']:g} long prompts per second, p99.9 of the gaps in milliseconds, round by round"
@@ -183,7 +187,8 @@ def _rounds(rounds: list[dict[str, Any]], name: str, figure: str) -> str:
 
 
 def _cells(run: dict[str, Any]) -> list[str]:
-    chats, cores = run["chats"], run["cores"]
+    chats = run["chats"]
+    cores = run["cores"]
     names = ("tokens_per_second", "itl_p50", "itl_p99", "itl_p999", "itl_max", "worst_gap_per_chat_p50")
     return [
         f"{run['load']['rate']:.2f}",
@@ -203,7 +208,8 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _starts(given: argparse.Namespace) -> dict[str, Callable[..., Start]]:
-    limit, model = given.time_limit, given.model.absolute()
+    limit = given.time_limit
+    model = given.model.absolute()
 
     def kvbaton(*arguments: str) -> Start:
         def start(folder: Path) -> AbstractAsyncContextManager[Server]:
@@ -231,21 +237,27 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
-    parser.add_argument("--vllm-python", help="Python of the environment that has vLLM; left out without it")
+    parser.add_argument("--vllm-python", help="Python of the environment with vLLM; unset: without vLLM")
     parser.add_argument(
-        "--rate", type=float, default=0.2, help="long prompts per second that servers are compared at"
+        "--rate", type=float, default=0.2, help="long prompts per second at which servers are compared"
     )
-    parser.add_argument("--shares", default="0.15,0.3,0.45,0.6", help="of one core's prefill, for the sweep")
     parser.add_argument(
-        "--chunks", default="64,128,256,512", help="chunk sizes that the aggregated worker tries"
+        "--shares", default="0.15,0.3,0.45,0.6", help="rates of the sweep as shares of one core's prefill"
+    )
+    parser.add_argument(
+        "--chunks", default="64,128,256,512", help="chunk sizes to try with the aggregated worker"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
-    parser.add_argument("--rounds", type=int, default=4, help="of turns at that rate, behind the sweep")
-    parser.add_argument("--search-seconds", type=float, default=30.0, help="of each load of the search")
-    parser.add_argument("--threads", type=int, default=2, help="of the aggregated worker")
-    parser.add_argument("--max-repeats", type=int, default=2, help="of a load that others disturbed")
     parser.add_argument(
-        "--time-limit", type=float, default=240.0, help="seconds that a server may take to start"
+        "--rounds", type=int, default=4, help="rounds at the rate of comparison, after the sweep"
+    )
+    parser.add_argument(
+        "--search-seconds", type=float, default=30.0, help="seconds of each load of the search"
+    )
+    parser.add_argument("--threads", type=int, default=2, help="threads of the aggregated worker")
+    parser.add_argument("--max-repeats", type=int, default=2, help="repetitions of a disturbed load")
+    parser.add_argument(
+        "--time-limit", type=float, default=240.0, help="time limit in seconds for the start of a server"
     )
     parser.add_argument(
         "--results", type=Path, default=RESULTS, help="folder of the figures and of the picture"

@@ -1,11 +1,12 @@
-"""How long a thread of the same process is held up while blocks are moved: the step loop must not notice it.
+"""Measures the delay of another thread of the same process while blocks are moved, since it would slow the step loop.
 
-The thread does what a step does, small torch operations that let Python's lock go and want it back. On a machine
-whose cores are all busy the scheduler's own delays are in every figure; those without a copy are printed beside.
+The thread runs small torch operations like a step, which release and acquire the GIL. On a machine with busy cores every
+figure includes the scheduler's delays; the figures without a copy are printed for comparison.
 
-Who lets the lock go for a moment only gets it back before a thread that waits has woken up, and that one waits on: it is
-sure of the lock only when it has asked for it, which it does after the interpreter's switch interval (5 ms as shipped) of
-waiting undisturbed. So there is a second figure, with an interval that is shorter than the copy of a piece takes.
+A thread that releases the GIL briefly gets it back before a waiting thread has woken up, so the waiting one continues to
+wait: it is certain to get the GIL only after it has requested it, at the end of the interpreter's switch interval (5 ms by
+default). Hence a second figure with an interval shorter than the copy of a piece.
+
 """
 
 import statistics
@@ -23,7 +24,7 @@ _SHORT_INTERVAL_SECONDS = 0.0002
 
 
 def held_up(way: Way) -> dict[str, Any]:
-    """Microseconds per operation (median, 99th percentile, longest), alone and while ``way`` goes on and on."""
+    """Return microseconds per operation (median, 99th percentile, maximum), alone and while ``way`` runs repeatedly."""
     found = {"alone": _summary(_operate(_SECONDS)), "while copying": _summary(_beside(way))}
     interval = sys.getswitchinterval()
     sys.setswitchinterval(_SHORT_INTERVAL_SECONDS)
@@ -50,8 +51,10 @@ def _beside(way: Way) -> list[float]:
 
 
 def _operate(seconds: float) -> list[float]:
-    states, weights = torch.ones(1, 192), torch.ones(192, 192)
-    gaps, last = [], time.perf_counter()
+    states = torch.ones(1, 192)
+    weights = torch.ones(192, 192)
+    gaps = []
+    last = time.perf_counter()
     end = last + seconds
     while last < end:
         torch.mm(states, weights)

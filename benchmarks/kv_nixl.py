@@ -1,7 +1,7 @@
-"""A bare NIXL script, to measure the ``nixl`` transport against: two agents, one READ of all blocks, nothing else.
+"""A bare NIXL script for comparison with the ``nixl`` transport: two agents and one READ of all blocks.
 
-As a program: ``reader NUM_BLOCKS BLOCK_BYTES``, which starts its own ``sender``. A line ``go`` on standard input is one
-READ, answered by its seconds; ``check`` compares every byte and wipes the target.
+As a program: ``reader NUM_BLOCKS BLOCK_BYTES``, which starts its own ``sender``. A line ``go`` on standard input runs one
+READ and is answered with its seconds; ``check`` compares every byte and clears the target.
 """
 
 import base64
@@ -28,7 +28,7 @@ _WAIT_SECONDS = 60.0
 
 @contextmanager
 def over_bare_nixl(job: Job, *environment: str) -> Iterator[Way]:
-    """A READ in a process of its own, with these variables ("NAME=value"); it measures itself."""
+    """Run READs in a separate process, which measures itself, with these variables ("NAME=value")."""
     shape = job.shape
     arguments = ("reader", str(shape.num_blocks), str(shape.block_bytes))
     with _program(*arguments, environment=environment) as process:
@@ -60,7 +60,7 @@ def _line(process: "subprocess.Popen[str]") -> str:
 
 @contextmanager
 def _program(*arguments: str, environment: tuple[str, ...] = ()) -> Iterator["subprocess.Popen[str]"]:
-    """This module as a process; it is killed at the end: NIXL may crash at an orderly exit."""
+    """Run this module as a process; it is killed at the end, since NIXL may crash at a normal exit."""
     command = ["env", *environment, sys.executable, "-m", "benchmarks.kv_nixl", *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -70,7 +70,7 @@ def _program(*arguments: str, environment: tuple[str, ...] = ()) -> Iterator["su
 
 
 class _Agent:
-    """An agent with its pool registered, brought up as the transport does it."""
+    """An agent with a registered pool, started as in the transport."""
 
     def __init__(self, name: str, memory: MappedKVMemory) -> None:
         api = load("127.0.0.1").api
@@ -84,13 +84,13 @@ class _Agent:
         self.agent.register_memory(memory.pool)
 
     def blocks(self, whose: str, address: int, shape: Shape) -> Any:
-        """Every block of a pool, by one strided row."""
+        """Return the descriptors of all blocks of a pool, as one strided row."""
         row = [address, shape.block_bytes, 0, shape.block_bytes, shape.num_blocks]
         return self.agent.prep_xfer_dlist(whose, np.array([row], dtype=np.uint64), "DRAM")
 
 
 def be_sender(shape: Shape) -> None:
-    """Say where the pool is, take the reader's metadata, and drive the library until standard input closes."""
+    """Print the pool's address, read the reader's metadata, and drive the library until standard input closes."""
     memory = shape.source_pool()
     agent = _Agent("sender", memory).agent
     _say(f"{_encoded(agent.get_agent_metadata())} {memory.pool.data_ptr()}")
@@ -102,7 +102,7 @@ def be_sender(shape: Shape) -> None:
 
 
 def be_reader(shape: Shape) -> None:
-    """Carry out what standard input says."""
+    """Run the orders from standard input."""
     job = job_of(shape)
     own = _Agent("reader", job.target)
     arguments = ("sender", str(shape.num_blocks), str(shape.block_bytes))

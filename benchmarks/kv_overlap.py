@@ -1,6 +1,6 @@
-"""What a hand-over costs a request: how much of the copy hides behind the prompt's computation, and the gap it leaves.
+"""Measures the cost of a hand-over to a request: the copying hidden by the prompt's computation, and the exposed gap.
 
-Real processes (`kvbaton up`), shipped defaults, one request at a time; the figures are the ones that every answer brings.
+Real processes (`kvbaton up`), default settings, one request at a time; the figures are the timings of the answers.
 """
 
 import asyncio
@@ -15,13 +15,15 @@ from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.service import Answer, counter, generate, running_service
 
-_MAX_WARM_UPS, _NUM_TOKENS = 3, 32
-_MAX_GAP_SECONDS, _MIN_HIDDEN_SHARE = 0.003, 0.8
+_MAX_WARM_UPS = 3
+_NUM_TOKENS = 32
+_MAX_GAP_SECONDS = 0.003
+_MIN_HIDDEN_SHARE = 0.8
 _BYTES = "kvbaton_transfer_bytes_total"
 
 
 def measure_overlap(model: str | None, num_tokens: int, num_requests: int) -> dict[str, Any]:
-    """By transport. model: a checkpoint's folder, None is the demo model; num_tokens: of every prompt."""
+    """Return figures by transport. model: a checkpoint's folder; None: the demo model. num_tokens: of every prompt."""
     options = [] if model is None else ["--model", model, "--dtype", "float32"]  # bfloat16 is slow on a CPU
     return {
         transport: asyncio.run(handed_over(transport, options, num_tokens, num_requests))
@@ -32,7 +34,7 @@ def measure_overlap(model: str | None, num_tokens: int, num_requests: int) -> di
 async def handed_over(
     transport: str, options: list[str], num_tokens: int, num_requests: int
 ) -> dict[str, Any]:
-    """Over one transport; options: of `kvbaton up`."""
+    """Measure one transport. options: those of `kvbaton up`."""
     arguments = ["--prefill", "1", "--decode", "1", "--transport", transport, *options]
     num_warm_ups = min(_MAX_WARM_UPS, num_requests)
     with tempfile.TemporaryDirectory() as folder:
@@ -48,14 +50,14 @@ async def handed_over(
 
 
 def _request(number: int, num_tokens: int) -> pb.GenerateRequest:
-    """A prompt that shares no block with another one."""
+    """Make a prompt that shares no block with any other."""
     ids = [300 + (number * 37 + position * (number + 1)) % 1100 for position in range(num_tokens)]
     sampling = pb.SamplingParams(max_tokens=_NUM_TOKENS, ignore_eos=True, temperature=0.0)
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling=sampling)
 
 
 def _summary(answers: list[Answer]) -> dict[str, Any]:
-    """Medians and raw samples, in seconds.
+    """Return medians and raw samples, in seconds.
 
     hidden_share: 1 - (last range published → last byte verified) / seconds of copying.
     """

@@ -1,8 +1,7 @@
-"""Two pools of KV blocks on one machine, the same scattered blocks on both sides, and rounds that compare ways to copy.
+"""Two pools of KV blocks on one machine, with scattered blocks on both sides, and rounds that compare ways to copy.
 
-What is compared takes turns: a round runs every way once, in an order that is drawn anew. So a ratio is between runs that
-are milliseconds apart, what else the machine does hits both, and none is always the one that finds the caches full of
-bytes which have to be written back, or of bytes which were only read.
+The ways take turns: a round runs each once, in a random order. So a ratio compares runs that are milliseconds apart, other
+load on the machine affects both, and none always finds the caches full of modified or of only read data.
 """
 
 import random
@@ -19,29 +18,29 @@ from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source
 
 LEASE = LeaseName("benchmark", 0, "lease")
 Way = Callable[[], float | None]
-"""Moves everything once. Returns its seconds where it has measured them itself, else the caller's clock counts."""
+"""Moves all blocks once. Returns its seconds if it measures itself, else the caller measures."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """So many blocks of so many bytes."""
+    """A number of blocks and their size in bytes."""
 
     num_blocks: int
     block_bytes: int
 
     @property
     def name(self) -> str:
-        """As in the results."""
+        """The name in the results."""
         return f"{self.num_blocks} x {self.block_bytes // 1024} KiB"
 
     @property
     def num_bytes(self) -> int:
-        """Of all blocks."""
+        """The size of all blocks."""
         return self.num_blocks * self.block_bytes
 
     @property
     def layout(self) -> KVLayout:
-        """One whose blocks have this size."""
+        """Return a layout whose blocks have this size."""
         return KVLayout(
             num_layers=1,
             num_kv_heads=1,
@@ -51,11 +50,11 @@ class Shape:
         )
 
     def order(self, seed: int) -> list[int]:
-        """All blocks of a pool in random order."""
+        """Return all blocks of a pool in random order."""
         return random.Random(seed).sample(range(self.num_blocks), self.num_blocks)
 
     def source_pool(self) -> MappedKVMemory:
-        """A pool in which every block has a content of its own, the same in every process."""
+        """Make a pool in which every block has its own content, the same in every process."""
         memory = MappedKVMemory(self.layout, self.num_blocks)
         for block_id in range(self.num_blocks):
             memory.write_view(block_id)[:] = random.Random(block_id).randbytes(4096) * (
@@ -64,7 +63,7 @@ class Shape:
         return memory
 
     def empty_pool(self) -> MappedKVMemory:
-        """A pool of zeros, whose pages are there."""
+        """Make a pool of zeros, with all pages faulted in."""
         memory = MappedKVMemory(self.layout, self.num_blocks)
         memory.pool.fill_(0.0)
         return memory
@@ -75,10 +74,10 @@ SHAPES = (Shape(256, 32 * 1024), Shape(4096, 16 * 1024), Shape(1, 64 * 2**20))
 
 @dataclass
 class Job:
-    """What every way has to do: ``source_ids[i]`` of the one pool to ``target_ids[i]`` of the other.
+    """The task of every way: copy ``source_ids[i]`` of one pool to ``target_ids[i]`` of the other.
 
-    source is this process's copy of what the sender's process lends. lent: that itself, where this process can see it:
-    what is in a cache of the processor is there for all who copy out of it.
+    source: this process's copy of the sender's pool. lent: the sender's pool itself, if it is mapped here, so that all ways
+    find the same data in the CPU's caches.
     """
 
     shape: Shape
@@ -92,11 +91,11 @@ class Job:
 
     @property
     def source_view(self) -> memoryview:
-        """What memcpy copies out of."""
+        """Return the memory from which memcpy copies."""
         return self.source.pool_view if self.lent is None else self.lent
 
     def pull(self, where: Source) -> PullJob:
-        """As the control half would order it."""
+        """Return the pull order of the control half."""
         return PullJob(
             key="benchmark",
             source=where,
@@ -110,7 +109,7 @@ class Job:
         )
 
     def check(self, way: str) -> None:
-        """Raise AssertionError unless every block is where it should be; then wipe the target."""
+        """Raise AssertionError unless every block was copied; then clear the target."""
         for source_id, target_id in zip(self.source_ids, self.target_ids, strict=True):
             if self.source.read_view(source_id) != self.target.read_view(target_id):
                 raise AssertionError(f"{way} left other bytes in block {target_id} of {self.shape.name}")
@@ -118,9 +117,9 @@ class Job:
 
 
 def job_of(shape: Shape, in_runs: bool = False) -> Job:
-    """Both pools of this process, and the blocks' orders.
+    """Make both pools in this process, and the orders of the blocks.
 
-    Blocks are scattered at both ends, which is the worst that pools become; or in_runs, as fresh pools hand them out.
+    Blocks are scattered at both ends, the worst case of a pool; in_runs: consecutive, as in a new pool.
     """
     everything = list(range(shape.num_blocks))
     source_ids, target_ids = (everything,) * 2 if in_runs else (shape.order(1), shape.order(2))
@@ -128,7 +127,7 @@ def job_of(shape: Shape, in_runs: bool = False) -> Job:
 
 
 def compare(job: Job, ways: Mapping[str, Way], num_rounds: int) -> dict[str, list[float]]:
-    """Seconds of every way in every round. The first and the last round of each are checked; the first is not counted."""
+    """Return the seconds of every way and round. The first and the last round are checked; the first is not counted."""
     _check_all(job, ways)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     order = random.Random(num_rounds)
@@ -142,7 +141,7 @@ def compare(job: Job, ways: Mapping[str, Way], num_rounds: int) -> dict[str, lis
 
 
 def _check_all(job: Job, ways: Mapping[str, Way]) -> None:
-    """One round that is not counted. A way that measures itself has a target of its own, and looks after it."""
+    """Run and check one round that is not counted. A way that measures itself checks its own target."""
     for name, way in ways.items():
         job.target.pool.fill_(0.0)
         if way() is None:
@@ -150,7 +149,7 @@ def _check_all(job: Job, ways: Mapping[str, Way]) -> None:
 
 
 def speeds(shape: Shape, seconds: Mapping[str, list[float]]) -> dict[str, dict[str, object]]:
-    """Median, best and raw samples by way."""
+    """Return median, best and raw samples by way."""
     return {
         name: {
             "gb_per_s_median": round(shape.num_bytes / 1e9 / statistics.median(samples), 3),
@@ -162,7 +161,7 @@ def speeds(shape: Shape, seconds: Mapping[str, list[float]]) -> dict[str, dict[s
 
 
 def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str, goal: float) -> dict[str, object]:
-    """How fast ``ours`` is beside ``theirs``: the median over the rounds of the ratio within a round, and its quartiles."""
+    """Return the speed of ``ours`` over ``theirs``: median and quartiles of the ratios in the rounds."""
     ratios = [other / own for own, other in zip(seconds[ours], seconds[theirs], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
     of_medians = statistics.median(seconds[theirs]) / statistics.median(seconds[ours])
@@ -178,9 +177,10 @@ def ratio(seconds: Mapping[str, list[float]], ours: str, theirs: str, goal: floa
 
 
 def over_launches(ratios: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """The same ratio of several launches: the median of their medians, and each of these."""
+    """Return the ratio over several launches: the median of their medians, and each of these."""
     medians = [each["median"] for each in ratios]
-    middle, goal = statistics.median(medians), ratios[0]["goal"]
+    middle = statistics.median(medians)
+    goal = ratios[0]["goal"]
     return {
         "of": ratios[0]["of"],
         "median": middle,

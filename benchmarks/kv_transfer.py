@@ -1,13 +1,13 @@
-"""``python -m benchmarks.kv_transfer``: how near the transports come to the wire, to ``results/kv_transfer.json``.
+"""``python -m benchmarks.kv_transfer``: transports compared with bare copies, to ``results/kv_transfer.json``.
 
-Sections, all of them unless ``--only shm,tcp`` says which: ``shm`` beside memcpy, in loops in Python and in C, over the same
-two memfd-backed pools and the same blocks; ``tcp`` beside a bare loop over sockets (as the system has them, and with the one
-option that ours set: ``leave_unpaced``) and NIXL's TCP; ``nixl`` beside a bare NIXL script, each in a process that does
-nothing else; ``overlap`` through real workers. Ways take turns, and the first and the last round of each are checked byte by
-byte. Everything is launched several times, with processes and pools of its own: where the pages of a pool happen to lie is
-worth a tenth of a ratio. What is started first is slower, by up to a third: so ``nixl`` and its bare script take turns in
-that. What moves little does so in more rounds than ``--rounds`` says. A ratio is the median over the launches of the median
-over the rounds.
+Sections (all, or those of ``--only shm,tcp``): ``shm`` and memcpy, in loops in Python and in C, over the same two
+memfd-backed pools and the same blocks; ``tcp`` and a bare loop over sockets (with the system's defaults, and with the one
+option that our sockets set: ``leave_unpaced``) and NIXL's TCP; ``nixl`` and a bare NIXL script, each in a separate process;
+``overlap`` with real workers. Ways take turns, and the first and the last round of each are checked byte by byte. All are
+launched several times, with new processes and pools, since the location of a pool's pages changes a ratio by a tenth. The
+process that starts first is slower, by up to a third, so ``nixl`` and its bare script take turns in that. Small transfers
+use more rounds than ``--rounds``. A ratio is the median over the launches of the median over the rounds.
+
 """
 
 import argparse
@@ -38,25 +38,29 @@ from kv_transfer.transports.nixl.agent import why_missing
 
 _BYTES_OF_FEW_ROUNDS = 2**25
 _LAUNCHES_OF_LITTLE = 2
-"""Less than that is moved in more rounds, and in so many times as many launches: a wait of a tenth of a millisecond, which
-others cause, counts for more there, and so does where a launch's pools lie in memory (one is 1.7 times as fast as the next).
+"""Smaller transfers use more rounds, and this many times as many launches: a delay of 0.1 ms by other processes matters
+more, and so does the location of a launch's pools in memory (one may be 1.7 times as fast as another).
 """
-_MUST, _MUST_WITH_DIGESTS, _MUST_OF_NIXL_TCP = 0.9, 0.8, 2.0
+_MUST = 0.9
+_MUST_WITH_DIGESTS = 0.8
+_MUST_OF_NIXL_TCP = 2.0
 Section = Callable[[Job, int, int], dict[str, Any]]
-"""(job, number of rounds, which launch) → figures."""
+"""Maps (job, number of rounds, index of the launch) to figures."""
 
 
 def main() -> None:
-    """Run the sections, print what they reached, write the figures."""
+    """Run the sections, print and write the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="sections, separated by commas")
+    parser.add_argument("--only", default="shm,tcp,nixl,overlap", help="comma-separated sections")
     parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--launches", type=int, default=4, help="an even number is fair to both")
     parser.add_argument(
-        "--model", help="overlap: a checkpoint's folder, which names the file too; else the demo model"
+        "--launches", type=int, default=4, help="number of launches; an even number is fair to both"
+    )
+    parser.add_argument(
+        "--model", help="overlap: a checkpoint's folder, which also names the file; unset: the demo model"
     )
     parser.add_argument("--prompt-tokens", type=int, default=1500, help="overlap: length of the prompts")
-    parser.add_argument("--requests", type=int, default=60, help="overlap: how many are measured")
+    parser.add_argument("--requests", type=int, default=60, help="overlap: number of requests")
     given = parser.parse_args()
     torch.set_num_threads(1)
     figures: dict[str, Any] = {
@@ -131,7 +135,7 @@ def _tcp(job: Job, num_rounds: int, _launch: int) -> dict[str, Any]:
             found |= measured
             ratios += beside
         held = held_up(fetch)
-        if why_missing() is None:  # by itself: the script's sender polls, which would cost the others
+        if why_missing() is None:  # separately: the script's sender polls, which would slow the others
             nixl = stack.enter_context(over_bare_nixl(job, TCP_ONLY))
             seconds = compare(job, {"tcp": fetch}, num_rounds)
             seconds |= compare(job, {"bare NIXL, TCP": nixl}, num_rounds)
@@ -157,7 +161,7 @@ def _nixl(job: Job, num_rounds: int, launch: int) -> dict[str, Any]:
 def _beside(
     job: Job, bare: tuple[str, Way], ours: list[tuple[str, Way, float]], num_rounds: int
 ) -> tuple[dict[str, Any], list[dict[str, object]]]:
-    """Speeds and ratios. Each of ours by itself with what is bare: both find the caches full of each other's bytes."""
+    """Return speeds and ratios. Each of ours takes turns with the bare way, so both find the other's data in the caches."""
     found: dict[str, Any] = {}
     ratios = []
     for name, way, goal in ours:

@@ -1,6 +1,6 @@
 """The ways to move blocks that are compared: memcpy, bare sockets, and this project's transports.
 
-Whoever lends has a process of its own, started by ``other_process``; what it shall do next is told through a pipe.
+The sender runs in a separate process (``other_process``), which gets its orders through a pipe.
 """
 
 import ctypes
@@ -49,11 +49,12 @@ void copy_blocks(char *to, const char *from, const long *to_ids, const long *fro
 
 
 def memcpy_in_python(job: Job) -> Way:
-    """A loop over memoryviews: the fastest that Python itself can do (numpy, torch and ctypes cost more per block)."""
+    """Copy in a loop over memoryviews, the fastest in Python (numpy, torch and ctypes cost more per block)."""
     size = job.shape.block_bytes
 
     def copy() -> None:
-        source, target = job.source_view, job.target.pool_view
+        source = job.source_view
+        target = job.target.pool_view
         for source_id, target_id in zip(job.source_ids, job.target_ids, strict=True):
             target[target_id * size : (target_id + 1) * size] = source[
                 source_id * size : (source_id + 1) * size
@@ -63,18 +64,20 @@ def memcpy_in_python(job: Job) -> Way:
 
 
 def memcpy_in_c(job: Job, folder: Path) -> Way | None:
-    """A loop in C over the same lists, compiled now; None without a compiler."""
+    """Copy in a C loop over the same lists, compiled now; None without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         return None
-    code, library = folder / "copy.c", folder / "copy.so"
+    code = folder / "copy.c"
+    library = folder / "copy.so"
     code.write_text(_C_LOOP)
     subprocess.run([compiler, "-O2", "-shared", "-fPIC", "-o", str(library), str(code)], check=True)
     copy_blocks = ctypes.CDLL(str(library)).copy_blocks
     target, source = (ctypes.c_void_p(address_of(view)) for view in (job.target.pool_view, job.source_view))
     ids = [array("l", block_ids) for block_ids in (job.target_ids, job.source_ids)]
     lists = [(ctypes.c_long * len(block_ids)).from_buffer(block_ids) for block_ids in ids]
-    count, size = ctypes.c_long(job.shape.num_blocks), ctypes.c_long(job.shape.block_bytes)
+    count = ctypes.c_long(job.shape.num_blocks)
+    size = ctypes.c_long(job.shape.block_bytes)
 
     def copy() -> None:
         copy_blocks(target, source, *lists, count, size)
@@ -84,9 +87,9 @@ def memcpy_in_c(job: Job, folder: Path) -> Way | None:
 
 @contextmanager
 def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
-    """(without, with digests): a request to bytes in place, and a pull order to the report that all is verified.
+    """Yield two ways: without digests (from request to received bytes), and with them (from pull order to verification).
 
-    The lists of blocks are made beforehand, as they are for what is bare.
+    The lists of blocks are made in advance, as for the bare ways.
     """
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -104,10 +107,8 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
         data.attach(Senders({name: opened.sender}), reports)
         data.start(job.target)
 
-        request, views = (
-            ReadRequest(LEASE, 0, job.shape.num_blocks, job.grants),
-            write_views(job.target, job.target_ids),
-        )
+        request = ReadRequest(LEASE, 0, job.shape.num_blocks, job.grants)
+        views = write_views(job.target, job.target_ids)
 
         def fetch() -> None:
             opened.receiver.fetch(where, request, views, Read())
@@ -124,7 +125,7 @@ def over_transport(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
 
 @contextmanager
 def over_transport_elsewhere(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
-    """The same, read in a process that does nothing else, as a bare script is; it measures itself."""
+    """Yield the same ways, with the reader in a separate process, which measures itself."""
     with other_process(_read, name, job.shape, is_parent=True) as pipe:
 
         def ask(word: str) -> float:
@@ -140,7 +141,7 @@ def over_transport_elsewhere(name: str, job: Job) -> Iterator[tuple[Way, Way]]:
 
 
 def _read(pipe: Connection, name: str, shape: Shape) -> None:
-    """The reader's process: carries out what it is told, and says how many seconds that took."""
+    """Run the reader's process: it runs the orders and answers with their seconds."""
     torch.set_num_threads(1)
     job = job_of(shape)
     with over_transport(name, job) as (fetch, pull), suppress(EOFError):
@@ -157,7 +158,7 @@ def _read(pipe: Connection, name: str, shape: Shape) -> None:
 
 
 def _mapped(path: str, num_bytes: int) -> memoryview:
-    """Another process's pool, which it has made shareable."""
+    """Map the shared pool of another process."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         return memoryview(mmap.mmap(descriptor, num_bytes, mmap.MAP_SHARED, mmap.PROT_READ))
@@ -166,39 +167,42 @@ def _mapped(path: str, num_bytes: int) -> memoryview:
 
 
 class _Reports:
-    """The reports of a data half; see ``kv_transfer.data.threads.DataReports``."""
+    """Receives the reports of a data half; see ``kv_transfer.data.threads.DataReports``."""
 
     def __init__(self) -> None:
         self._ends = Mailbox[object]()
 
     def expect_verified(self) -> None:
-        """Wait for the end of the one pull that runs. Raises AssertionError for any other end."""
+        """Wait for the running pull to be verified. Raises AssertionError for another end."""
         end = self._ends.get(_WAIT_SECONDS)
         if not isinstance(end, ev.PieceVerified):
             raise AssertionError(f"a pull ended with {end}")
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
-        """A pull goes on or ends."""
+        """Record the progress or the end of a pull."""
         if not isinstance(event, ev.PieceLanded):
             self._ends.put(event)
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
-        """Nothing is lent here."""
+        """Ignore the report: this process sends nothing."""
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """Nothing is estimated here."""
 
     def lease_idle(self, name: LeaseName) -> None:
-        """Nothing is lent here."""
+        """Ignore the report: this process sends nothing."""
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
-        """A bug."""
+        """Record the error, which is a bug."""
         self._ends.put(error)
 
 
 @contextmanager
 def over_bare_sockets(job: Job, *, is_unpaced: bool = False) -> Iterator[Way]:
-    """One ``sendmsg`` and one ``recvmsg_into`` per piece of the same size, and nothing else: no words, no checks.
+    """Send each piece of the same size with one ``sendmsg`` and one ``recvmsg_into``, without messages or checks.
 
-    The views are made beforehand. Faster variants were looked for: both ends wait in the kernel (``MSG_WAITALL``).
-    is_unpaced: as ``leave_unpaced`` does; else as the system has it.
+    The views are made in advance. It is the fastest variant found: both ends wait in the kernel (``MSG_WAITALL``).
+    is_unpaced: with ``leave_unpaced``; else with the system's defaults.
     """
     pieces = _pieces(job.target, job.target_ids)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -230,7 +234,7 @@ def _receive(sock: socket.socket, piece: list[memoryview]) -> None:
 def _send_bare(
     pipe: Connection, shape: Shape, address: tuple[str, int], order: list[int], is_unpaced: bool
 ) -> None:
-    """The sender's process: everything, whenever a byte comes."""
+    """Run the sender's process: it sends all blocks for each received byte."""
     pieces = _pieces(shape.source_pool(), order)
     with socket.create_connection(address) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -247,7 +251,7 @@ def _send_bare(
 
 
 def _pieces(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[list[memoryview]]:
-    """The blocks' views, cut as the ``tcp`` transport cuts a read."""
+    """Return the blocks' views, divided into pieces like a read of the ``tcp`` transport."""
     views = list(write_views(memory, block_ids))
     step = blocks_per_piece(memory.layout.block_bytes)
     return [views[start : start + step] for start in range(0, len(views), step)]
@@ -265,9 +269,9 @@ def _after(piece: list[memoryview], count: int) -> list[memoryview]:
 def other_process(
     work: Callable[..., None], *arguments: object, is_parent: bool = False
 ) -> Iterator[Connection]:
-    """A process that runs ``work(its end of a pipe, *arguments)``; told to end by the pipe's closing.
+    """Run ``work(its end of a pipe, *arguments)`` in a process, which ends when the pipe is closed.
 
-    is_parent: it starts processes of its own.
+    is_parent: it starts child processes.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe()
@@ -282,12 +286,13 @@ def other_process(
 
 
 def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path, order: list[int]) -> None:
-    """The sender's process of a transport: all blocks under one lease.
+    """Run the sender's process of a transport, with all blocks under one lease.
 
-    Says its address, the digests, the grants, and where its pool is.
+    Sends its address, the digests, the grants, and the path of its pool.
     """
     sender = open_transport(transport, _context("sender", folder)).sender
-    lending, memory = Senders({transport: sender}), shape.source_pool()
+    lending = Senders({transport: sender})
+    memory = shape.source_pool()
     lending.start(memory)
     step = blocks_per_piece(shape.block_bytes)
     grants = [
@@ -307,7 +312,7 @@ def _lend(pipe: Connection, transport: str, shape: Shape, folder: Path, order: l
 
 
 def digests(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[int]:
-    """What a sender announces; block i of the lease is seeded with i."""
+    """Return the digests that a sender announces; block i of the lease is seeded with i."""
     return [digest_of(memory.read_view(block_id), index) for index, block_id in enumerate(block_ids)]
 
 

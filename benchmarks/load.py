@@ -17,12 +17,12 @@ from benchmarks.servers import Server
 from benchmarks.streams import Stream, stream
 
 _GRACE_SECONDS = 120.0
-"""What was asked before the end of a load is answered within this time, or the run fails."""
+"""Time limit of the answers to requests that were sent before the end of a load."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """rate: long prompts per second; 0 is the chats alone. seconds: how long chats begin and long prompts arrive."""
+    """A load. rate: long prompts per second; 0: chats only. seconds: time in which chats start and long prompts arrive."""
 
     vocab_size: int
     rate: float
@@ -36,7 +36,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of a load. figures: what goes into the results."""
+    """The result of one run of a load. figures: the part for the results."""
 
     rate: float
     chats: list[Latency]
@@ -45,21 +45,25 @@ class Outcome:
 
     @property
     def is_quiet(self) -> bool:
-        """Other processes left the cores alone."""
+        """True if other processes did not use the cores."""
         return float(self.figures["other_cores"]) <= MAX_OTHER_CORES
 
 
 async def quiet_run(server: Server, load: Load, max_repeats: int) -> Outcome:
-    """Run it until nobody disturbed, at most ``max_repeats`` times more; tells how many runs were dropped."""
-    outcome, num_dropped = await run_load(server, load), 0
+    """Repeat the load until a run was undisturbed, at most ``max_repeats`` times; record the number of dropped runs."""
+    outcome = await run_load(server, load)
+    num_dropped = 0
     while not outcome.is_quiet and num_dropped < max_repeats:
-        outcome, num_dropped = await run_load(server, load), num_dropped + 1
+        outcome = await run_load(server, load)
+        num_dropped = num_dropped + 1
     return replace(outcome, figures={**outcome.figures, "num_dropped": num_dropped})
 
 
 async def run_load(server: Server, load: Load) -> Outcome:
-    """Raises StreamError, aiohttp.ClientError, TimeoutError."""
-    rng, chats, prompts = random.Random(), list[Stream](), list[Stream]()
+    """Run a load once. Raises StreamError, aiohttp.ClientError, TimeoutError."""
+    rng = random.Random()
+    chats = list[Stream]()
+    prompts = list[Stream]()
     begin_cpu = _cpu_seconds(server)
     begin = time.perf_counter()
     end = begin + load.seconds
@@ -96,7 +100,7 @@ async def run_load(server: Server, load: Load) -> Outcome:
 
 
 async def seconds_alone(server: Server, load: Load, count: int) -> list[float]:
-    """Seconds to the first token of long prompts, one at a time, with nothing else to do."""
+    """Return the seconds to the first token of long prompts, sent one at a time to an idle server."""
     (warm_up, *prompts) = random_prompts(random.Random(), count + 1, load.long_prompt, load.vocab_size)
     async with asyncio.timeout(_GRACE_SECONDS), _session() as session:
         await stream(session, server.url, server.model, warm_up, 2)
@@ -109,6 +113,6 @@ def _session() -> aiohttp.ClientSession:
 
 
 def _cpu_seconds(server: Server) -> dict[str, float]:
-    """Of this client, of each named process with its children, and of the whole server."""
+    """Return the CPU seconds of this client, of each named process with its children, and of the whole server."""
     named = {name: cpu_seconds(tree(pid)) for name, pid in server.pids.items()}
     return {"client": cpu_seconds([os.getpid()]), **named, "server": cpu_seconds(tree(server.root))}

@@ -1,6 +1,6 @@
-"""The linear layers of a checkpoint as oneDNN computes them with packed weights, and nothing else of a decode step.
+"""Measures the linear layers of a checkpoint in oneDNN with packed weights, without the rest of a decode step.
 
-An engine that called oneDNN for every linear layer could not be faster than this: a bound for the engines' speeds.
+It is a bound for engines that call oneDNN for every linear layer.
 """
 
 import time
@@ -16,7 +16,7 @@ _REPEATS = 3
 
 
 class PackedLinears:
-    """Random bfloat16 weights of these shapes ``[outputs, inputs]``, packed; as large as the model."""
+    """Packed random bfloat16 weights of these shapes ``[outputs, inputs]``, as large as the model's."""
 
     def __init__(self, shapes: Sequence[Sequence[int]]) -> None:
         pack = torch.ops.mkldnn._reorder_linear_weight
@@ -25,7 +25,7 @@ class PackedLinears:
         ]
 
     def sample(self, num_rows: int, num_threads: int) -> dict[str, Any]:
-        """Tokens per second of steps with ``num_rows`` tokens each, and what others did meanwhile."""
+        """Return tokens per second of steps with ``num_rows`` tokens each, and the use by other processes meanwhile."""
         before = torch.get_num_threads()
         torch.set_num_threads(num_threads)
         try:

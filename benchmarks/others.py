@@ -1,4 +1,4 @@
-"""How much of the machine others took while something was measured, and what the measured processes took."""
+"""Measures the CPU time of the measured processes and of all others during a measurement."""
 
 import signal
 import sys
@@ -13,7 +13,7 @@ import psutil
 
 @dataclass
 class Use:
-    """Seconds that passed, and CPU seconds: of our process trees, and of all others with what a hypervisor took."""
+    """Elapsed seconds, and CPU seconds of our process trees and of all others, including the hypervisor."""
 
     wall_seconds: float = 0.0
     own_cpu_seconds: float = 0.0
@@ -21,21 +21,23 @@ class Use:
 
     @property
     def own_cores(self) -> float:
-        """How many cores ours kept busy."""
+        """The average number of cores that our processes used."""
         return self.own_cpu_seconds / self.wall_seconds
 
     @property
     def other_cores(self) -> float:
-        """How many cores others kept busy."""
+        """The average number of cores that other processes used."""
         return max(0.0, self.other_cpu_seconds) / self.wall_seconds
 
 
 @contextmanager
 def watch_use() -> Iterator[Use]:
-    """Fills in a Use at the end. Ours are this process and all that it started."""
+    """Yield a Use that is filled in at the end. Ours are this process and its descendants."""
     root = psutil.Process().pid
-    use, begin = Use(), time.monotonic()
-    busy, own = _busy_seconds(), cpu_seconds(tree(root))
+    use = Use()
+    begin = time.monotonic()
+    busy = _busy_seconds()
+    own = cpu_seconds(tree(root))
     yield use
     use.wall_seconds = time.monotonic() - begin
     use.own_cpu_seconds = cpu_seconds(tree(root)) - own
@@ -43,12 +45,12 @@ def watch_use() -> Iterator[Use]:
 
 
 def end_on_sigterm() -> None:
-    """SIGTERM ends this process as Ctrl-C does: what it started is stopped first."""
+    """Make SIGTERM end this process like Ctrl-C, after it has stopped its children."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """What these processes have taken so far; those that have ended count nothing."""
+    """Return the CPU seconds of these processes so far, without those that have ended."""
     total = 0.0
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -58,7 +60,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def tree(root: int) -> set[int]:
-    """A process and all below it; empty where it has ended."""
+    """Return a process and its descendants; empty if it has ended."""
     try:
         process = psutil.Process(root)
         return {root, *(child.pid for child in process.children(recursive=True))}
@@ -67,7 +69,7 @@ def tree(root: int) -> set[int]:
 
 
 def peak_bytes(root: int) -> int:
-    """The sum of the most memory that each process of the tree ever had."""
+    """Return the sum of the peak memory of all processes of the tree."""
     total = 0
     for pid in tree(root):
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The rows of ``benchmarks.engine``: what is asked of every engine, what the seconds mean, and how engines compare."""
+"""The rows of ``benchmarks.engine``: the orders, the meaning of their seconds, and the comparison of engines."""
 
 import random
 import statistics
@@ -12,13 +12,13 @@ from benchmarks.runners import Order, Runner, random_prompts
 from benchmarks.samples import median_of, sample, summary
 
 LEAST_ALIKE = 0.85
-"""The lower of two limits over the higher: with less between them the machine was not the same."""
+"""Minimum ratio of two limits: below it the machine's state was different."""
 _PREFILLS_OF_A_SAMPLE = 4
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of the long prompts, of those that are decoded behind, and of their answers; vocab_size: of the model."""
+    """Lengths of the long prompts, of the prompts for decoding, and of their answers; vocab_size: that of the model."""
 
     vocab_size: int
     long_prompt: int = 1024
@@ -28,7 +28,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. batch: prompts at once; 0 is the prefill of a long one. A speed, or with ``is_time`` milliseconds."""
+    """One measurement. batch: concurrent prompts; 0: one long prefill. A speed, or with ``is_time`` milliseconds."""
 
     name: str
     unit: str
@@ -36,13 +36,13 @@ class Row:
 
     @property
     def is_time(self) -> bool:
-        """Less is better."""
+        """True if less is better."""
         return self.unit.startswith("ms")
 
     def sample(self, run: Callable[[Order], float], sizes: Sizes, rng: random.Random) -> float:
-        """One figure. run: an order to the seconds that it took.
+        """Measure one figure. run: maps an order to its seconds.
 
-        Decoding is what an answer takes longer than its first token alone does.
+        The time of decoding is that of an answer minus that of its first token alone.
         """
         if not self.batch:
             batches = [self._prompts(rng, sizes, 1, sizes.long_prompt) for _ in range(_PREFILLS_OF_A_SAMPLE)]
@@ -53,14 +53,14 @@ class Row:
         return per_step * 1000 if self.is_time else self.batch / per_step
 
     def limit(self, ceilings: Ceilings, weights: Weights) -> float:
-        """The best figure that the machine allows."""
+        """Return the best figure that the machine allows."""
         if not self.batch:
             return ceilings.prompt_tokens_per_second(weights)
         per_step = ceilings.seconds_per_step(weights, self.batch)
         return per_step * 1000 if self.is_time else self.batch / per_step
 
     def over(self, ours: float, other: float) -> float:
-        """How many times as good ours is."""
+        """Return the factor by which ours is better."""
         return other / ours if self.is_time else ours / other
 
     @staticmethod
@@ -78,9 +78,9 @@ ROWS = (
 
 @dataclass
 class Scene:
-    """Where samples are taken: a machine whose neighbours take of its memory's speed what they like.
+    """The machine on which samples are taken, whose memory bandwidth other tenants use too.
 
-    number, flops: of this round.
+    number, flops: those of this round.
     """
 
     machine: Machine
@@ -95,14 +95,15 @@ class Scene:
         return Ceilings(self.machine.read_bytes(), self.flops)
 
     def sample(self, row: Row, runner: Runner, sizes: Sizes, rng: random.Random) -> dict[str, Any]:
-        """One, with the limit of its own moment: the mean of those before and behind it, which are alike if it is quiet."""
+        """Take a sample with its limit: the mean of the limits before and after it, which are similar if undisturbed."""
         before = self._limit(row)
         with runner.turn(), watch_use() as use:
             value = row.sample(lambda order: float(runner.run(order)["seconds"]), sizes, rng)
-        behind = self._limit(row)
-        found, limit = sample(value, use), (before + behind) / 2
+        after = self._limit(row)
+        found = sample(value, use)
+        limit = (before + after) / 2
         return found | {
-            "is_quiet": found["is_quiet"] and _are_alike(before, behind),
+            "is_quiet": found["is_quiet"] and _are_alike(before, after),
             "round": self.number,
             "limit": limit,
             "share_of_limit": row.over(value, limit),
@@ -120,7 +121,7 @@ def _are_alike(one: float, other: float) -> bool:
 def quiet_sample(
     row: Row, runner: Runner, sizes: Sizes, rng: random.Random, max_repeats: int, scene: Scene
 ) -> list[dict[str, Any]]:
-    """Samples of one turn, until one was not disturbed or ``max_repeats`` more were; which is which is told."""
+    """Take samples until one is undisturbed, at most ``max_repeats`` more; each is marked."""
     samples: list[dict[str, Any]] = []
     while not samples or (not samples[-1]["is_quiet"] and len(samples) <= max_repeats):
         samples.append(scene.sample(row, runner, sizes, rng))
@@ -128,9 +129,9 @@ def quiet_sample(
 
 
 def compared(row: Row, found: Mapping[str, list[dict[str, Any]]], ours: str) -> dict[str, Any]:
-    """What a row's figures say: every engine's share of its samples' limits, and ours over each of the others.
+    """Return every engine's share of its samples' limits, and ours over each of the others.
 
-    The best of the others is the one over which ours is the least.
+    The best of the others is the one with the lowest ratio.
     """
     over = {name: _over(row, found[ours], samples) for name, samples in found.items() if name != ours}
     best = min(over, key=lambda name: over[name]["median"], default=None)
@@ -146,7 +147,7 @@ def compared(row: Row, found: Mapping[str, list[dict[str, Any]]], ours: str) -> 
 
 
 def _over(row: Row, ours: list[dict[str, Any]], others: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many times as good ours is, round by round: only those in which both were quiet and had like limits, if any is."""
+    """Return the ratio of ours by rounds; if possible only undisturbed rounds with similar limits."""
     last_ours, last_others = ({one["round"]: one for one in samples} for samples in (ours, others))
     pairs = [(last_ours[number], last_others[number]) for number in last_ours if number in last_others]
     fair = [
@@ -159,7 +160,7 @@ def _over(row: Row, ours: list[dict[str, Any]], others: list[dict[str, Any]]) ->
 
 
 def share_equal(answers: list[list[int]], reference: list[list[int]]) -> float:
-    """The share of tokens, place by place, that are those of the reference."""
+    """Return the share of tokens that are equal to the reference at the same position."""
     pairs = [
         pair
         for answer, other in zip(answers, reference, strict=True)

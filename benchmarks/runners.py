@@ -1,4 +1,4 @@
-"""Engines in processes of their own that take turns: while one is measured, all others are stopped (SIGSTOP)."""
+"""Runs engines in separate processes that take turns: while one is measured, all others are stopped (SIGSTOP)."""
 
 import json
 import os
@@ -25,12 +25,12 @@ _END_SECONDS = 10.0
 
 
 class RunnerError(Exception):
-    """An engine did not start, ended early or took too long; the words say which and where its log is."""
+    """An engine did not start, ended early or took too long; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module that ``benchmarks.peers.work`` runs, and the Python for it. name: what the figures call it."""
+    """A module that ``benchmarks.peers.work`` runs, and its Python. name: its name in the figures."""
 
     name: str
     module: str
@@ -39,7 +39,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Order:
-    """Batches of prompts, one after the other; every answer gets ``num_tokens`` tokens."""
+    """Batches of prompts to run in sequence; every answer has ``num_tokens`` tokens."""
 
     batches: list[Prompts]
     num_tokens: int
@@ -49,13 +49,15 @@ class Order:
 class Runner:
     """One engine, loaded when the constructor returns, stopped between turns. Close it.
 
-    time_limit: seconds of its start and of each order, after which it is killed. cores: those that it may run on.
+    time_limit: seconds for its start and for each order, after which it is killed. cores: those on which it may run.
     """
 
     def __init__(
         self, program: Program, load: Load, log: Path, cores: tuple[int, ...], time_limit: float
     ) -> None:
-        self.name, self._log, self.time_limit = program.name, log, time_limit
+        self.name = program.name
+        self._log = log
+        self.time_limit = time_limit
         begin = time.perf_counter()
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
@@ -78,7 +80,7 @@ class Runner:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """It runs meanwhile."""
+        """Resume the engine within the block."""
         self._signal(signal.SIGCONT)
         try:
             yield
@@ -86,16 +88,16 @@ class Runner:
             self._stop()
 
     def run(self, order: Order) -> dict[str, Any]:
-        """``seconds`` and ``token_ids``; within its turn. Raises RunnerError."""
+        """Run an order, within a turn, and return ``seconds`` and ``token_ids``. Raises RunnerError."""
         return self._ask(asdict(order))
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that it ever had."""
+        """Return its peak memory."""
         return peak_bytes(self._process.pid)
 
     def close(self) -> None:
-        """End it and what it started."""
+        """Stop it and its children."""
         started = _children(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -130,7 +132,7 @@ class Runner:
         return answer
 
     def _stop(self) -> None:
-        """Returns when it has stopped, or ended: a signal that was sent need not have been heard."""
+        """Block until it has stopped or ended: a signal is delivered asynchronously."""
         self._signal(signal.SIGSTOP)
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
@@ -149,6 +151,6 @@ def _children(pid: int) -> list[psutil.Process]:
 
 
 def random_prompts(rng: random.Random, num_prompts: int, num_tokens: int, vocab_size: int) -> Prompts:
-    """Prompts that no cache can know. The first ids of a vocabulary are left out: special tokens lie there."""
+    """Make prompts that are in no cache, without the first ids of the vocabulary, which are special tokens."""
     first = min(16, vocab_size // 2)
     return [[rng.randrange(first, vocab_size) for _ in range(num_tokens)] for _ in range(num_prompts)]

@@ -6,11 +6,11 @@ from typing import Any
 from benchmarks.others import Use
 
 MAX_OTHER_CORES = 0.1
-"""What others may keep busy during a sample that counts."""
+"""Cores that other processes may use during an undisturbed sample."""
 
 
 def sample(value: float, use: Use) -> dict[str, Any]:
-    """A figure with how many cores others, and ours, kept busy meanwhile."""
+    """Return a figure with the numbers of cores used by others and by us."""
     other_cores = use.other_cores
     return {
         "value": value,
@@ -21,13 +21,13 @@ def sample(value: float, use: Use) -> dict[str, Any]:
 
 
 def median_of(samples: list[dict[str, Any]], name: str) -> float:
-    """Of this figure, over the quiet samples, or over all where none was quiet."""
+    """Return the median of a figure over the undisturbed samples, or over all if there are none."""
     quiet = [float(one[name]) for one in samples if one["is_quiet"]]
     return statistics.median(quiet or [float(one[name]) for one in samples])
 
 
 def summary(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """Median over the quiet samples, or, said so, over all where none was quiet; with all of them."""
+    """Return the median over the undisturbed samples, or a marked one over all if there are none, and all samples."""
     num_quiet = sum(one["is_quiet"] for one in samples)
     return {
         "median": median_of(samples, "value"),

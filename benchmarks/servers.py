@@ -1,4 +1,4 @@
-"""Servers that benchmarks start, each with a time limit for its start, and stop by their process ids."""
+"""Starts servers for benchmarks, with a time limit for the start, and stops them by process id."""
 
 import asyncio
 import json
@@ -23,12 +23,12 @@ _END_SECONDS = 20.0
 
 
 class ServerError(Exception):
-    """A server ended before it was ready, or was not ready in time; the words say where its log is."""
+    """A server ended before it was ready, or was not ready in time; the message names its log."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """A running server. pids: by what the figures call them; all of its processes are below ``root``."""
+    """A running server. pids: by their names in the figures. root: ancestor of all of its processes."""
 
     url: str
     model: str
@@ -37,14 +37,14 @@ class Server:
 
 
 Start = Callable[[Path], AbstractAsyncContextManager[Server]]
-"""A folder for logs → a running server."""
+"""Maps a folder for logs to a running server."""
 
 
 @asynccontextmanager
 async def kvbaton_server(
     folder: Path, model: Path, *arguments: str, time_limit: float
 ) -> AsyncIterator[Server]:
-    """``kvbaton up`` with these arguments; ``folder`` gets its log. Raises ServerError."""
+    """Run ``kvbaton up`` with these arguments; its log is in ``folder``. Raises ServerError."""
     ready = folder / "ready.json"
     ready.unlink(missing_ok=True)
     addresses = ["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
@@ -54,22 +54,23 @@ async def kvbaton_server(
         async with in_time(process, folder / "kvbaton.log", time_limit):
             while not ready.exists():
                 await _pause(process)
-        told = json.loads(ready.read_text())
-        pids = {one["name"]: one["pid"] for one in told["processes"]}
-        yield Server(f"http://{told['http']}", "m", process.pid, pids)
+        facts = json.loads(ready.read_text())
+        pids = {one["name"]: one["pid"] for one in facts["processes"]}
+        yield Server(f"http://{facts['http']}", "m", process.pid, pids)
 
 
 @asynccontextmanager
 async def vllm_server(
     folder: Path, model: Path, python: str, *arguments: str, time_limit: float
 ) -> AsyncIterator[Server]:
-    """The OpenAI server of vLLM on all cores; ``folder`` gets its log. Raises ServerError."""
-    port, cores = _free_port(), tuple(sorted(os.sched_getaffinity(0)))
+    """Run vLLM's OpenAI server on all cores; its log is in ``folder``. Raises ServerError."""
+    port = _free_port()
+    cores = tuple(sorted(os.sched_getaffinity(0)))
     command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "m"]
     command += ["--dtype", "bfloat16", "--max-model-len", "2048", "--no-enable-prefix-caching", *arguments]
     environment = environment_of("vllm_cpu", cores)
-    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server has its engine in a process of its own
+    del environment["VLLM_ENABLE_V1_MULTIPROCESSING"]  # a server runs its engine in a separate process
     url = f"http://127.0.0.1:{port}"
     async with (
         started(command, environment, folder / "vllm.log") as process,
@@ -85,7 +86,7 @@ async def vllm_server(
 async def started(
     command: list[str], environment: Mapping[str, str], log: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A program, which is ended with all that it has started when the block is left."""
+    """Run a program within the block, and stop it and its children afterwards."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -111,7 +112,7 @@ async def started(
 
 @asynccontextmanager
 async def in_time(process: asyncio.subprocess.Process, log: Path, seconds: float) -> AsyncIterator[None]:
-    """Raises ServerError where the block takes longer, or raises ChildProcessError."""
+    """Raise ServerError if the block takes longer than ``seconds``, or raises ChildProcessError."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -121,7 +122,7 @@ async def in_time(process: asyncio.subprocess.Process, log: Path, seconds: float
 
 
 async def _pause(process: asyncio.subprocess.Process) -> None:
-    """Raises ChildProcessError where there is nothing to wait for any more."""
+    """Wait a moment. Raises ChildProcessError if the process has ended."""
     if process.returncode is not None:
         raise ChildProcessError
     await asyncio.sleep(_LOOK_SECONDS)

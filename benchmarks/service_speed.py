@@ -1,11 +1,12 @@
-"""``python -m benchmarks.service_speed --model DIR``: what the service costs beside the engine alone.
+"""``python -m benchmarks.service_speed --model DIR``: the cost of the service compared with the engine alone.
 
-Throughput: 32 streams at once over HTTP through router and one aggregated worker, over the tokens per second of the engine
-in one process at the same sizes; both live at the same time and take turns, and the engine is stopped while the service is
-measured. Time to first token: what a client waits, less what the worker's own clock says that it computed on that prompt
-(``timings``), one request at a time; and beside it, in turns, what somebody waits who asks another such worker as a router
-does. The difference is what the router adds: HTTP, checks, routing, and the way to the client.
-To ``results/service_speed_<model>.json``; only ratios and differences are claims.
+Throughput: 32 concurrent streams over HTTP through the router and one aggregated worker, over the tokens per second of the
+engine in one process with the same sizes; both are loaded at the same time and take turns, and the engine is stopped while
+the service is measured. Time to first token: a client's wait minus the worker's computation of the prompt by its own clock
+(``timings``), one request at a time; and, in turns, the same for a client that calls such a worker directly. The difference
+is the router's share: HTTP, checks, routing, and the way to the client. Writes ``results/service_speed_<model>.json``; only
+ratios and differences are claims.
+
 """
 
 import argparse
@@ -38,12 +39,12 @@ from benchmarks.servers import Server, Start, kvbaton_server
 from benchmarks.streams import Stream, stream
 
 StartDirect = Callable[[Path], AbstractAsyncContextManager[DirectWorker]]
-"""A folder for logs → a worker that is asked without a router."""
+"""Maps a folder for logs to a worker without a router."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. num_single: requests one at a time. time_limit: seconds of each start and each round."""
+    """The plan of a run. num_single: sequential requests. time_limit: seconds for each start and each round."""
 
     model: Path
     vocab_size: int
@@ -82,13 +83,15 @@ def main() -> None:
 async def measure_service(
     plan: Plan, program: Program, start: Start, start_direct: StartDirect, folder: Path
 ) -> dict[str, Any]:
-    """Throughput in turns, then first tokens one at a time. Raises RunnerError, ServerError, StreamError.
+    """Measure throughput in turns, then sequential first tokens. Raises RunnerError, ServerError, StreamError.
 
-    program: the engine alone. start: the service. start_direct: a worker of its kind, without a router.
+    program: the engine alone. start: the service. start_direct: such a worker without a router.
     """
     cores = tuple(sorted(os.sched_getaffinity(0)))[-plan.num_threads :]
     load = Load(str(plan.model), len(cores), 2048, plan.at_once, str(folder))
-    rng, offline, served = random.Random(), list[dict[str, Any]](), list[dict[str, Any]]()
+    rng = random.Random()
+    offline = list[dict[str, Any]]()
+    served = list[dict[str, Any]]()
     async with (
         start(folder) as server,
         aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
@@ -102,7 +105,8 @@ async def measure_service(
                 served += await _quiet(asked.over_service, plan.max_repeats)
         async with start_direct(folder) as worker:
             waits = [await asked.waits_for_first_token(worker) for _ in range(plan.num_single + 1)][1:]
-    alone, through = summary(offline), summary(served)
+    alone = summary(offline)
+    through = summary(served)
     over_http, direct = ([1000 * each[way] for each in waits] for way in (0, 1))
     return {
         "plan": {**asdict(plan), "model": plan.model.name},
@@ -133,16 +137,18 @@ def _spread(milliseconds: list[float]) -> dict[str, Any]:
 
 
 class _Asked:
-    """The questions: fresh prompts each time, to the engine or to the service."""
+    """Sends new prompts to the engine or to the service."""
 
     def __init__(
         self, plan: Plan, rng: random.Random, server: Server, session: aiohttp.ClientSession
     ) -> None:
-        self._plan, self._rng = plan, rng
-        self._server, self._session = server, session
+        self._plan = plan
+        self._rng = rng
+        self._server = server
+        self._session = session
 
     async def offline(self, runner: Runner) -> dict[str, Any]:
-        """Tokens per second of the engine."""
+        """Measure tokens per second of the engine."""
         with runner.turn(), watch_use() as use:
             seconds = float(
                 runner.run(Order([self._prompts(self._plan.at_once)], self._plan.answer))["seconds"]
@@ -150,7 +156,7 @@ class _Asked:
         return self._sample(seconds, use)
 
     async def over_service(self) -> dict[str, Any]:
-        """The same through router and worker, until the last stream has ended."""
+        """Measure tokens per second through router and worker, until the last stream has ended."""
         prompts = self._prompts(self._plan.at_once)
         with watch_use() as use:
             begin = time.perf_counter()
@@ -161,7 +167,7 @@ class _Asked:
         return self._sample(seconds, use)
 
     async def waits_for_first_token(self, worker: DirectWorker) -> tuple[float, float]:
-        """Seconds beyond the worker's own time on the prompt: over HTTP, and from a worker without a router."""
+        """Return the seconds beyond the worker's time for the prompt: over HTTP, and without a router."""
         over_http, direct = self._prompts(2)
         async with asyncio.timeout(self._plan.time_limit):
             answer = await self._stream(over_http, 2)
@@ -171,7 +177,7 @@ class _Asked:
 
     async def _stream(self, prompt: list[int], num_tokens: int) -> Stream:
         server = self._server
-        return await stream(self._session, server.url, server.model, prompt, num_tokens, wants_timings=True)
+        return await stream(self._session, server.url, server.model, prompt, num_tokens, with_timings=True)
 
     def _prompts(self, count: int) -> Prompts:
         return random_prompts(self._rng, count, self._plan.prompt, self._plan.vocab_size)
@@ -181,7 +187,7 @@ class _Asked:
 
 
 async def _quiet(take: Callable[[], Awaitable[dict[str, Any]]], max_repeats: int) -> list[dict[str, Any]]:
-    """Samples until one was not disturbed, or ``max_repeats`` more were."""
+    """Take samples until one is undisturbed, at most ``max_repeats`` more."""
     samples = [await take()]
     while not samples[-1]["is_quiet"] and len(samples) <= max_repeats:
         samples.append(await take())
@@ -189,8 +195,9 @@ async def _quiet(take: Callable[[], Awaitable[dict[str, Any]]], max_repeats: int
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    plan, waits = figures["plan"], figures["wait_for_first_token_ms"]
+    """Return the figures as Markdown."""
+    plan = figures["plan"]
+    waits = figures["wait_for_first_token_ms"]
     rows = [
         ("engine alone, tokens/s", f"{figures['offline']['median']:.0f}{_noise(figures['offline'])}"),
         ("through the service, tokens/s", f"{figures['service']['median']:.0f}{_noise(figures['service'])}"),
@@ -214,11 +221,13 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint")
-    parser.add_argument("--threads", type=int, default=2, help="of the worker, and of the engine alone")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--max-repeats", type=int, default=3, help="of a sample that others disturbed")
     parser.add_argument(
-        "--num-single", type=int, default=60, help="requests one at a time, for the first token"
+        "--threads", type=int, default=2, help="threads of the worker, and of the engine alone"
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-repeats", type=int, default=3, help="repetitions of a disturbed sample")
+    parser.add_argument(
+        "--num-single", type=int, default=60, help="sequential requests for the time to first token"
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
     return parser.parse_args()

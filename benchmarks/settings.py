@@ -4,7 +4,7 @@ import os
 
 
 def environment_of(module: str, cores: tuple[int, ...]) -> dict[str, str]:
-    """This one with the number of threads that each library reads, and what vLLM's CPU build wants."""
+    """Return this environment with each library's number of threads, and the variables of vLLM's CPU build."""
     own = {
         **os.environ,
         "OMP_NUM_THREADS": str(len(cores)),
@@ -22,5 +22,5 @@ def environment_of(module: str, cores: tuple[int, ...]) -> dict[str, str]:
 
 
 def service_environment() -> dict[str, str]:
-    """This one without settings of a service, so that the shipped defaults are what is measured."""
+    """Return this environment without settings of a service, so that the defaults are measured."""
     return {name: value for name, value in os.environ.items() if not name.upper().startswith("KVBATON_")}

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.soak``: the bad day at full length, once, to ``results/soak.json``.
+"""``python -m benchmarks.soak``: all fault scenarios at full length, to ``results/soak.json``.
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
 processes, 10,000 short requests at 64 concurrent, 2,000 schedules of faults on hand-overs between processes without a
@@ -40,13 +40,13 @@ MACHINES = (
     "tests/engine_scheduling/test_pool_machine.py",
     "tests/kv_transfer/test_protocol_machine.py",
     "tests/kv_transfer/test_lease_machine.py",
-    "tests/kv_transfer/test_sender_words.py",
+    "tests/kv_transfer/test_sender_messages.py",
 )
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """The sizes of the scenarios."""
 
     num_streams: int
     kill_seconds: float
@@ -58,7 +58,7 @@ class Sizes:
 
 
 def main() -> None:
-    """Run everything, write the figures; the exit code is 1 where a promise was broken."""
+    """Run everything, write the figures; the exit code is 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-streams", type=int, default=200)
     parser.add_argument("--kill-seconds", type=float, default=180.0)
@@ -67,11 +67,9 @@ def main() -> None:
     parser.add_argument("--num-whole-runs", type=int, default=60)
     parser.add_argument("--num-walks", type=int, default=50_000)
     parser.add_argument("--num-requests", type=int, default=10_000)
-    parser.add_argument("--only", help="the scenario to run, or words that the names of those to run contain")
+    parser.add_argument("--only", help="run only the scenario of this name, or those whose names contain it")
     given = parser.parse_args()
-    logging.getLogger("kv_transfer").setLevel(
-        logging.ERROR
-    )  # what is suffered on purpose is worth no warning
+    logging.getLogger("kv_transfer").setLevel(logging.ERROR)  # warnings about intended faults are of no use
     sizes = Sizes(
         given.num_streams,
         given.kill_seconds,
@@ -92,12 +90,13 @@ def main() -> None:
     sys.exit(not figures["is_clean"])
 
 
-def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
-    """The figures of the scenario of this name, or of all whose names contain it.
+def run_all(sizes: Sizes, only: str) -> dict[str, dict[str, Any]]:
+    """Run the scenario of this name, or all whose names contain it; return their figures.
 
-    One that fails does not keep the others from running.
+    A failure does not stop the others.
     """
-    seed, machines = str(chaos_seed()), f"{sizes.machine_factor}:{chaos_seed()}"
+    seed = str(chaos_seed())
+    machines = f"{sizes.machine_factor}:{chaos_seed()}"
     scenarios: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *((f"leaving over {name}", partial(leaving, name, sizes)) for name in TRANSPORTS),
         *((f"kills over {name}", partial(kills, name, sizes)) for name in TRANSPORTS),
@@ -114,12 +113,12 @@ def run_all(sizes: Sizes, wanted: str) -> dict[str, dict[str, Any]]:
         *((f"attack by {name.replace('_', ' ')}", partial(attack, name)) for name in WEAPONS),
     ]
     names = [name for name, _ in scenarios]
-    chosen = {wanted} if wanted in names else {name for name in names if wanted in name}
+    chosen = {only} if only in names else {name for name in names if only in name}
     return {name: _timed(name, run, sizes) for name, run in scenarios if name in chosen}
 
 
 def leaving(transport: str, sizes: Sizes) -> dict[str, Any]:
-    """Clients that leave in every phase."""
+    """Run clients that leave in every phase."""
     name = f"leaving over {transport}"
     return _in_folder(
         lambda folder: run_leaving(
@@ -129,7 +128,7 @@ def leaving(transport: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
-    """Workers that die."""
+    """Kill workers under load."""
     name = f"kills over {transport}"
     return _in_folder(
         lambda folder: run_kills(folder, chaos_rng(name), transport=transport, seconds=sizes.kill_seconds)
@@ -137,20 +136,20 @@ def kills(transport: str, sizes: Sizes) -> dict[str, Any]:
 
 
 def short_requests(sizes: Sizes) -> dict[str, Any]:
-    """Many small questions at once, of which none may fail."""
+    """Send many small requests concurrently; none may fail."""
     rng = chaos_rng("short requests")
     return _in_folder(lambda folder: run_short_requests(folder, rng, num_requests=sizes.num_requests))
 
 
 def attack(name: str) -> dict[str, Any]:
-    """Attack a whole service beside another client of it."""
+    """Run an attack on a whole service while another client uses it."""
     return _in_folder(lambda folder: run_attack(folder, name, sys.executable))
 
 
 def transfer_faults(where: str, num_schedules: int) -> dict[str, Any]:
-    """Hand-overs between real processes, with real bytes and no model, under random faults.
+    """Run hand-overs between real processes, with real bytes and no model, under random faults.
 
-    Between ``namespaces`` it is the kernel that loses and delays packets; that needs root, iproute2 and ``sch_tbf``.
+    Between ``namespaces`` the kernel drops and delays packets, which needs root, iproute2 and ``sch_tbf``.
     """
     program = "tests.transfer_faults.program"
     ran = subprocess.run(
@@ -166,13 +165,13 @@ def transfer_faults(where: str, num_schedules: int) -> dict[str, Any]:
 
 
 def whole_workers(sizes: Sizes) -> dict[str, Any]:
-    """The same faults on workers with a model behind a router."""
+    """Run the same faults on workers with a model and a router."""
     rng = chaos_rng("whole workers under transfer faults")
     return _in_folder(lambda folder: run_whole_workers(folder, rng, num_runs=sizes.num_whole_runs))
 
 
 def tests(variable: str, value: str, paths: tuple[str, ...]) -> dict[str, Any]:
-    """Test modules, in a process of their own with one variable set."""
+    """Run test modules in a separate process with one variable set."""
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--timeout=3600", "--show-capture=no", *paths],
         cwd=Path(__file__).parents[1],

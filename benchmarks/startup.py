@@ -1,8 +1,8 @@
-"""``python -m benchmarks.startup CHECKPOINT``: how long an engine takes until it can answer, and the memory it takes.
+"""``python -m benchmarks.startup CHECKPOINT``: start time and memory of an engine.
 
-An engine process is started and asked for 16 tokens behind a prompt of 64, ``--runs`` times; the files are in the page
-cache from the second time on. Memory is the engine process's, from /proc: "anon" is its own, "file" is mapped (programs and
-the checkpoint's pages, which the workers of a machine share), "shmem" has the KV cache. Every run is written as JSON to
+An engine process is started and generates 16 tokens after a prompt of 64, ``--runs`` times; the files are in the page cache
+from the second run on. Memory is that of the engine process, from /proc: "anon" is private, "file" is mapped (programs and
+the checkpoint's pages, which the workers of a machine share), "shmem" contains the KV cache. Every run is written as JSON to
 standard output, and with ``--write NAME`` to ``results/NAME.json``.
 """
 
@@ -21,7 +21,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks.facts import run_facts, write_result
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 
@@ -33,7 +34,7 @@ _SAMPLING = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 
 @dataclass
 class Memory:
-    """MiB of the engine process: peaks of each kind by themselves, and of all of it (VmHWM, exact)."""
+    """Peak memory of the engine process in MiB, of each kind separately and of all (VmHWM, exact)."""
 
     anon: float = 0.0
     file: float = 0.0
@@ -41,7 +42,7 @@ class Memory:
     whole: float = 0.0
 
     def see(self, status: dict[str, float]) -> None:
-        """Keep what is higher than before."""
+        """Update the peaks."""
         self.anon = max(self.anon, status["RssAnon"])
         self.file = max(self.file, status["RssFile"])
         self.shmem = max(self.shmem, status["RssShmem"])
@@ -50,7 +51,7 @@ class Memory:
 
 @dataclass
 class Run:
-    """One start. seconds: until it is ready; first_answer_seconds: the request after that."""
+    """One start. seconds: time until it is ready. first_answer_seconds: time of the first request."""
 
     seconds: float = 0.0
     first_answer_seconds: float = 0.0
@@ -59,7 +60,7 @@ class Run:
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--dtype", default="auto")
@@ -109,7 +110,7 @@ async def _run(settings: EngineSettings) -> Run:
 
 @contextmanager
 def _watched(memory: Memory) -> Iterator[None]:
-    """Sample the engine process all the while: /proc keeps no peak of each kind of memory."""
+    """Sample the engine process continuously, since /proc has no peak of each kind of memory."""
     ended = threading.Event()
     thread = threading.Thread(target=_sample, args=(memory, ended))
     thread.start()
@@ -130,7 +131,7 @@ def _sample(memory: Memory, ended: threading.Event) -> None:
 
 
 def _status(pid: int) -> dict[str, float] | None:
-    """MiB by name; None where the process has gone."""
+    """Return MiB by name; None if the process has ended."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.steps --model DIR``: how much of a decode step is spent outside the model.
+"""``python -m benchmarks.steps --model DIR``: the share of a decode step outside the model.
 
-One engine in this process with the shipped defaults decodes 1, 8 and 32 requests, its steps in a row as in a service that
-gets no input; they take the best token, and 32 draw at random, too. Told are the time in which no kernel computes layers or
-logits, since the next step waits for Python (sampling, inputs), the part of it in which kernels draw, and all that Python
-takes, most of it while the kernels compute. To ``results/steps_<model>.json``.
+One engine in this process with default settings decodes 1, 8 and 32 requests, in consecutive steps as in a service without
+input; greedy, and for 32 also with sampling. It measures the time in which no kernel computes layers or logits, since the
+next step waits for Python (sampling, inputs), the part of it in which kernels sample, and the total time of Python, most of
+which overlaps with kernels. Writes ``results/steps_<model>.json``.
+
 """
 
 import argparse
@@ -26,30 +27,33 @@ from benchmarks.facts import RESULTS, command_line, write_result
 from benchmarks.others import watch_use
 from benchmarks.samples import sample, summary
 from contract.errors import SettingError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.kernels.binding import Kernels
 from engine.settings import EngineSettings
 
-BEST, RANDOM = SamplingParams(temperature=0.0), SamplingParams(temperature=0.8, top_p=0.95)
+BEST = SamplingParams(temperature=0.0)
+RANDOM = SamplingParams(temperature=0.8, top_p=0.95)
 CASES = {
     "1 at once": (1, BEST),
     "8 at once": (8, BEST),
     "32 at once": (32, BEST),
     "32 at once, temperature 0.8, top-p 0.95": (32, RANDOM),
 }
-"""How many requests, and how they draw."""
+"""By name: number of requests and their sampling parameters."""
 _PARTS = ("step_ms", "still_ms", "drawing_ms", "python_ms")
 _FIRST_STEPS = 4
 _PROMPT = 128
 
 
 class Watch:
-    """What each step took since it was asked last, in milliseconds: (whole, standing still, drawing, Python).
+    """Times of each step since the last call in milliseconds: (whole, model idle, sampling, Python).
 
-    A step goes from the launch of its layers to the next launch. The model stands still while neither layers nor logits are
-    computed; kernels draw in a part of that. Python's time is that of the engine's thread, kernels excepted, whether other
-    threads compute meanwhile or not.
+    A step lasts from the launch of its layers to the next launch. The model is idle while neither layers nor logits are
+    computed; kernels sample in a part of that. Python's time is that of the engine's thread without kernels, even while
+    other threads compute.
+
     """
 
     def __init__(self) -> None:
@@ -59,47 +63,55 @@ class Watch:
         self._is_under_way = False
 
     def take(self) -> list[tuple[float, float, float, float]]:
-        """Asked while nothing is under way."""
-        steps, self._steps, self._launched = self._steps, [], None
+        """Return the times and reset; call it while no step runs."""
+        steps = self._steps
+        self._steps = []
+        self._launched = None
         return steps
 
     def launch(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, behind which the model is computed."""
+        """Wrap the call after which the model is computed."""
 
         @wraps(call)
         def watched(*arguments: Any) -> Any:
-            now, used = time.perf_counter(), time.thread_time()
+            now = time.perf_counter()
+            used = time.thread_time()
             if self._launched is not None:
                 began, used_before = self._launched
-                still, python = self._still + now - self._still_since, used - used_before - self._inside
+                still = self._still + now - self._still_since
+                python = used - used_before - self._inside
                 self._steps.append((1000 * (now - began), 1000 * still, 1000 * self._drawing, 1000 * python))
-            self._launched, self._is_under_way = (now, used), True
+            self._launched = (now, used)
+            self._is_under_way = True
             self._still = self._inside = self._drawing = 0.0
             return call(*arguments)
 
         return watched
 
     def compute(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, at whose end the model stands still. At its beginning it does not where layers are under way."""
+        """Wrap the call at whose end the model is idle; it may already be busy at its beginning."""
 
         @wraps(call)
         def watched(*arguments: Any) -> Any:
-            begin, used = time.perf_counter(), time.thread_time()
+            begin = time.perf_counter()
+            used = time.thread_time()
             if not self._is_under_way:
                 self._still += begin - self._still_since
             result = call(*arguments)
             self._inside += time.thread_time() - used
-            self._still_since, self._is_under_way = time.perf_counter(), False
+            self._still_since = time.perf_counter()
+            self._is_under_way = False
             return result
 
         return watched
 
     def draw(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The call, in which tokens are drawn: the model stands still."""
+        """Wrap the call in which tokens are sampled while the model is idle."""
 
         @wraps(call)
         def watched(*arguments: Any) -> Any:
-            begin, used = time.perf_counter(), time.thread_time()
+            begin = time.perf_counter()
+            used = time.thread_time()
             result = call(*arguments)
             self._inside += time.thread_time() - used
             self._drawing += time.perf_counter() - begin
@@ -110,7 +122,7 @@ class Watch:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """All kernels of this process are timed meanwhile."""
+    """Time all kernels of this process within the block."""
     watch = Watch()
     watched = {"launch": watch.launch, "wait": watch.compute, "linear": watch.compute, "draw": watch.draw}
     calls = {name: getattr(Kernels, name) for name in watched}
@@ -126,9 +138,10 @@ def watching() -> Iterator[Watch]:
 def measure_steps(
     model: Path, num_threads: int, num_steps: int, rounds: int, vocab_size: int
 ) -> dict[str, Any]:
-    """Of each case: milliseconds of a step, and of it without the model; medians of a round are its samples."""
+    """Measure each case: milliseconds of a step, and of its part outside the model; samples are the medians of rounds."""
     settings = EngineSettings(model=model, dtype="bfloat16", num_threads=num_threads)
-    rng, found = random.Random(1), dict[str, Any]()
+    rng = random.Random(1)
+    found = dict[str, Any]()
     with watching() as watch:
         core = EngineCore(settings)
         try:
@@ -154,15 +167,15 @@ def _round(
     with watch_use() as use:
         while core.needs_step():
             core.step(may_start_early=lambda: True)
-    decodes = watch.take()[_FIRST_STEPS:-2]  # neither prompts nor the step that only ends requests
+    decodes = watch.take()[_FIRST_STEPS:-2]  # without prompts and the step that only ends requests
     if not decodes:
-        raise SettingError("the kernels do not compute this model here", param="model")
+        raise SettingError("the kernels do not support this model here", param="model")
     parts = zip(_PARTS, zip(*decodes, strict=True), strict=True)
     return {name: sample(statistics.median(values), use) for name, values in parts}
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as Markdown."""
+    """Return the figures as Markdown."""
     threads = figures["num_threads"]
     head = (
         f"| threads: {threads} | a step, ms | the model is idle, ms | share | of it sampling, ms"

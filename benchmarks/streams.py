@@ -1,4 +1,4 @@
-"""A client of OpenAI's ``/v1/completions`` that takes down when every token arrived."""
+"""A client of OpenAI's ``/v1/completions`` that records the arrival time of every token."""
 
 import json
 import time
@@ -13,12 +13,12 @@ _DONE = b"[DONE]"
 
 
 class StreamError(Exception):
-    """A server answered with an error, or with another number of tokens than was asked for."""
+    """A server answered with an error, or with a wrong number of tokens."""
 
 
 @dataclass
 class Stream:
-    """One answer. Times are of this process' clock, in seconds; timings: what kvbaton says of the request."""
+    """One answer. Times are in seconds on this process's clock. timings: kvbaton's own timings of the request."""
 
     sent: float
     arrivals: list[float] = field(default_factory=list)
@@ -27,17 +27,17 @@ class Stream:
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first token."""
+        """The seconds to the first token."""
         return self.arrivals[0] - self.sent
 
     @property
     def tpot(self) -> float:
-        """Seconds per token behind the first one; 0 for an answer of one token."""
+        """The seconds per token after the first one; 0 for an answer of one token."""
         return (self.arrivals[-1] - self.arrivals[0]) / max(1, self.num_tokens - 1)
 
     @property
     def gaps(self) -> list[float]:
-        """Seconds between one arrival and the next."""
+        """The seconds between consecutive arrivals."""
         return [later - earlier for earlier, later in pairwise(self.arrivals)]
 
 
@@ -48,9 +48,9 @@ async def stream(
     prompt: list[int],
     num_tokens: int,
     *,
-    wants_timings: bool = False,
+    with_timings: bool = False,
 ) -> Stream:
-    """Ask for so many greedy tokens and read them all. Raises StreamError, aiohttp.ClientError, TimeoutError."""
+    """Request ``num_tokens`` greedy tokens and read them all. Raises StreamError, aiohttp.ClientError, TimeoutError."""
     body: dict[str, Any] = {
         "model": model,
         "prompt": prompt,
@@ -60,7 +60,7 @@ async def stream(
         "stream": True,
         "return_token_ids": True,
     }
-    if wants_timings:
+    if with_timings:
         body["timings"] = True
     answer = Stream(time.perf_counter())
     async with session.post(f"{base}/v1/completions", json=body) as response:

@@ -1,7 +1,7 @@
 """Write the tables of ``docs/performance.md`` from ``results`` (``python -m benchmarks.tables``); ``--check`` compares.
 
-A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``; NAME is a file of the results. Without such a file the text
-is "Not measured yet."
+A table is between ``<!-- table: NAME -->`` and ``<!-- end -->``, where NAME is a file of the results. A table without
+results is marked as not measured.
 """
 
 import json
@@ -27,30 +27,32 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def main(arguments: list[str], page: Path = PAGE, results: Path = RESULTS) -> int:
-    """Write the page, or only compare it with ``--check``; the exit code is 0 if it agrees with the results."""
+    """Write the page, or with ``--check`` only compare; return 1 if it does not match the results."""
     wanted = filled(page.read_text(), results)
     if arguments != ["--check"]:
         page.write_text(wanted)
     is_same = page.read_text() == wanted
     if not is_same:
         print(
-            f"docs/{page.name} differs from the results: run `python -m benchmarks.tables`",
+            f"docs/{page.name} does not match the results: run `python -m benchmarks.tables`",
             file=sys.stderr,
         )
     return 0 if is_same else 1
 
 
 def filled(text: str, results: Path) -> str:
-    """Return the page's text with every table made from the results. Raise KeyError for an unknown kind of table."""
+    """Return the page's text with all tables from the results. Raises KeyError for an unknown kind of table."""
     return _TABLE.sub(lambda match: match[1] + _table(match[2], match[3], results) + match[4], text)
 
 
 def _table(kind: str, rest: str, results: Path) -> str:
-    write, file = _WRITERS[kind], results / f"{kind}_{rest}.json"
+    write = _WRITERS[kind]
+    file = results / f"{kind}_{rest}.json"
     if not file.exists():
         return "\nNot measured yet.\n\n"
     found = json.loads(file.read_text())
-    figures, machine = found["figures"], found["machine"]
+    figures = found["figures"]
+    machine = found["machine"]
     origin = f"{machine['cpu']}, {machine['cores']} cores, {found['date']}, commit {found['commit']}"
     return _wrapped(f"\n`{figures['command']}` ({origin})\n\n{write(figures)}\n\n")
 

@@ -1,8 +1,8 @@
-"""What the router's event loop does for one token, with the largest input that a client may send.
+"""Measures the work of the router's event loop per token, with the largest inputs that a client may send.
 
     python -m benchmarks.token_path [MODEL_FOLDER]
 
-Prints microseconds of processor time a token: the median of five runs of 4,000 tokens. docs/security.md has a table of them.
+Prints microseconds of CPU time per token: the median of five runs of 4,000 tokens. docs/security.md has a table of them.
 """
 
 import sys
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from router.answer import Answer
 from router.delivery import Token, TokenBatch
 from router.limits import MAX_ALL_STOP_CHARACTERS, MAX_STOP_CHARACTERS, MAX_STOPS
@@ -31,7 +31,7 @@ LONG_STOPS = [
 
 
 def per_token(run: Callable[[], object]) -> float:
-    """Return the microseconds that one token takes of a run of ``NUM_TOKENS``."""
+    """Return the microseconds per token of a run of ``NUM_TOKENS``."""
     seconds = []
     for _ in range(NUM_RUNS):
         begin = time.process_time()
@@ -41,7 +41,7 @@ def per_token(run: Callable[[], object]) -> float:
 
 
 def stopping(stops: list[str], piece: str) -> Callable[[], object]:
-    """Return a run that looks for stop strings in an answer of the same piece again and again."""
+    """Return a run that searches stop strings in an answer that repeats one piece."""
     automaton = StopAutomaton(stops)
 
     def run() -> None:
@@ -53,7 +53,7 @@ def stopping(stops: list[str], piece: str) -> Callable[[], object]:
 
 
 def answering(card: ModelCard, stops: list[str], num_logprobs: int | None) -> Callable[[], object]:
-    """Return a run that makes the whole delta of each token: text, stop strings, log probabilities."""
+    """Return a run that makes the complete delta of each token: text, stop strings, log probabilities."""
     ids = card.tokenizer.encode("aaaa and hello again, café 😀 ", add_special_tokens=False)
     asked = GenerationRequest(
         request_id="r", prompt="hello", stop=tuple(stops), max_tokens=NUM_TOKENS, logprobs=num_logprobs

@@ -1,1 +1,1 @@
-"""The ``kvbaton`` command: one module a command, settings as flags and as environment variables."""
+"""The ``kvbaton`` command: one module per subcommand."""

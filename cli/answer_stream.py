@@ -1,4 +1,4 @@
-"""One streamed chat completion, as a client of OpenAI's API sees it."""
+"""Streams one chat completion over OpenAI's API."""
 
 import json
 import time
@@ -17,32 +17,33 @@ OnText = Callable[[str], None]
 
 @dataclass(frozen=True)
 class StreamedAnswer(Answer):
-    """A whole answer that was streamed. first_text_seconds: from the question to the first text, seen from here."""
+    """A complete answer that was streamed. first_text_seconds: time from sending the request to the first text."""
 
     first_text_seconds: float | None = None
 
 
 async def stream_chat(endpoint: Endpoint, body: Mapping[str, Any], on_text: OnText) -> StreamedAnswer:
-    """POST ``body`` to /v1/chat/completions and call ``on_text`` with each piece of the answer as it comes.
+    """POST ``body`` to /v1/chat/completions and call ``on_text`` with each piece of the answer when it arrives.
 
-    Cancelling this closes the connection, by which the service cancels the request. Raises UnavailableError when
-    nobody answers there or the connection breaks, OverloadedError for 429, KvbatonError with the service's own message
+    Cancelling this closes the connection, and the service then cancels the request. Raises UnavailableError when the
+    service cannot be reached or the connection breaks, OverloadedError for 429, KvbatonError with the service's own message
     for any other error; each is one line.
     """
     url = endpoint.url
-    asked = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings": True}
+    payload = {**body, "stream": True, "stream_options": {"include_usage": True}, "timings": True}
     try:
         async with (
             endpoint.open_session() as session,
-            session.post(f"{url}/v1/chat/completions", json=asked) as response,
+            session.post(f"{url}/v1/chat/completions", json=payload) as response,
         ):
             if response.status != 200:
-                raise await _refusal(url, response)
+                raise await _error_of(url, response)
             with openai_shape(url):
                 return await _collect(url, response, on_text)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        told = str(error) or type(error).__name__
-        raise UnavailableError(f"{url} does not answer: {told}") from error
+        reason = str(error) or type(error).__name__
+
+        raise UnavailableError(f"{url} does not answer: {reason}") from error
 
 
 async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) -> StreamedAnswer:
@@ -68,7 +69,7 @@ async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) 
 
 
 async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """The objects of the stream. Raises KvbatonError for an error event, UnavailableError when it ends too early."""
+    """Yield the events of the stream. Raises KvbatonError for an error event, UnavailableError when it ends too early."""
     async for line in response.content:
         data = line.decode().strip().removeprefix("data:").strip()
         if data == "[DONE]":
@@ -77,19 +78,19 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[d
             continue
         event: dict[str, Any] = json.loads(data)
         if "error" in event:
-            raise KvbatonError(f"{url}: the answer broke off: {event['error']['message']}")
+            raise KvbatonError(f"{url}: the answer was interrupted: {event['error']['message']}")
         yield event
-    raise UnavailableError(f"{url}: the connection ended before the answer did")
+    raise UnavailableError(f"{url}: the connection closed before the end of the answer")
 
 
-async def _refusal(url: str, response: aiohttp.ClientResponse) -> KvbatonError:
+async def _error_of(url: str, response: aiohttp.ClientResponse) -> KvbatonError:
     try:
         reply = await response.json(content_type=None)
         message = str(reply["error"]["message"])
     except (aiohttp.ClientError, ValueError, LookupError, TypeError):
-        message = response.reason or "no reason was given"
-    told = f"{url} answered {response.status}: {message}"
+        message = response.reason or "no reason given"
+    text = f"{url} answered {response.status}: {message}"
     if response.status == 429:
         wait = response.headers.get("Retry-After")
-        return OverloadedError(f"{told}; try again {f'in {wait} s' if wait else 'later'}")
-    return KvbatonError(told)
+        return OverloadedError(f"{text}; try again {f'in {wait} s' if wait else 'later'}")
+    return KvbatonError(text)

@@ -1,4 +1,4 @@
-"""Asks a running service, as its users do: OpenAI HTTP and gRPC."""
+"""Sends requests to a running service over its two public APIs, OpenAI HTTP and gRPC."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -20,7 +20,7 @@ TIMING_NAMES = (*TIMING_PARTS, "end_to_end")
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. timings: the latency split in seconds, by the names of TIMING_NAMES; empty when none was sent."""
+    """A complete answer. timings: the latency breakdown in seconds, by TIMING_NAMES; empty when the service sent none."""
 
     text: str
     finish_reason: str
@@ -30,7 +30,7 @@ class Answer:
 
 
 async def served_model(endpoint: Endpoint) -> str:
-    """The id of the first model that is served there. Raises UnavailableError when nobody answers there, or none is."""
+    """Return the id of the first served model. Raises UnavailableError when the service cannot be reached or serves none."""
     url = endpoint.url
     async with endpoint.open_session() as session:
         reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
@@ -44,8 +44,8 @@ async def served_model(endpoint: Endpoint) -> str:
 async def ask_http(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Answer:
     """POST ``body`` to /v1/``path`` ("chat/completions" or "completions") and return its first choice.
 
-    ``"timings": true`` in the body asks our own services for the latency split.
-    Raises UnavailableError when nobody answers there, KvbatonError with the service's own message for an error.
+    ``"timings": true`` in the body requests the latency breakdown from kvbaton services. Raises UnavailableError when the
+    service cannot be reached, KvbatonError with the service's own message for an error.
     """
     url = endpoint.url
     async with endpoint.open_session() as session:
@@ -77,7 +77,7 @@ async def _json(url: str, request: AbstractAsyncContextManager[aiohttp.ClientRes
 
 @contextmanager
 def openai_shape(url: str) -> Iterator[None]:
-    """Turns what goes wrong in reading a reply of another shape into UnavailableError."""
+    """Turn the errors of reading a reply of another shape into UnavailableError."""
     try:
         yield
     except (AttributeError, LookupError, TypeError) as error:
@@ -85,9 +85,9 @@ def openai_shape(url: str) -> Iterator[None]:
 
 
 async def ask_grpc(endpoint: Endpoint, address: str, request: pb.GenerateRequest) -> Answer:
-    """Call Generate of a service whose gRPC port is ``address`` and put its first choice together.
+    """Call Generate on the gRPC port ``address`` and return the first choice.
 
-    Raises UnavailableError with gRPC's details.
+    Raises UnavailableError with gRPC's own details.
     """
     parts: list[str] = []
     finish_reason = ""

@@ -1,15 +1,15 @@
-"""``kvbaton batch``: every request of a file, asked over HTTP; every answer in another file."""
+"""``kvbaton batch``: sends the requests of a file over HTTP and writes the answers to another file."""
 
 import asyncio
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
-from cli.batch_asking import Asker
+from cli.batch_client import BatchClient
 from cli.batch_files import (
     BadLine,
+    BatchRequest,
     Problem,
-    Question,
     Result,
     answered,
     appending,
@@ -30,7 +30,7 @@ from serving.signals import until_stopped
 
 
 def batch(arguments: Sequence[str]) -> None:
-    """``kvbaton batch``."""
+    """Run ``kvbaton batch``."""
     settings = parse(BatchSettings, "kvbaton batch", arguments)
     settings.refuse_contradictions()
     configure_logs("batch", settings.log_level)
@@ -41,35 +41,36 @@ def batch(arguments: Sequence[str]) -> None:
         sys.exit(130)
     if work.num_failed:
         raise KvbatonError(
-            f"{work.num_failed} of {work.num_lines} lines have no answer; {settings.output} says why"
+            f"{work.num_failed} of {work.num_lines} lines have no answer; see {settings.output} for the reasons"
         )
 
 
 class Batch:
     """One run over the input file. Owns the counts.
 
-    num_lines: of the input. num_failed: those that this run got no answer for. is_over: whether all were asked.
+    num_lines: lines of the input. num_failed: lines without an answer. is_over: True if all lines were sent.
     """
 
     def __init__(self, settings: BatchSettings) -> None:
-        """Raises SettingError for files that cannot be used; repairs the output of an earlier run."""
+        """Open the files, and repair the output of an earlier run. Raises SettingError for files that cannot be used."""
         self._settings = settings
         if settings.output.exists() and settings.output.samefile(settings.input):
-            raise SettingError(f"output is {settings.output}, which is the input too", param="output")
+            raise SettingError(f"output is {settings.output}, which is also the input", param="output")
         self.num_lines = count_lines(settings.input)
         self._answered = answered(settings.output)
         self._num_earlier = self._num_answered = self.num_failed = 0
         self.is_over = False
 
     def account(self) -> str:
-        """The counts, for people."""
-        told = f"{self.num_lines} lines: {self._num_answered} answered now, {self._num_earlier} earlier"
+        """Return the counts as text."""
+        counts = f"{self.num_lines} lines: {self._num_answered} answered now, {self._num_earlier} earlier"
         if self.is_over:
-            return f"{told}, {self.num_failed} failed"
-        return f"stopped. {told}; the same command goes on from there"
+            return f"{counts}, {self.num_failed} failed"
+
+        return f"stopped. {counts}; run the same command again to continue"
 
     async def run(self) -> None:
-        """Ask until all is answered or a signal comes. Raises UnavailableError when the service goes away."""
+        """Send requests until all are answered or a signal arrives. Raises UnavailableError when the service goes away."""
         if self._settings.url is None:
             await run_local(self._settings, self._ask_local)
             return
@@ -94,9 +95,9 @@ class Batch:
             advance = opened.enter_context(progress_bar("Requests", self.num_lines))
             lines = read_lines(settings.input)
             async with endpoint.open_session(settings.max_concurrency) as session:
-                asker = Asker(session, endpoint.url, settings.max_retries)
+                client = BatchClient(session, endpoint.url, settings.max_retries)
                 tasks = [
-                    asyncio.create_task(self._work(asker, lines, write, advance))
+                    asyncio.create_task(self._work(client, lines, write, advance))
                     for _ in range(min(settings.max_concurrency, self.num_lines))
                 ]
                 try:
@@ -109,24 +110,24 @@ class Batch:
 
     async def _work(
         self,
-        asker: Asker,
-        lines: Iterator[Question | BadLine],
+        client: BatchClient,
+        lines: Iterator[BatchRequest | BadLine],
         write: Callable[[Result], None],
         advance: Callable[[], None],
     ) -> None:
         for line in lines:
-            if isinstance(line, Question) and line.custom_id in self._answered:
+            if isinstance(line, BatchRequest) and line.custom_id in self._answered:
                 self._num_earlier += 1
             else:
-                found = await _result(asker, line)
+                found = await _result(client, line)
                 write(found)
                 self._num_answered += found.is_answer
                 self.num_failed += not found.is_answer
             advance()
 
 
-async def _result(asker: Asker, line: Question | BadLine) -> Result:
-    if isinstance(line, Question):
-        return result(line.custom_id, await asker.ask(line))
+async def _result(client: BatchClient, line: BatchRequest | BadLine) -> Result:
+    if isinstance(line, BatchRequest):
+        return result(line.custom_id, await client.send(line))
     problem = Problem("invalid_line", f"line {line.number}: {line.reason}", line.number)
     return result(line.custom_id, error=problem)

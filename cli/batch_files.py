@@ -1,4 +1,4 @@
-"""The two files of a batch: requests that are read line by line, answers that are written as they come."""
+"""Reads the requests of a batch file line by line, and writes the answers as they arrive."""
 
 import codecs
 import os
@@ -17,8 +17,8 @@ PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/respo
 
 
 @dataclass(frozen=True)
-class Question:
-    """A line that can be asked. body: JSON, as it stands in the line."""
+class BatchRequest:
+    """A valid line of the input. body: its JSON, unchanged."""
 
     number: int
     custom_id: str
@@ -28,7 +28,7 @@ class Question:
 
 @dataclass(frozen=True)
 class BadLine:
-    """A line that cannot be asked, and why."""
+    """An invalid line of the input, and the reason."""
 
     number: int
     custom_id: str | None
@@ -36,7 +36,7 @@ class BadLine:
 
 
 class Response(msgspec.Struct):
-    """What the service answered."""
+    """The service's reply."""
 
     status_code: int
     request_id: str
@@ -44,7 +44,7 @@ class Response(msgspec.Struct):
 
 
 class Problem(msgspec.Struct, omit_defaults=True):
-    """Why there is no response. line: of the input file."""
+    """The reason why there is no response. line: its number in the input file."""
 
     code: str
     message: str
@@ -61,7 +61,7 @@ class Result(msgspec.Struct):
 
     @property
     def is_answer(self) -> bool:
-        """Whether the request was answered; every other line is asked again by the next run."""
+        """True if the request was answered; the next run sends every other line again."""
         return self.response is not None and self.response.status_code == 200
 
 
@@ -81,52 +81,52 @@ class _Name(msgspec.Struct):
 
 
 def result(custom_id: str | None, response: Response | None = None, error: Problem | None = None) -> Result:
-    """A line of the output with a fresh id."""
+    """Make a line of the output with a new id."""
     return Result(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
 
 
 def count_lines(path: Path) -> int:
-    """Lines that are not blank. Raises SettingError for a file that cannot be read."""
+    """Count the lines that are not blank. Raises SettingError for a file that cannot be read."""
     with _reading(path, "input") as file:
         return sum(not line.isspace() for line in file)
 
 
-def read_lines(path: Path) -> Iterator[Question | BadLine]:
-    """Every line that is not blank; one that repeats an earlier custom_id is bad."""
+def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
+    """Yield every line that is not blank; a line that repeats an earlier custom_id is invalid."""
     seen: dict[str, int] = {}
     with _reading(path, "input") as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
             found = _read(number, line.removeprefix(codecs.BOM_UTF8))
-            if isinstance(found, Question):
+            if isinstance(found, BatchRequest):
                 first = seen.setdefault(found.custom_id, number)
                 if first != number:
-                    found = BadLine(number, found.custom_id, f"custom_id is that of line {first} too")
+                    found = BadLine(number, found.custom_id, f"custom_id is also that of line {first}")
             yield found
 
 
-def _read(number: int, line: bytes) -> Question | BadLine:
+def _read(number: int, line: bytes) -> BatchRequest | BadLine:
     try:
-        asked = msgspec.json.decode(line, type=_Line)
+        parsed = msgspec.json.decode(line, type=_Line)
         raw = msgspec.json.decode(line, type=_Raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return BadLine(number, _custom_id(line), f"it is no request: {error}")
-    reason = _refusal(asked)
+        return BadLine(number, _custom_id(line), f"not a valid request: {error}")
+    reason = _refusal(parsed)
     return (
-        BadLine(number, asked.custom_id, reason)
+        BadLine(number, parsed.custom_id, reason)
         if reason
-        else Question(number, asked.custom_id, asked.url, bytes(raw.body))
+        else BatchRequest(number, parsed.custom_id, parsed.url, bytes(raw.body))
     )
 
 
-def _refusal(asked: _Line) -> str | None:
-    if asked.method != "POST":
-        return f"method is {asked.method!r}; it must be 'POST'"
-    if asked.url not in PATHS:
-        return f"url is {asked.url!r}; it must be one of {', '.join(PATHS)}"
-    if bytes(asked.body.get("stream", b"")) == b"true":
-        return "body.stream is true; a batch has whole answers"
+def _refusal(line: _Line) -> str | None:
+    if line.method != "POST":
+        return f"method is {line.method!r}; it must be 'POST'"
+    if line.url not in PATHS:
+        return f"url is {line.url!r}; it must be one of {', '.join(PATHS)}"
+    if bytes(line.body.get("stream", b"")) == b"true":
+        return "body.stream is true; a batch returns complete answers only"
     return None
 
 
@@ -138,10 +138,10 @@ def _custom_id(line: bytes) -> str | None:
 
 
 def answered(path: Path) -> set[str]:
-    """The custom_ids that the output file has answers for; everything else is taken out of it.
+    """Return the custom_ids that the output file has answers for, and remove everything else from the file.
 
-    That is what was only half written when an earlier run ended, and lines without an answer, which are asked again. Raises
-    SettingError, and changes nothing, for a file that no batch has written.
+    Removed are a last line that an earlier run did not finish, and lines without an answer, which are sent again. Raises
+    SettingError, and changes nothing, for a file that was not written by a batch.
     """
     if not path.exists():
         return set()
@@ -157,7 +157,7 @@ def answered(path: Path) -> set[str]:
 
 
 def _answers(path: Path, file: BinaryIO) -> Iterator[tuple[Result, bytes]]:
-    """The first answer to each request, with its line as it stands there."""
+    """Yield the first answer to each request, with its line unchanged."""
     seen: set[str] = set()
     for number, line in enumerate(file, 1):
         found = _result(path, number, line)
@@ -167,14 +167,14 @@ def _answers(path: Path, file: BinaryIO) -> Iterator[tuple[Result, bytes]]:
 
 
 def _result(path: Path, number: int, line: bytes) -> Result | None:
-    """A line of an output file; None for one without an end, which was not written whole."""
+    """Parse a line of an output file; None for an incomplete last line."""
     try:
         return msgspec.json.decode(line, type=Result)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None
         raise SettingError(
-            f"output {path} has something else in line {number} than a batch's answer ({error}); choose another file",
+            f"line {number} of output {path} is not an answer of a batch ({error}); choose another file",
             param="output",
         ) from error
 
@@ -187,7 +187,7 @@ def _ends_a_line(file: BinaryIO) -> bool:
 
 
 def _rewrite(path: Path) -> None:
-    """Leave only the answers, each a whole line; the old file stands until the new one is whole."""
+    """Rewrite the file with only the answers, one per line; the old file is replaced when the new one is complete."""
     fresh = path.with_name(f"{path.name}.new")
     with path.open("rb") as old, fresh.open("wb") as new:
         for _, line in _answers(path, old):
@@ -197,7 +197,7 @@ def _rewrite(path: Path) -> None:
 
 @contextmanager
 def appending(path: Path) -> Iterator[Callable[[Result], None]]:
-    """Gives what writes one line to the output file, at once. Raises SettingError where it cannot be written."""
+    """Yield a function that writes one line to the output file and flushes it. Raises SettingError if that cannot work."""
     try:
         file = path.open("ab")
     except OSError as error:

@@ -1,7 +1,8 @@
 """``kvbaton chat``: a conversation in the terminal, or line by line through a pipe.
 
-The main thread waits for the user, and runs an event loop only while an answer streams: so Ctrl-C cancels that answer
-and nothing else. A service of its own runs in another thread (``launch.background``).
+The main thread waits for the user, and runs an event loop only while an answer streams, so that Ctrl-C cancels only that
+answer. A service that the command starts itself runs in another thread (``launch.background``).
+
 """
 
 import asyncio
@@ -25,18 +26,18 @@ from serving.settings_file import nearest
 
 _HELP = """/system TEXT  set the system message (without TEXT: none)
 /reset        forget the conversation
-/stats        where the time of the last answer went
-/exit         leave, as Ctrl-D does
-//TEXT        send TEXT with one slash
-Ctrl-C stops the answer; a line that ends with a backslash goes on in the next one."""
+/stats        show the latency breakdown of the last answer
+/exit         leave; so does Ctrl-D
+//TEXT        send /TEXT as a message
+Ctrl-C stops the answer. End a line with a backslash to continue the message on the next line."""
 
 
 class Leave(Exception):  # noqa: N818
-    """The user wants to leave."""
+    """The user ends the chat."""
 
 
 def chat(arguments: Sequence[str]) -> None:
-    """``kvbaton chat``."""
+    """Run ``kvbaton chat``."""
     settings = parse(ChatSettings, "kvbaton chat", arguments)
     settings.refuse_contradictions()
     configure_logs("chat", settings.log_level)
@@ -44,7 +45,7 @@ def chat(arguments: Sequence[str]) -> None:
     try:
         with _ended_by_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
             model = settings.served_model_name or runner.run(served_model(endpoint))
-            terminal.say(f"{model} at {endpoint.url}. /help lists the commands, Ctrl-D leaves.")
+            terminal.remark(f"{model} at {endpoint.url}. /help lists the commands, Ctrl-D leaves.")
             conversation = Conversation(endpoint, _body(settings, model), settings.system)
             Chat(conversation, terminal, runner).run()
     except KeyboardInterrupt:
@@ -52,7 +53,7 @@ def chat(arguments: Sequence[str]) -> None:
 
 
 class Chat:
-    """One session: asks what the user types until the user leaves."""
+    """One session: sends what the user types until the user leaves."""
 
     def __init__(self, conversation: Conversation, terminal: Terminal | Pipe, runner: asyncio.Runner) -> None:
         self._conversation = conversation
@@ -69,25 +70,27 @@ class Chat:
         }
 
     def run(self) -> None:
-        """Raises KvbatonError at the end where a piped message got no answer, KeyboardInterrupt from a pipe only."""
+        """Run until the input ends. Raises KvbatonError at the end if a piped message got no answer."""
         while (text := self._terminal.read()) is not None:
             try:
-                self._take(text.strip())
+                self._process(text.strip())
             except Leave:
                 break
             except KvbatonError as error:
                 self._num_failed += 1
-                self._terminal.complain(error.message)
+                self._terminal.show_error(error.message)
             except KeyboardInterrupt:
                 self._terminal.stopped()
         if self._num_failed and not self._terminal.is_interactive:
-            raise KvbatonError(f"{self._num_failed} of the lines above got no answer")
+            raise KvbatonError(f"{self._num_failed} of the messages above got no answer")
 
-    def _take(self, text: str) -> None:
+    def _process(self, text: str) -> None:
         name, _, rest = text.partition(" ")
         if name.startswith("/") and not name.startswith("//"):
             if name not in self._commands:
-                raise KvbatonError(f"{name} is no command{nearest(name, self._commands)}; /help lists them")
+                raise KvbatonError(
+                    f"unknown command {name}{nearest(name, self._commands)}; /help lists the commands"
+                )
             self._commands[name](rest.strip())
         elif text:
             self._runner.run(self._conversation.ask(text.removeprefix("/"), self._terminal.write))
@@ -95,19 +98,19 @@ class Chat:
 
     def _set_system(self, text: str) -> None:
         self._conversation.system = text or None
-        self._terminal.say("the system message is set" if text else "there is no system message now")
+        self._terminal.remark("the system message is set" if text else "the system message is removed")
 
     def _reset(self, _: str) -> None:
         self._conversation.reset()
-        self._terminal.say("the conversation is forgotten")
+        self._terminal.remark("the conversation is cleared")
 
     def _leave(self, _: str) -> None:
         raise Leave
 
 
 def _body(settings: ChatSettings, model: str) -> dict[str, Any]:
-    asked = {"max_tokens": settings.max_tokens, "seed": settings.seed}
-    given = {name: value for name, value in asked.items() if value is not None}
+    options = {"max_tokens": settings.max_tokens, "seed": settings.seed}
+    given = {name: value for name, value in options.items() if value is not None}
     return {"model": model, "temperature": settings.temperature, **given}
 
 
@@ -116,14 +119,14 @@ def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[Endp
     if settings.url is not None:
         yield endpoint_at(settings.url, settings)
         return
-    terminal.say(f"starting {settings.model} on this machine")
+    terminal.remark(f"starting {settings.model} on this machine")
     with local_service(settings) as router:
         yield local_endpoint(settings, router)
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within the block SIGTERM and a closed terminal end the process in order, wherever it waits."""
+    """End the process cleanly on SIGTERM and SIGHUP within the block, wherever it waits."""
 
     def leave(_number: int, _frame: FrameType | None) -> NoReturn:
         sys.exit(0)

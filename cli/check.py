@@ -1,4 +1,4 @@
-"""``kvbaton check PATH``: what a model folder is, and what its chat template can show. Needs no torch."""
+"""``kvbaton check PATH``: describes a model folder and tests its chat template. Needs no torch."""
 
 import json
 import sys
@@ -15,13 +15,13 @@ from text.model_card import ModelCard
 from text.tokenizer import read_json
 
 _LONG = {"--json": "--as-json"}
-"""Flags whose short names cannot be names of settings."""
+"""Short flags that cannot be names of settings."""
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
 @dataclass
 class Finding:
-    """What was found. problems: what keeps the model, or chats with it, from being served."""
+    """The result of a check. problems: reasons why the model, or chats with it, cannot be served."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     templates: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Finding:
 
 
 def check(arguments: Sequence[str]) -> None:
-    """``kvbaton check``: exits with 1 if there are problems, with 2 if the path is no model folder."""
+    """Run ``kvbaton check``: exit with 1 if there are problems, with 2 if the path is not a model folder."""
     settings = parse(CheckSettings, "kvbaton check", [_LONG.get(one, one) for one in arguments])
     finding = examine(find_model(settings.model))
     print(finding.as_json() if settings.as_json else finding.as_text())
@@ -86,7 +86,7 @@ def _add_card(finding: Finding, card: ModelCard) -> None:
         "reasoning tags": list(answers.reasoning_tags or ()),
     }
     if card.chat_template is None:
-        finding.problems.append("there is no chat template: chats are refused, completions are served")
+        finding.problems.append("there is no chat template: chats are rejected, completions are served")
         return
     report = card.chat_template.report
     finding.templates = {name: dict(found) for name, found in report.abilities.items()}

@@ -1,4 +1,4 @@
-"""The commands of ``kvbaton``: where each one lives, and what it does."""
+"""The commands of ``kvbaton``, their entry points and summaries."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,33 +7,31 @@ from importlib import import_module
 
 @dataclass(frozen=True)
 class Command:
-    """One command. function: "module:name", imported when it is run. group: its heading in the help."""
+    """One command. function: "module:name", imported when the command runs. group: its heading in the help."""
 
     function: str
     group: str
     summary: str
 
     def run(self, arguments: Sequence[str]) -> None:
-        """Run it to its end."""
+        """Run the command until it ends."""
         module, _, name = self.function.partition(":")
         function: Callable[[Sequence[str]], None] = getattr(import_module(module), name)
         function(arguments)
 
 
 _MACHINE = "one machine"
-_ASK = "ask a model"
+_ASK = "use a model"
 _SERVICE = "one process, for clusters and containers"
 
 COMMANDS = {
     "up": Command("cli.up:up", _MACHINE, "start a router and its workers on this machine"),
     "serve": Command("cli.up:serve", _MACHINE, "serve one model by one aggregated worker"),
-    "demo": Command("cli.demo:demo", _MACHINE, "show the relay on the demo model"),
+    "demo": Command("cli.demo:demo", _MACHINE, "show a hand-over on the demo model"),
     "chat": Command("cli.chat:chat", _ASK, "chat in the terminal"),
-    "run": Command("cli.run:run", _ASK, "answer one prompt and end"),
+    "run": Command("cli.run:run", _ASK, "answer one prompt and exit"),
     "batch": Command("cli.batch:batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
-    "check": Command(
-        "cli.check:check", _ASK, "say what a model folder is, and what its chat template can show"
-    ),
+    "check": Command("cli.check:check", _ASK, "describe a model folder and test its chat template"),
     "router": Command("cli.router:router", _SERVICE, "start one router"),
     "prefill": Command("cli.workers:prefill", _SERVICE, "start one prefill worker"),
     "decode": Command("cli.workers:decode", _SERVICE, "start one decode worker"),

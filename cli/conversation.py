@@ -1,4 +1,4 @@
-"""What was said in a chat so far, and the next question."""
+"""The messages of a chat, and the next request."""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from contract.errors import KvbatonError
 
 
 class Conversation:
-    """Owns the messages. body: what goes with every question (model, temperature, ...). last: the last whole answer."""
+    """Owns the messages. body: fields of every request (model, temperature, ...). last: the last complete answer."""
 
     def __init__(self, endpoint: Endpoint, body: Mapping[str, Any], system: str | None = None) -> None:
         self.system = system
@@ -22,52 +22,52 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """All messages that go with the next question."""
+        """The messages that precede the next question."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return [*first, *self._turns]
 
     def reset(self) -> None:
-        """Forget what was said; the system message stays."""
+        """Clear the conversation; the system message stays."""
         self._turns.clear()
 
     async def ask(self, text: str, on_text: OnText) -> StreamedAnswer:
-        """Ask, with all that was said before. ``on_text`` gets the answer's pieces.
+        """Send a message with the conversation so far. ``on_text`` gets the pieces of the answer.
 
-        A cancelled answer stays as far as it came; a question without any answer, and one that failed, is forgotten.
-        Raises KvbatonError as ``stream_chat`` does.
+        The text of a cancelled answer is kept; a question that failed or got no text is dropped. Raises KvbatonError as
+        ``stream_chat`` does.
         """
-        heard: list[str] = []
+        pieces: list[str] = []
 
-        def hear(piece: str) -> None:
-            heard.append(piece)
+        def receive(piece: str) -> None:
+            pieces.append(piece)
             on_text(piece)
 
         question = {"role": "user", "content": text}
         try:
             answer = await stream_chat(
-                self._endpoint, {**self._body, "messages": [*self.messages, question]}, hear
+                self._endpoint, {**self._body, "messages": [*self.messages, question]}, receive
             )
         except asyncio.CancelledError:
-            if heard:
-                self._keep(question, "".join(heard))
+            if pieces:
+                self._keep(question, "".join(pieces))
             raise
         self._keep(question, answer.text)
         self.last = answer
         return answer
 
     def stats(self) -> str:
-        """The latency split of the last answer, in one line. Raises KvbatonError where there is none."""
+        """Return the latency breakdown of the last answer, in one line. Raises KvbatonError if there is no answer."""
         if self.last is None:
-            raise KvbatonError("there is no whole answer yet")
+            raise KvbatonError("there is no complete answer yet")
         answer = self.last
         counts = f"{answer.num_prompt_tokens} tokens in, {answer.num_completion_tokens} out ({answer.finish_reason})"
         if not answer.timings:
             return f"{counts}; the service sent no timings"
         parts = {name: answer.timings[name] * 1000 for name in TIMING_PARTS if name in answer.timings}
-        whole = answer.timings.get("end_to_end", 0.0) * 1000
+        total = answer.timings.get("end_to_end", 0.0) * 1000
         hidden = answer.timings.get("transfer_hidden", 0.0) * 1000
-        told = " + ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
-        return f"{told} = {whole:.1f} ms (transfer hidden {hidden:.1f}); {counts}"
+        shown = " + ".join(f"{name.replace('_', ' ')} {part:.1f}" for name, part in parts.items())
+        return f"{shown} = {total:.1f} ms (transfer hidden {hidden:.1f}); {counts}"
 
     def _keep(self, question: dict[str, str], answer: str) -> None:
         self._turns += [question, {"role": "assistant", "content": answer}]

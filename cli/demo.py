@@ -1,8 +1,8 @@
-"""``kvbaton demo``: what ``make demo`` shows.
+"""``kvbaton demo``: shows one hand-over on the demo model (``make demo``).
 
 1. A router, one prefill and one decode worker start on the demo model.
-2. One chat goes through the OpenAI API and one Generate through gRPC; both cross the relay.
-3. Both answers are printed with their latency split; the service runs on until Ctrl-C.
+2. One chat is sent over the OpenAI API and one Generate over gRPC; the KV of both is handed over.
+3. Both answers are printed with their latency breakdown; the service runs until Ctrl-C.
 """
 
 import asyncio
@@ -44,20 +44,20 @@ Ctrl-C stops everything."""
 
 
 def demo(arguments: Sequence[str]) -> None:
-    """``kvbaton demo``."""
+    """Run ``kvbaton demo``."""
     settings = parse(DemoSettings, "kvbaton demo", arguments)
     configure_logs("demo", settings.log_level)
     console = Console(highlight=False, soft_wrap=True)
     busy = busy_defaults(settings)
     for name in busy:
         console.print(
-            f"kvbaton: {getattr(settings, name)} is taken by another program; {name} takes a free port"
+            f"kvbaton: {getattr(settings, name)} is in use by another program; {name} uses a free port"
         )
     Demo(settings.model_copy(update=dict.fromkeys(busy, "127.0.0.1:0")), console).run()
 
 
 class Demo:
-    """One showing: owns the console and the spinner on it."""
+    """One run of the demo. Owns the console and its spinner."""
 
     def __init__(self, settings: DemoSettings, console: Console) -> None:
         self._settings = settings
@@ -65,7 +65,7 @@ class Demo:
         self._status = console.status("starting")
 
     def run(self) -> None:
-        """Start, show, serve until a signal; nothing runs afterwards."""
+        """Start the service, show the answers, serve until a signal; stop every process before returning."""
         self._console.print("kvbaton: starting a router, its workers and the model on this machine")
         with self._status:
             asyncio.run(run_local(self._settings, self._show, self._progress))
@@ -79,7 +79,7 @@ class Demo:
                 self._status.update(f"{spec.name}: {doing}")
             case ProcessState.READY:
                 self._console.print(
-                    f"  {spec.name:<10} ready, its own pages at http://{facts['admin']}/debug/state"
+                    f"  {spec.name:<10} ready, debug page at http://{facts['admin']}/debug/state"
                 )
             case ProcessState.ENDED:
                 self._console.print(f"  {spec.name:<10} ended")
@@ -89,14 +89,14 @@ class Demo:
         grpc_address = facts[ROUTER]["grpc"]
         url = endpoint.url
         self._console.print(f"\nOpenAI API  {url}/v1\ngRPC        {grpc_address}  (kvbaton.v1.Inference)")
-        self._status.update("asking")
+        self._status.update("waiting for the answers")
         model = await served_model(endpoint)
         question, greeting = (QUESTION, GREETING) if self._settings.model == DEMO else (_PLAIN, _PLAIN)
         by_http = await _chat(endpoint, model, question)
         by_grpc = await _generate(endpoint, grpc_address, greeting)
         self._status.stop()
-        self._tell("OpenAI HTTP", question, by_http)
-        self._tell("gRPC Generate", greeting, by_grpc)
+        self._print("OpenAI HTTP", question, by_http)
+        self._print("gRPC Generate", greeting, by_grpc)
         self._console.print(latency_table({"OpenAI HTTP": by_http, "gRPC Generate": by_grpc}))
         options = (" -k" if endpoint.tls else "") + (
             " -H 'Authorization: Bearer KEY'" if endpoint.api_key else ""
@@ -104,10 +104,10 @@ class Demo:
         self._console.print(_READY.format(url=url, model=model, options=options), markup=False)
         await stopped.wait()
 
-    def _tell(self, way: str, question: str, answer: Answer) -> None:
-        self._console.print(f"\n{way} asked:", style="bold")
+    def _print(self, way: str, question: str, answer: Answer) -> None:
+        self._console.print(f"\n{way} question:", style="bold")
         self._console.print(question.strip(), markup=False)
-        self._console.print("answered:", style="bold")
+        self._console.print("answer:", style="bold")
         self._console.print(printable(answer.text.strip(), sys.stdout), markup=False)
 
 
@@ -128,7 +128,7 @@ async def _generate(endpoint: Endpoint, address: str, text: str) -> Answer:
 
 
 def latency_table(answers: dict[str, Answer]) -> Table:
-    """Where the time went, one row an answer, in milliseconds; the parts sum to the last column."""
+    """Make a table of the latency breakdown in milliseconds, one row per answer; the parts add up to the last column."""
     table = Table(title="\nLatency in ms", title_justify="left")
     table.add_column("")
     for name in TIMING_NAMES:
@@ -139,7 +139,7 @@ def latency_table(answers: dict[str, Answer]) -> Table:
 
 
 def busy_defaults(settings: DemoSettings) -> list[str]:
-    """The names of the default addresses that another program holds; those that were asked for are left alone."""
+    """Return the names of the default addresses that are in use; addresses that the user gave are not checked."""
     return [
         name
         for name in ("http", "grpc")

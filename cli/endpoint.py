@@ -1,4 +1,4 @@
-"""Where a service is asked, and what it takes to be let in."""
+"""The address of a service, and the credentials for it."""
 
 import asyncio
 import ssl
@@ -23,10 +23,10 @@ _CONNECT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A service's HTTP API, and its gRPC API beside it.
+    """A service's HTTP and gRPC APIs.
 
-    tls: which certificates it may show; None takes those that this machine trusts. certificate: the file of the one
-    that it shows, where that is known.
+    tls: certificates to trust; None: those that this machine trusts. certificate: file of the service's certificate, if it
+    is on this machine.
     """
 
     url: str
@@ -36,11 +36,11 @@ class Endpoint:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What goes with every question, over gRPC as metadata (by lower-case names)."""
+        """Headers of every request; over gRPC they are metadata, with lower-case names."""
         return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def open_session(self, max_connections: int = 1) -> aiohttp.ClientSession:
-        """A session for questions: connecting is bounded; how long an answer may take is the service's decision."""
+        """Open an HTTP session with a connect timeout; the service itself limits the time of an answer."""
         return aiohttp.ClientSession(
             headers=self.headers,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS),
@@ -48,41 +48,41 @@ class Endpoint:
         )
 
     async def open_channel(self, address: str) -> grpc.aio.Channel:
-        """A channel to the service's gRPC port: with TLS where the certificate is known, else without.
+        """Open a channel to the service's gRPC port: with TLS if the certificate is known, else without.
 
-        Raises UnavailableError when the HTTP port, which is asked for the certificate's name, does not show it.
+        Raises UnavailableError when the HTTP port, from which the certificate's name is read, does not present it.
         """
         if self.certificate is None:
             return grpc.aio.insecure_channel(address)
         credentials = grpc.ssl_channel_credentials(self.certificate.read_bytes())
-        # gRPC always compares names, and this certificate may be for any.
+        # gRPC always checks the host name, and this certificate may be for any name.
         name = ("grpc.ssl_target_name_override", await self._certified_name())
         return grpc.aio.secure_channel(address, credentials, options=[name])
 
     async def _certified_name(self) -> str:
-        """A name that the certificate of the HTTP port is for."""
+        """Return a name in the certificate of the HTTP port."""
         where = urlsplit(self.url)
         try:
             _, writer = await asyncio.open_connection(where.hostname, where.port, ssl=self.tls)
         except OSError as error:
-            raise UnavailableError(f"{self.url} does not show {self.certificate}: {error}") from error
+            raise UnavailableError(f"{self.url} does not present {self.certificate}: {error}") from error
         names = writer.get_extra_info("peercert").get("subjectAltName", ())
         writer.transport.abort()
         for kind, name in names:
             if kind in ("DNS", "IP Address"):
                 return str(name).replace("*", "any")
-        raise UnavailableError(f"{self.certificate} is for no host name and no IP address; gRPC refuses it")
+        raise UnavailableError(f"{self.certificate} names no host and no IP address; gRPC rejects it")
 
 
 def endpoint_at(url: str, settings: ClientSettings) -> Endpoint:
-    """The running service at ``url``. Raises SettingError for a ``ca_file`` that cannot be used."""
+    """Return the running service at ``url``. Raises SettingError for a ``ca_file`` that cannot be used."""
     return Endpoint(url, settings.api_key, _trusting(settings.ca_file) if settings.ca_file else None)
 
 
 def local_endpoint(settings: LocalSettings, facts: Facts) -> Endpoint:
-    """The service that a router of ``settings`` with these facts is; its own settings give the key and the certificate.
+    """Return the service of a local router, with the key and the certificate from the router's own settings.
 
-    Raises SettingError where the router would.
+    facts: those of the running router. Raises SettingError for settings that the router would reject.
     """
     given = child_environment(from_file(settings, Role.ROUTER))
     environment = {name.upper(): value for name, value in given.items()}
@@ -104,7 +104,7 @@ def _trusting(ca_file: Path) -> ssl.SSLContext:
 
 
 def _pinned(certificate: Path) -> ssl.SSLContext:
-    """Accepts this one certificate, whatever name it is for: the service is asked by its address."""
+    """Accept only this certificate, for any name: the service is addressed by its IP address."""
     context = _trusting(certificate)
     context.check_hostname = False
     context.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN

@@ -1,6 +1,6 @@
-"""The ``kvbaton`` command: finds the command's module, and turns its errors into one line and an exit code.
+"""The ``kvbaton`` command: runs a subcommand, and turns its errors into one line and an exit code.
 
-Exit codes: 0 stopped as asked, 1 an error, 2 a bad command line or setting.
+Exit codes: 0 success or stopped by a signal, 1 an error, 2 a bad command line or setting.
 """
 
 import sys
@@ -13,21 +13,21 @@ from cli.terminal import printable
 from contract.errors import KvbatonError, SettingError
 from serving.settings_file import nearest
 
-_ABOUT = "kvbaton: an LLM server that splits prefill from decode and hands the KV cache over like a baton"
+_ABOUT = "kvbaton: an LLM server that separates prefill from decode and hands over the KV cache between them"
 _MORE = """`kvbaton COMMAND --help` lists a command's settings with their defaults. Each is a flag (--max-num-seqs), an
 environment variable (KVBATON_MAX_NUM_SEQS) and a key of the TOML file of --config (max_num_seqs): the flag wins over the
-variable, the variable over the file. `kvbaton up` without any serves the demo model at http://127.0.0.1:8000/v1.
+variable, the variable over the file. `kvbaton up` without settings serves the demo model at http://127.0.0.1:8000/v1.
 
   --version  print the version"""
 
 
 def main() -> None:
-    """The entry point of the installed command."""
+    """Run the installed command."""
     sys.exit(run_command(sys.argv[1:]))
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run one command; the exit code."""
+    """Run one command and return its exit code."""
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", ())
     if name in ("-h", "--help", "help"):
         print(usage())
@@ -38,7 +38,7 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         if name not in COMMANDS:
             raise SettingError(
-                f"{name!r} is no command{nearest(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}"
+                f"unknown command {name!r}{nearest(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}"
             )
         COMMANDS[name].run(rest)
     except SettingError as error:
@@ -51,7 +51,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def usage() -> str:
-    """What ``kvbaton --help`` prints: the commands by group."""
+    """Return the text of ``kvbaton --help``: the commands by group."""
     lines = [_ABOUT, "", "usage: kvbaton COMMAND [--flag VALUE ...]", ""]
     for group, commands in groupby(COMMANDS.items(), lambda item: item[1].group):
         lines += [f"{group}:", *(f"  {name:<9} {command.summary}" for name, command in commands), ""]

@@ -1,8 +1,9 @@
-"""Signals at a prompt: none is overlooked while ``input`` waits for a key.
+"""Handles signals promptly while ``input`` waits for a key.
 
-``input`` with readline waits in a select(2) of its own. A signal that arrives just before it sets Python's flag and wakes
-nobody, so that its handler would run at the next key: SIGTERM would end nothing. Here a thread hears of every signal
-through the wake-up file descriptor and interrupts the wait by a signal that means nothing.
+``input`` with readline waits in its own select(2). A signal that arrives just before that sets Python's flag but does not
+interrupt the wait, so its handler would run only at the next key: SIGTERM would end nothing. Here a thread is notified of
+every signal through the wake-up file descriptor and interrupts the wait with a signal that has no effect of its own.
+
 """
 
 import contextlib
@@ -16,8 +17,8 @@ _NUDGE_AFTER_SECONDS = (0.02, 0.2, 1.0)
 
 
 @contextlib.contextmanager
-def heard_signals() -> Iterator[None]:
-    """Within the block the handlers of signals run soon, also where the main thread is about to wait. Main thread only."""
+def prompt_signals() -> Iterator[None]:
+    """Run signal handlers soon within the block, also if the main thread is about to wait. Main thread only."""
     ours, signals = socket.socketpair()
     signals.setblocking(False)
     earlier_handler = signal.signal(_NUDGE, lambda *_: None)
@@ -40,12 +41,12 @@ def _nudge(signals: socket.socket, main_thread: int) -> None:
         while True:
             signals.settimeout(waits[0] if waits else None)
             try:
-                heard = signals.recv(1)
+                received = signals.recv(1)
             except TimeoutError:
                 waits.pop(0)
                 signal.pthread_kill(main_thread, _NUDGE)
                 continue
-            if not heard:
+            if not received:
                 return
-            if heard[0] != _NUDGE:
+            if received[0] != _NUDGE:
                 waits = list(_NUDGE_AFTER_SECONDS)

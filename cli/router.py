@@ -12,21 +12,22 @@ from worker.loop_watch import LoopWatch
 logger = logging.getLogger(__name__)
 
 HANG_SECONDS = 30.0
-"""How long the router's event loop may do nothing."""
+"""Time after which an event loop that does nothing counts as hung."""
 
 
 def router(arguments: Sequence[str]) -> None:
-    """``kvbaton router``."""
+    """Run ``kvbaton router``."""
     settings = enter_service(RouterCommand, Role.ROUTER, arguments)
     log_settings(logger, settings)
     from router.service import serve
 
     run_service(
-        settings, lambda told, ready: watched(serve(told, lambda addresses: ready(addresses.as_dict())))
+        settings,
+        lambda settings, ready: watched(serve(settings, lambda addresses: ready(addresses.as_dict()))),
     )
 
 
 async def watched(work: Awaitable[None], patience_seconds: float = HANG_SECONDS) -> None:
-    """Do the work, and end the process if its event loop hangs meanwhile: its ports would accept, and nobody be answered."""
+    """Await ``work``, and end the process if its event loop hangs: its ports would accept connections and never answer."""
     with LoopWatch(patience_seconds):
         await work

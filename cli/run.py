@@ -1,4 +1,4 @@
-"""``kvbaton run PROMPT``: one answer on standard output."""
+"""``kvbaton run PROMPT``: prints one answer."""
 
 import asyncio
 import sys
@@ -17,7 +17,7 @@ from serving.logs import configure_logs
 
 
 def run(arguments: Sequence[str]) -> None:
-    """``kvbaton run``."""
+    """Run ``kvbaton run``."""
     settings = parse(RunSettings, "kvbaton run", arguments)
     settings.refuse_contradictions()
     configure_logs("run", settings.log_level)

@@ -1,4 +1,4 @@
-"""What the commands that are one service share: settings, the tie to the parent, logs, the ready line."""
+"""The start of every single-service command: settings, parent process, logs, ready line."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ C = TypeVar("C", bound=ServiceSettings)
 
 
 def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:
-    """Read the settings, tie this process to its parent, set up its logs, raise its limit of open descriptors."""
+    """Read the settings, make the process end with its parent, configure its logs, raise its limit of open files."""
     settings = parse(command, f"kvbaton {role.value}", arguments)
     if settings.parent_pid is not None:
         die_with_parent(settings.parent_pid)
@@ -32,7 +32,7 @@ def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:
 
 
 def run_service(settings: C, serve: Callable[[C, OnReady], Awaitable[None]]) -> None:
-    """Run a service's entry point to its end."""
+    """Run a service's entry point until it ends."""
 
     async def run() -> None:
         await serve(settings, _announcer(settings.ready_fd))
@@ -41,13 +41,13 @@ def run_service(settings: C, serve: Callable[[C, OnReady], Awaitable[None]]) -> 
 
 
 def _announcer(ready_fd: int | None) -> OnReady:
-    """What a service calls when it is ready: tells the log, and the supervisor where there is one."""
+    """Return the function that a service calls when it is ready: it logs that and notifies a supervisor."""
     if ready_fd is not None:
         os.set_inheritable(ready_fd, False)
 
     def announce(facts: dict[str, Any]) -> None:
         gc.collect()
-        gc.freeze()  # what is here stays: to look at all of it takes a tenth of a second, in which no token goes out
+        gc.freeze()  # a full collection would take 0.1 s, in which no token is sent
         logger.info("ready: %s", facts)
         if ready_fd is not None:
             os.write(ready_fd, json.dumps(facts, default=str).encode() + b"\n")

@@ -1,19 +1,19 @@
-"""Where a chat reads and writes: a terminal with line editing, or a pipe with nothing but the answers."""
+"""The input and output of a chat: a terminal with line editing, or a pipe that gets only the answers."""
 
 import sys
 from io import TextIOWrapper
 from typing import NoReturn, Protocol, TextIO
 
-from cli.prompt_signals import heard_signals
+from cli.prompt_signals import prompt_signals
 
 _PROMPT = "> "
 _MORE = "… "
 _SHOWN = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""A model's answer cannot steer the terminal: control characters are shown as what they are, unprintable."""
+"""Replacements for control characters, so that a model's answer cannot control the terminal."""
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return a text that others wrote as it may be printed there: a terminal gets no control characters."""
+    """Return untrusted text as it may be printed: control characters are replaced if ``stream`` is a terminal."""
     return text.translate(_SHOWN) if stream.isatty() else text
 
 
@@ -22,7 +22,7 @@ class _LineReader(Protocol):
 
 
 def _read_message(read_line: _LineReader) -> str | None:
-    """One message, over several lines where one ends with a backslash; None at the end of the input."""
+    """Read one message, which continues after a line that ends with a backslash; None at the end of the input."""
     lines: list[str] = []
     try:
         lines.append(read_line(_PROMPT))
@@ -35,7 +35,7 @@ def _read_message(read_line: _LineReader) -> str | None:
 
 
 class Terminal:
-    """A person at a terminal. Lines can be edited and called back (readline), and pasted with their line breaks."""
+    """A person at a terminal. readline gives line editing, a history, and pasting of several lines."""
 
     is_interactive = True
 
@@ -46,10 +46,10 @@ class Terminal:
         self._is_line_open = False
 
     def read(self) -> str | None:
-        """The next message, None when the user leaves by Ctrl-D. Ctrl-C takes back what was typed."""
+        """Read the next message, None when the user leaves with Ctrl-D. Ctrl-C discards the typed line."""
         while True:
             try:
-                with heard_signals():
+                with prompt_signals():
                     message = _read_message(input)
             except KeyboardInterrupt:
                 print("\n(Ctrl-D or /exit leaves)")
@@ -59,37 +59,37 @@ class Terminal:
             return message
 
     def write(self, piece: str) -> None:
-        """A piece of an answer, at once."""
+        """Write a piece of an answer and flush it."""
         self._is_line_open = True
         print(printable(piece, sys.stdout), end="", flush=True)
 
     def end_line(self) -> None:
-        """The answer is over."""
+        """End the line of a finished answer."""
         self._is_line_open = False
         print(flush=True)
 
     def show(self, text: str) -> None:
-        """What the user asked for by a command."""
+        """Print the output of a command."""
         print(printable(text, sys.stdout), flush=True)
 
-    def say(self, text: str) -> None:
-        """A remark that only a person needs."""
+    def remark(self, text: str) -> None:
+        """Print a remark for a person."""
         print(printable(f"({text})", sys.stdout), flush=True)
 
     def stopped(self) -> None:
-        """An answer was stopped by Ctrl-C."""
+        """Mark an answer as stopped by Ctrl-C."""
         self._is_line_open = False
         print("\n(stopped)", flush=True)
 
-    def complain(self, text: str) -> None:
-        """One line about what went wrong; the session goes on."""
+    def show_error(self, text: str) -> None:
+        """Print an error in one line; the session continues."""
         if self._is_line_open:
             self.end_line()
         print(printable(f"kvbaton: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 class Pipe:
-    """A program that writes one message a line and reads the answers; errors go to standard error."""
+    """A program that writes one message per line and reads the answers; errors go to standard error."""
 
     is_interactive = False
 
@@ -99,7 +99,7 @@ class Pipe:
         self._is_line_open = False
 
     def read(self) -> str | None:
-        """The next message, None at the end."""
+        """Read the next message, None at the end of the input."""
         return _read_message(self._read_line)
 
     def _read_line(self, _prompt: str) -> str:
@@ -109,35 +109,35 @@ class Pipe:
         return line.removesuffix("\n").removesuffix("\r")
 
     def write(self, piece: str) -> None:
-        """A piece of an answer, at once."""
+        """Write a piece of an answer and flush it."""
         self._is_line_open = True
         print(piece, end="", file=self._target, flush=True)
 
     def end_line(self) -> None:
-        """The answer is over."""
+        """End the line of a finished answer."""
         self._is_line_open = False
         print(file=self._target, flush=True)
 
     def show(self, text: str) -> None:
-        """What was asked for by a command."""
+        """Print the output of a command."""
         print(text, file=self._target, flush=True)
 
-    def say(self, text: str) -> None:
-        """Nothing: nobody is there to read remarks."""
+    def remark(self, text: str) -> None:
+        """Ignore the remark: a program does not read it."""
 
     def stopped(self) -> NoReturn:
-        """Ctrl-C ends a piped chat."""
+        """End a piped chat on Ctrl-C."""
         raise KeyboardInterrupt
 
-    def complain(self, text: str) -> None:
-        """One line about what went wrong; the next message is asked all the same."""
+    def show_error(self, text: str) -> None:
+        """Print an error in one line; the next message is sent nevertheless."""
         if self._is_line_open:
             self.end_line()
         print(printable(f"kvbaton: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
 def open_terminal() -> Terminal | Pipe:
-    """What fits this process's standard input and output. Characters that they cannot show are replaced."""
+    """Return a Terminal or a Pipe, by the process's standard input and output. Unencodable characters are replaced."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -1,4 +1,4 @@
-"""``kvbaton up`` and ``kvbaton serve MODEL``: all processes on this machine, until a signal."""
+"""``kvbaton up`` and ``kvbaton serve MODEL``: run all processes on this machine until a signal."""
 
 import asyncio
 import logging
@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def up(arguments: Sequence[str]) -> None:
-    """``kvbaton up``."""
+    """Run ``kvbaton up``."""
     _serve_until_stopped(parse(UpSettings, "kvbaton up", arguments))
 
 
 def serve(arguments: Sequence[str]) -> None:
-    """``kvbaton serve MODEL``."""
+    """Run ``kvbaton serve MODEL``."""
     _serve_until_stopped(parse(ServeSettings, "kvbaton serve", arguments))
 
 
@@ -32,10 +32,10 @@ def _serve_until_stopped(settings: LocalSettings) -> None:
     logger.info("kvbaton %s", version("kvbaton"))
     log_settings(logger, settings)
 
-    async def say_ready(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
+    async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
         router = facts[ROUTER]
         url = local_endpoint(settings, router).url
         print(f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}", flush=True)
         await stopped.wait()
 
-    asyncio.run(run_local(settings, say_ready))
+    asyncio.run(run_local(settings, announce))

@@ -1,4 +1,4 @@
-"""The commands that are one worker each: ``kvbaton prefill | decode | both``."""
+"""The commands that run one worker: ``kvbaton prefill | decode | both``."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from launch.worker_settings import BothCommand, DecodeCommand, PrefillCommand
 
 
 def prefill(arguments: Sequence[str]) -> None:
-    """``kvbaton prefill``."""
+    """Run ``kvbaton prefill``."""
     settings = enter_service(PrefillCommand, Role.PREFILL, arguments)
     from prefill_service.service import serve
 
@@ -16,7 +16,7 @@ def prefill(arguments: Sequence[str]) -> None:
 
 
 def decode(arguments: Sequence[str]) -> None:
-    """``kvbaton decode``."""
+    """Run ``kvbaton decode``."""
     settings = enter_service(DecodeCommand, Role.DECODE, arguments)
     from decode_service.service import serve
 
@@ -24,7 +24,7 @@ def decode(arguments: Sequence[str]) -> None:
 
 
 def both(arguments: Sequence[str]) -> None:
-    """``kvbaton both``."""
+    """Run ``kvbaton both``."""
     settings = enter_service(BothCommand, Role.AGGREGATED, arguments)
     from worker.service import serve_both
 

@@ -1,1 +1,1 @@
-"""The words that every kvbaton process shares, without torch."""
+"""The types that all kvbaton processes share. Imports no torch."""

@@ -1,7 +1,7 @@
-"""Decode bytes that come from outside this process: the one place that lists what a decoder can raise.
+"""Decodes bytes from outside this process; the one list of the errors that a decoder can raise.
 
-A peer, a client or a file decides about these bytes, so every failure must become an error of the call, never the end of
-a thread. Nested input raises RecursionError, long numbers OverflowError or ValueError, broken text UnicodeDecodeError.
+A peer, a client or a file chooses these bytes, so every failure must become an error of the call and never end a thread.
+Nested input raises RecursionError, long numbers OverflowError or ValueError, broken text UnicodeDecodeError.
 """
 
 import struct
@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 def decode_outside(decode: Callable[[_D], _T], data: _D, refusal: Callable[[str], KvbatonError]) -> _T:
-    """Return ``decode(data)``. Raises the error that ``refusal`` makes of the decoder's message."""
+    """Return ``decode(data)``. Raises the error that ``refusal`` builds from the decoder's message."""
     try:
         return decode(data)
     except DECODING_ERRORS as error:
@@ -33,6 +33,6 @@ def decode_outside(decode: Callable[[_D], _T], data: _D, refusal: Callable[[str]
 
 
 def shown(text: str, max_characters: int = 300) -> str:
-    """Return text of strangers for a log line or an error: printable characters only, and not many."""
+    """Return untrusted text for a log line or an error: printable characters only, and a limited number."""
     printable = "".join(character if character.isprintable() else "?" for character in text[:max_characters])
     return printable + ("..." if len(text) > max_characters else "")

@@ -1,35 +1,35 @@
-"""Every error that crosses a seam, as one short tree.
+"""The errors that cross module and process boundaries, as one short tree.
 
     KvbatonError
     ├── InvalidRequestError        the client's input is wrong (INVALID_REQUEST)
     │   ├── ContextLengthError     prompt + max_tokens do not fit the model
-    │   └── UnsupportedFieldError  a field that this version does not serve yet
+    │   └── UnsupportedFieldError  a field that this version does not support
     ├── NotFoundError              unknown model or path (NOT_FOUND)
-    ├── UnauthenticatedError       a peer or client did not prove who it is (UNAUTHENTICATED)
+    ├── UnauthenticatedError       a peer or client is not authenticated (UNAUTHENTICATED)
     ├── PayloadTooLargeError       a body over the limit (PAYLOAD_TOO_LARGE)
     ├── UnsupportedMediaTypeError  a body that is not JSON (UNSUPPORTED_MEDIA_TYPE)
     ├── OverloadedError            the queue is full, try again (OVERLOADED)
     ├── UnavailableError           no worker of the needed role is ready (UNAVAILABLE)
     ├── WorkerLostError            a worker died with the request (WORKER_LOST)
-    ├── DeadlineError              a waiting state ran into its deadline (DEADLINE)
+    ├── DeadlineError              a wait exceeded its deadline (DEADLINE)
     ├── CancelledError             the client or an operator ended the request (CANCELLED)
     ├── TransferError              KV could not be handed over (TRANSFER_FAILED)
-    │   ├── PeerUnreachableError   the other worker cannot be reached from this one, which lives (PEER_UNREACHABLE)
+    │   ├── PeerUnreachableError   this worker cannot reach the other one (PEER_UNREACHABLE)
     │   └── IncompatiblePeerError  two workers whose layouts, models or protocols differ (INCOMPATIBLE)
     ├── SettingError               a setting is unknown, out of range or contradictory (INVALID_SETTING)
-    └── InternalError              a bug of ours (INTERNAL)
+    └── InternalError              a bug in kvbaton (INTERNAL)
 
-Messages say what, how much there is, how much was asked, and what to do.
+A message names the problem, the limit, the requested amount, and the remedy.
 """
 
 from enum import StrEnum
 
 SIZE_PARAM = "prompt"
-"""``param`` of the error with which an engine refuses a request that is too long for it."""
+"""``param`` of the error with which an engine rejects a request that is too long for it."""
 
 
 class ErrorKind(StrEnum):
-    """What an error means to whoever receives it; ``serving.errors`` maps each kind to gRPC, HTTP and OpenAI."""
+    """The meaning of an error for its receiver; ``serving.errors`` maps each kind to gRPC, HTTP and OpenAI."""
 
     INVALID_REQUEST = "invalid_request"
     NOT_FOUND = "not_found"
@@ -52,7 +52,7 @@ _MAX_MESSAGE = 2048
 
 
 def _bounded(message: str) -> str:
-    """Return a message that may quote a request or a peer, cut to a length that a log and an answer can carry."""
+    """Shorten a message, which may quote a request or a peer, to a length that suits a log and an answer."""
     if len(message) <= _MAX_MESSAGE:
         return message
     half = _MAX_MESSAGE // 2
@@ -60,9 +60,9 @@ def _bounded(message: str) -> str:
 
 
 class KvbatonError(Exception):
-    """The root: a message for people, a kind for programs. A very long message is cut.
+    """The root of the tree: a message for people, a kind for programs. A very long message is shortened.
 
-    ``param`` names the request field or setting at fault, ``code`` is the OpenAI error code, both where one exists.
+    param: the request field or setting at fault, if any. code: the OpenAI error code, if any.
     """
 
     kind = ErrorKind.INTERNAL
@@ -89,7 +89,7 @@ class ContextLengthError(InvalidRequestError):
 
 
 class UnsupportedFieldError(InvalidRequestError):
-    """A known field that this version does not serve yet."""
+    """A valid field that this version does not support."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message, param=param, code="unsupported_parameter")
@@ -102,7 +102,7 @@ class NotFoundError(KvbatonError):
 
 
 class UnauthenticatedError(KvbatonError):
-    """A peer or client did not prove who it is."""
+    """A peer or client is not authenticated."""
 
     kind = ErrorKind.UNAUTHENTICATED
 
@@ -138,7 +138,7 @@ class WorkerLostError(KvbatonError):
 
 
 class DeadlineError(KvbatonError):
-    """A waiting state ran into its deadline."""
+    """A wait exceeded its deadline."""
 
     kind = ErrorKind.DEADLINE
 
@@ -158,8 +158,7 @@ class TransferError(KvbatonError):
 class PeerUnreachableError(TransferError):
     """The link or data connection to the other worker cannot be made, is refused, is silent or broke.
 
-    The worker that reports it is alive. Whether the other one is, it cannot know: both may live, with a broken network
-    between them.
+    The worker that reports it is alive. The other one may be alive too, with a broken network between them.
     """
 
     kind = ErrorKind.PEER_UNREACHABLE
@@ -178,7 +177,7 @@ class SettingError(KvbatonError):
 
 
 class InternalError(KvbatonError):
-    """A bug of ours."""
+    """A bug in kvbaton."""
 
     kind = ErrorKind.INTERNAL
 
@@ -188,7 +187,7 @@ def _all_errors(root: type[KvbatonError]) -> list[type[KvbatonError]]:
 
 
 def error_from_kind(kind: str, message: str, param: str | None = None) -> KvbatonError:
-    """Rebuild an error that came over a wire as its kind, message and field (an unknown kind becomes INTERNAL)."""
+    """Rebuild an error from its kind, message and field, received over a wire (an unknown kind becomes INTERNAL)."""
     for error_class in _all_errors(KvbatonError)[1:]:
         if error_class.kind == kind:
             if error_class in (ContextLengthError, UnsupportedFieldError):

@@ -1,16 +1,16 @@
-"""Who a process is: its worker id, its boot id, and its role."""
+"""The identity of a process: its worker id, its boot id, and its role."""
 
 import secrets
 from enum import StrEnum
 
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 32
-"""Of a cluster secret. Whoever records one handshake can try shorter ones offline."""
+"""Minimum length of a cluster secret: a shorter one could be guessed offline from a recorded handshake."""
 MAX_NAME_CHARACTERS = 255
 
 
 class Role(StrEnum):
-    """What a process is for. ``AGGREGATED`` computes prompts and decodes them itself."""
+    """The role of a process. ``AGGREGATED`` computes prompts and decodes them itself."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -19,25 +19,25 @@ class Role(StrEnum):
 
 
 def new_boot_id() -> str:
-    """A random name of one process start: a restarted worker on the same address is a stranger."""
+    """Return a random id for one process start, by which a restarted worker at the same address is recognized."""
     return secrets.token_hex(8)
 
 
 def new_secret() -> str:
-    """A fresh cluster secret, as hex."""
+    """Return a new cluster secret, as hex."""
     return secrets.token_hex(SECRET_BYTES)
 
 
 def why_no_name(name: str) -> str | None:
-    """Return why this cannot name a worker or a start of it, None for a good name.
+    """Return why this cannot be a worker id or boot id; None if it can.
 
     A name is 1 to MAX_NAME_CHARACTERS printable characters: no control characters, line ends, or marks that change the
-    direction of text, so that it can stand in logs and addresses as it is.
+    direction of text, so that it can be written to logs and addresses unchanged.
     """
     if not name:
         return "it is empty"
     if len(name) > MAX_NAME_CHARACTERS:
         return f"it has {len(name)} characters; the limit is {MAX_NAME_CHARACTERS}"
     if not name.isprintable():
-        return "it holds a control character"
+        return "it contains a control character"
     return None

@@ -1,4 +1,4 @@
-"""What two engines must agree on before one may read the other's KV: the model and the shape of a block."""
+"""The model and the block layout, on which two engines must agree before one may read the other's KV."""
 
 import hashlib
 from pathlib import Path
@@ -10,7 +10,7 @@ from contract.model_folder import read_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CONVERTED_DTYPES = frozenset({"float32", "bfloat16"})
-"""They have one range, so a value of the one becomes a value of the other by rounding. float16 would overflow."""
+"""Types with equal ranges: a value of one becomes a value of the other by rounding. float16 would overflow."""
 MAX_BLOCK_SIZE_RATIO = 16
 _SAMPLE_BYTES = 4096
 _NUM_SAMPLES = 64
@@ -29,14 +29,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers, K and V."""
+        """The size of one block over all layers, K and V."""
         elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
     def differences(self, other: "KVLayout") -> list[str]:
-        """What no conversion bridges, as "name: ours is A, the peer's is B (why not)"; empty: KV can be handed over.
+        """Return the differences that no conversion bridges, as "name: ours is A, the peer's is B (reason)".
 
-        The same from both sides. Bridged are float32 beside bfloat16, and a block size that is a multiple of the other.
+        If there are none, KV can be handed over. Symmetric. Converted are float32 and bfloat16 into each other, and a block
+        size into a multiple of it.
         """
         return [
             f"{name}: ours is {getattr(self, name)}, the peer's is {getattr(other, name)}{why_not}"
@@ -45,7 +46,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _why_not(self, name: str, other: "KVLayout") -> str | None:
-        """Why this field cannot differ so, in brackets where that is not plain; None: it is equal, or bridged."""
+        """Return why this difference is not supported, in brackets if that is not obvious; None if equal or convertible."""
         ours = getattr(self, name)
         theirs = getattr(other, name)
         if ours == theirs:
@@ -58,19 +59,19 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def fingerprint(self) -> str:
-        """A short hash of the layout; equal fingerprints mean that blocks can be copied byte by byte."""
+        """Return a short hash of the layout; with equal fingerprints blocks can be copied byte by byte."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
 class Side(msgspec.Struct, frozen=True):
-    """How one worker keeps its KV: ``num_ranks`` ranks of equal ``layout``; rank r holds the r-th run of the KV heads."""
+    """The KV of one worker: ``num_ranks`` ranks of equal ``layout``; rank r has the r-th group of consecutive KV heads."""
 
     layout: KVLayout
     num_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
 
     @property
     def num_kv_heads(self) -> int:
-        """Over all ranks."""
+        """The number of KV heads over all ranks."""
         return self.layout.num_kv_heads * self.num_ranks
 
     @property
@@ -79,15 +80,15 @@ class Side(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.layout, num_kv_heads=self.num_kv_heads)
 
     def differences(self, other: "Side") -> list[str]:
-        """As ``KVLayout.differences`` of the whole blocks: how many ranks share the heads makes no difference."""
+        """Return ``KVLayout.differences`` of the whole blocks; the numbers of ranks may differ."""
         return self.whole.differences(other.whole)
 
     def first_head(self, rank: int) -> int:
-        """The first head that this rank holds."""
+        """Return the first KV head of this rank."""
         return self.layout.num_kv_heads * rank
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks of a prompt."""
+        """Return the number of blocks of a prompt."""
         return -(-num_tokens // self.layout.block_size)
 
 
@@ -103,25 +104,22 @@ def _why_not_split(ours: int, theirs: int) -> str | None:
 def model_fingerprint(folder: Path, dtype: str) -> str:
     """Identify a checkpoint by its configuration and its weights (headers, sizes and samples), computed in ``dtype``.
 
-    What sentence-transformers has written of pooling belongs to the configuration.
-
-    "<weights>@<dtype>". Workers with equal fingerprints produce interchangeable KV; where only the dtypes differ, a
-    worker can go on with the other's KV after rounding, but would have computed another. Raises FileNotFoundError
-    without weights.
+    The form is "<weights>@<dtype>". The configuration includes the pooling of sentence-transformers. Workers with equal
+    fingerprints produce interchangeable KV; if only the dtypes differ, a worker can continue with the other's KV after
+    rounding, but would have computed other values itself. Raises FileNotFoundError without weights.
     """
     return f"{_weights_fingerprint(folder)}@{dtype}"
 
 
 def weights_of(fingerprint: str) -> str:
-    """The part of a model fingerprint that the dtype has no influence on."""
+    """Return the part of a model fingerprint that does not depend on the dtype."""
     return fingerprint.partition("@")[0]
 
 
 def received_fingerprint(ours: str, theirs: str) -> str:
-    """What hashes of KV start from that an engine ``ours`` got from ``theirs``, which computes another (law 7).
+    """Return the fingerprint for hashes of KV that an engine ``ours`` received from ``theirs`` with another dtype (law 7).
 
-    Neither would have computed what the other did: received KV is never found in place of computed KV, nor the other
-    way round.
+    Neither engine would have computed this KV itself, so received KV is never found in place of computed KV, or vice versa.
     """
     return f"{ours} from {theirs}"
 
@@ -134,7 +132,7 @@ def _weights_fingerprint(folder: Path) -> str:
         state.update(f"{file.relative_to(folder)}:{len(content)}:".encode() + content)
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     if not files:
-        raise FileNotFoundError(f"{folder} holds no *.safetensors file")
+        raise FileNotFoundError(f"{folder} contains no *.safetensors file")
     for file in files:
         state.update(file.name.encode())
         size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""Defines what a worker and its router exchange about themselves: registration, welcome, load and credit."""
+"""The messages between a worker and its router about themselves: registration, acceptance, load and credit."""
 
 import msgspec
 
@@ -36,7 +36,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
     """Answers a registration that the router accepts.
 
-    protocol: the version to speak. session: the name of this stream, unlike every other one's; tasks repeat it.
+    protocol: the version to speak. session: the unique name of this stream; tasks repeat it.
     """
 
     protocol: int = 0
@@ -53,10 +53,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True):
-    """Limits how much of a router's work a worker takes on at once; the default is nothing.
+    """Limits the work that a worker accepts at once; the default is none.
 
     max_requests: legs that may be bound to it. max_tokens: tokens of all these legs. A decode leg must fit; a prefill leg
-    may be bound as long as the sum is below.
+    may be bound while the sum is below the limit.
     """
 
     max_requests: int = 0

@@ -1,7 +1,7 @@
-"""Reads the small files of a model folder, which is input from outside: each fault is one error, within bounds.
+"""Reads the small files of a model folder as untrusted input: every fault becomes one error, within resource limits.
 
-Whoever made the folder chose what its names stand for. A file may be a pipe that never ends, a folder, a device or as
-large as the disk, its JSON nested without end, and a name in it may lead out of the folder.
+A file may be a pipe that never ends, a folder, a device or as large as the disk; its JSON may be nested without end, and
+a name in it may point out of the folder.
 """
 
 import json
@@ -15,10 +15,10 @@ from typing import Any, NoReturn
 from contract.errors import SettingError
 
 MAX_JSON_BYTES = 64 * 2**20
-"""Of a configuration or a weight map; the largest that are published have a tenth of that."""
+"""Size limit of a configuration or a weight map; ten times the largest published ones."""
 MAX_TOKENIZER_BYTES = 256 * 2**20
 MAX_DEPTH = 64
-"""Of objects and lists within each other; configurations have 6 at most."""
+"""Nesting limit of objects and lists; configurations have 6 levels at most."""
 MAX_ENTRIES = 10_000
 MAX_TOKEN_ID = 2**31 - 1
 _MAX_NAME = 255
@@ -34,15 +34,15 @@ _KINDS = {
 
 
 def check_entries(folder: Path) -> None:
-    """Raise SettingError unless the folder holds regular files and folders only.
+    """Raise SettingError unless the folder contains regular files and folders only.
 
-    Libraries open its files by name, and wait for ever at a pipe.
+    Libraries open its files by name, and would wait for ever at a pipe.
     """
     try:
         with os.scandir(folder) as entries:
             for number, entry in enumerate(entries):
                 if number >= MAX_ENTRIES:
-                    _fail(f"{folder} holds more than {MAX_ENTRIES} files")
+                    _fail(f"{folder} contains more than {MAX_ENTRIES} files")
                 if not (entry.is_file() or entry.is_dir() or _is_dangling(entry)):
                     _fail(f"{entry.path} is {_kind(entry.stat().st_mode)}; it must be a file")
     except OSError as error:
@@ -50,9 +50,9 @@ def check_entries(folder: Path) -> None:
 
 
 def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
-    """Return what a regular file holds, None where there is none of that name.
+    """Return the content of a regular file, None if it does not exist.
 
-    Raises SettingError for anything else, and for more than ``max_bytes``; it never waits for a writer.
+    Raises SettingError for anything else, and for more than ``max_bytes``. Never waits for a writer.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -65,7 +65,7 @@ def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
         if not stat.S_ISREG(found.st_mode):
             _fail(f"{file} is {_kind(found.st_mode)}; it must be a file")
         if found.st_size > max_bytes:
-            _fail(f"{file} has {found.st_size} bytes; {max_bytes} are the most that are read")
+            _fail(f"{file} has {found.st_size} bytes; the limit is {max_bytes}")
         with os.fdopen(os.dup(descriptor), "rb") as stream:
             content = stream.read(found.st_size + 1)
         if len(content) > found.st_size:
@@ -78,19 +78,19 @@ def read_bytes(file: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes | None:
 
 
 def read_text(file: Path, max_bytes: int = MAX_JSON_BYTES) -> str | None:
-    """Return the text of a file in UTF-8, None where there is none. Raises SettingError, see ``read_bytes``."""
+    """Return the text of a UTF-8 file, None if it does not exist. Raises SettingError, see ``read_bytes``."""
     content = read_bytes(file, max_bytes)
     try:
         return None if content is None else content.decode("utf-8")
     except UnicodeDecodeError as error:
-        _fail(f"{file} is no UTF-8: {error.reason} at byte {error.start}", error)
+        _fail(f"{file} is not valid UTF-8: {error.reason} at byte {error.start}", error)
 
 
 def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """Return the JSON value of a file, None where there is none.
+    """Return the JSON value of a file, None if it does not exist.
 
-    Raises SettingError for broken JSON, for an object that has a name twice (readers differ in which one counts), for
-    values that are nested deeper than MAX_DEPTH, and for text that is no Unicode.
+    Raises SettingError for invalid JSON, for an object with a duplicate name (readers differ in which one they use), for
+    values nested deeper than MAX_DEPTH, and for text that is not Unicode.
     """
     text = read_text(file, max_bytes)
     if text is None:
@@ -105,22 +105,22 @@ def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     if _depth_exceeds(value, MAX_DEPTH):
         _fail(f"{file} is nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text.lower() and (half := _half_pair(value)) is not None:
-        _fail(f"{file} holds half of a surrogate pair, in {half!r:.80}")
+        _fail(f"{file} contains half of a surrogate pair, in {half!r:.80}")
     return value
 
 
 def read_json_object(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any] | None:
-    """Return the object of a JSON file, None where there is none. Raises SettingError, see ``read_json``."""
+    """Return the object of a JSON file, None if it does not exist. Raises SettingError, see ``read_json``."""
     value = read_json(file, max_bytes)
     if value is not None and not isinstance(value, dict):
-        _fail(f"{file} must hold a JSON object, not {type(value).__name__}")
+        _fail(f"{file} must contain a JSON object, not {type(value).__name__}")
     if value is None and file.exists():
-        _fail(f"{file} must hold a JSON object, not null")
+        _fail(f"{file} must contain a JSON object, not null")
     return value
 
 
 def token_ids(value: object, name: str, file: str) -> tuple[int, ...]:
-    """Return the token ids of a field that holds one, a list of them, or null, each once. Raises SettingError for others."""
+    """Return the token ids of a field (an id, a list of ids, or null), each once. Raises SettingError for other values."""
     ids = value if isinstance(value, list) else [] if value is None else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
@@ -142,7 +142,7 @@ def end_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> t
 def file_within(folder: Path, name: object, named_in: str) -> Path:
     """Return the path of a file that another file of the folder names. Raises SettingError for one outside the folder.
 
-    A link may lead into the ``blobs`` of the same repository in the cache of huggingface_hub, which is made of links.
+    A link may point into the ``blobs`` of the same repository in huggingface_hub's cache, which consists of links.
     """
     if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or "\0" in name or "\\" in name:
         _fail(f"{named_in} names {name!r:.80} as a file")
@@ -153,14 +153,14 @@ def file_within(folder: Path, name: object, named_in: str) -> Path:
         real = (folder / name).resolve()
         home = folder.resolve()
     except (OSError, RuntimeError) as error:
-        _fail(f"{named_in} names {name!r:.80}, which leads nowhere: {error}", error)
+        _fail(f"{named_in} names {name!r:.80}, which cannot be resolved: {error}", error)
     if not real.is_relative_to(home) and not real.is_relative_to(home.parent.parent / "blobs"):
         _fail(f"{named_in} names {name!r:.80}, which is a link out of the folder, to {real}")
     return folder / name
 
 
 class _TwiceError(ValueError):
-    """A name that one object has twice."""
+    """An object has a duplicate name."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _half_pair(value: Any) -> str | None:
-    """Return a text within the value that no encoding can write."""
+    """Return a text in the value that cannot be encoded."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -204,12 +204,12 @@ def _half_pair(value: Any) -> str | None:
 
 
 def _is_dangling(entry: "os.DirEntry[str]") -> bool:
-    """A link to nothing is as good as no file: whoever needs it says so."""
+    """Return True for a link whose target does not exist; it counts as a missing file."""
     return entry.is_symlink() and not Path(entry.path).exists()
 
 
 def _kind(mode: int) -> str:
-    return _KINDS.get(stat.S_IFMT(mode), "no regular file")
+    return _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def _fail(what: str, cause: BaseException | None = None) -> NoReturn:

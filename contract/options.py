@@ -1,7 +1,7 @@
-"""Groups of settings. Each setting is declared once, with its default, its range and its help.
+"""Groups of settings. Each setting is declared once, with its default, range and help text.
 
-A process's settings, the settings of ``kvbaton up`` and what an engine or a connector receives inherit the same groups. So a
-new setting is one edit: its flag, variable, TOML key, help text and row in docs/settings.md follow from the declaration.
+The settings of a process, of ``kvbaton up``, of an engine and of a connector inherit the same groups. A new setting is
+therefore one edit: its flag, variable, TOML key, help text and row in docs/settings.md are derived from the declaration.
 """
 
 from typing import Any, get_args
@@ -13,12 +13,12 @@ from pydantic_core import ErrorDetails
 from contract.errors import SettingError
 
 MAX_SECONDS = 10_000_000
-"""The longest time of any setting: no clock, lock or library takes much more."""
+"""The longest time of any setting; clocks, locks and libraries fail with much longer ones."""
 _BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
 class Options(BaseModel):
-    """A group of settings. Subclasses add fields with descriptions and ranges; the text below a field is its help."""
+    """A group of settings. Subclasses add fields with ranges; the docstring of a field is its help text."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True
@@ -27,7 +27,7 @@ class Options(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _check_time(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse a time that no clock can wait for: it would end the first thing that waits for it."""
+        """Reject a time that is too long for a clock: it would fail where it is first used."""
         is_time = (info.field_name or "").endswith("_seconds") and isinstance(value, float)
         if is_time and not value <= MAX_SECONDS:
             raise ValueError(f"it must be {MAX_SECONDS} or less")
@@ -45,17 +45,17 @@ class Options(BaseModel):
 
 
 class PeerOptions(Options):
-    """When another process counts as dead."""
+    """The settings that decide when another process counts as dead."""
 
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
-    """Silence on the control link after which the other worker counts as dead. The worker's own engine counts as stopped
-    when it has had no time on a processor for so long."""
+    """Silence after which the worker at the other end of a control link counts as dead. An engine counts as stopped when it
+    got no CPU time for as long."""
 
 
 class PartSettings(Options):
-    """What one part of a process receives. Raises SettingError with the name, the value and the allowed range.
+    """The settings of one part of a process. Raises SettingError with the name, the value and the allowed range.
 
-    A check of several settings raises SettingError itself, with the one that is to blame.
+    A check of several settings raises SettingError itself and names the wrong one.
     """
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
@@ -82,7 +82,7 @@ def bounds(field: FieldInfo) -> list[str]:
 
 
 def allowed(field: FieldInfo | None) -> str:
-    """Return what a field accepts, as ", allowed: at least 0, at most 64"; empty where it has no range."""
+    """Return the range of a field, as ", allowed: at least 0, at most 64"; empty if it has none."""
     if field is None:
         return ""
     choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
@@ -91,7 +91,7 @@ def allowed(field: FieldInfo | None) -> str:
 
 
 def describe(problem: ErrorDetails, field: FieldInfo | None, *, is_secret: bool) -> str:
-    """Return what is wrong with one value, as "NAME is VALUE: REASON, allowed: RANGE"; a secret is not shown."""
+    """Return the problem of one value, as "NAME is VALUE: REASON, allowed: RANGE"; a secret is not shown."""
     name = str(problem["loc"][0])
     if problem["type"] == "missing":
         return f"{name} is not set"
@@ -100,5 +100,5 @@ def describe(problem: ErrorDetails, field: FieldInfo | None, *, is_secret: bool)
 
 
 def reason_of(problem: ErrorDetails) -> str:
-    """Return why a value, or several together, were refused."""
+    """Return why one value or a combination of values was rejected."""
     return problem["msg"].removeprefix("Value error, ")

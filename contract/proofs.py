@@ -1,8 +1,8 @@
-"""Keys and MACs of the internal channels: one key for each purpose, one unambiguous encoding of what a MAC covers.
+"""Keys and MACs of the internal channels: one key per purpose, and an unambiguous encoding of the fields of a MAC.
 
-Every key is derived from a secret by HKDF-SHA256 (RFC 5869) with a label, so that a proof made for one purpose is worth
-nothing for another. A MAC covers a label and a list of fields; each is written with its type and its length, so two
-different lists never have one encoding, whatever characters they hold.
+Every key is derived from a secret by HKDF-SHA256 (RFC 5869) with a label, so that a proof for one purpose is invalid for
+every other. A MAC covers a label and a list of fields; each is encoded with its type and its length, so that two
+different lists never have the same encoding.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Field = str | bytes | int
 
 
 def encode_fields(label: str, fields: Sequence[Field]) -> bytes:
-    """Return bytes that only this label and exactly these fields have."""
+    """Encode a label and fields unambiguously."""
     parts = [_encoded(VERSION), _encoded(label), _encoded(len(fields)), *map(_encoded, fields)]
     return b"".join(parts)
 
@@ -36,7 +36,7 @@ def _encoded(field: Field) -> bytes:
 
 
 def derive_key(secret: str | bytes, label: str, *context: Field, num_bytes: int = _HASH_BYTES) -> bytes:
-    """Return a key for one purpose by HKDF-SHA256. Whoever holds it learns nothing of the secret or of other keys."""
+    """Return a key for one purpose by HKDF-SHA256. It reveals neither the secret nor other keys."""
     material = secret.encode() if isinstance(secret, str) else secret
     extracted = hmac.digest(VERSION.encode(), material, "sha256")
     info = encode_fields(label, context)

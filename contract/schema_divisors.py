@@ -1,4 +1,4 @@
-"""How many remainders the divisors of a schema have: the grammar library makes a state for each."""
+"""Counts the remainders of a schema's divisors, for each of which the grammar library makes a state."""
 
 import math
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ from typing import Any
 from contract.schema_values import Schema
 
 MAX_DIVISORS = 20_000
-"""What all ``multipleOf`` may be together, in units of their last digits."""
+"""Limit of the sum of all ``multipleOf``, in units of their last digits."""
 _PARTS = frozenset(("$ref", "anyOf", "oneOf"))
 
 
 def num_remainders(schemas: Sequence[Schema]) -> int:
-    """Return how many remainders the divisors of these schemas have together, exactly up to ``MAX_DIVISORS``."""
+    """Return the number of remainders of all divisors of these schemas, exact up to ``MAX_DIVISORS``."""
     divisors = {divisor for schema in schemas if (divisor := _divisor(schema.get("multipleOf")))}
     if not divisors:
         return 0
@@ -25,7 +25,7 @@ def num_remainders(schemas: Sequence[Schema]) -> int:
 
 
 def _combines(schema: Schema) -> bool:
-    """Whether several schemas within it bind one value, so that their divisors multiply."""
+    """Return True if several schemas in it constrain one value, so that their divisors multiply."""
     parts = schema.get("allOf")
     num_parts = len(parts) if isinstance(parts, list) else 0
     num_others = len(_PARTS & schema.keys())

@@ -1,7 +1,7 @@
-"""Patterns of JSON schemas (ECMA 262) as the grammar library (Rust's regex crate) writes the same.
+"""Translates patterns of JSON schemas (ECMA 262) to the syntax of the grammar library (Rust's regex crate).
 
-The two differ in classes, where ``[``, ``&&``, ``--`` and ``~~`` mean more in Rust, in braces that are no count, and in
-a few escapes. What neither an automaton nor this translation can hold is named, not guessed.
+The two differ in classes, where ``[``, ``&&``, ``--`` and ``~~`` have a meaning in Rust, in braces that are not a count,
+and in a few escapes. Parts that an automaton or this translation does not support are named in an error.
 """
 
 import re
@@ -17,35 +17,35 @@ _PARTS = re.compile(
 _IN_CLASS = re.compile(
     rf"(?P<set>\\[dDsSwW] | \\[pP]\{{[^{{}}]*+\}}) | {_CHARACTER} | \\. | .", re.VERBOSE | re.DOTALL
 )
-_NOT_HELD = frozenset("bBkGKEQRXhHN123456789")
-"""Escapes that look around, or back at what was matched, or that ECMA 262 does not know."""
+_UNSUPPORTED = frozenset("bBkGKEQRXhHN123456789")
+"""Escapes for look-around or back-references, and escapes that ECMA 262 does not define."""
 _OTHERS = {"\\Z": "\\z", "\\<": "<", "\\>": ">"}
-"""The end of the text as Python writes it; what ECMA takes as it is, and Rust for the end of a word."""
+"""Python's escape for the end of the text, and a literal of ECMA that means the end of a word in Rust."""
 
 
 _IN_RUST = {"\\0": "\\x00", "\\b": "\\x08", **{one: f"\\{one}" for one in "[&~^-"}}
-"""Within a class, or everywhere (the zero)."""
+"""Escapes within a class; the zero everywhere."""
 
 
-class NotHeldError(Exception):
-    """A part of a pattern that cannot be held, which the error's text is."""
+class UnsupportedPatternError(Exception):
+    """An unsupported part of a pattern; it is the error's text."""
 
 
-def respelled(pattern: str) -> str:
-    """Return the pattern as the library writes it. Raises NotHeldError."""
-    return "".join(_respelled(pattern))
+def rust_pattern(pattern: str) -> str:
+    """Return the pattern in the library's syntax. Raises UnsupportedPatternError."""
+    return "".join(_rust_parts(pattern))
 
 
-def _respelled(pattern: str) -> Iterator[str]:
+def _rust_parts(pattern: str) -> Iterator[str]:
     position = 0
     while match := _PARTS.match(pattern, position):
         position = match.end()
         text = match[0]
         match match.lastgroup:
             case "group":
-                raise NotHeldError(text)
-            case "escape" if text[1] in _NOT_HELD:
-                raise NotHeldError(text)
+                raise UnsupportedPatternError(text)
+            case "escape" if text[1] in _UNSUPPORTED:
+                raise UnsupportedPatternError(text)
             case "escape":
                 yield _OTHERS.get(text, text)
             case "brace":
@@ -59,7 +59,7 @@ def _respelled(pattern: str) -> Iterator[str]:
 
 
 def _class_from(pattern: str, start: int) -> tuple[str, int]:
-    """Return the items of the class that begin there, and where it ends. Raises NotHeldError where it does not."""
+    """Return the items of a class and its end. Raises UnsupportedPatternError if it has no end."""
     out: list[str] = []
     position = start
     is_range = False
@@ -76,12 +76,12 @@ def _class_from(pattern: str, start: int) -> tuple[str, int]:
             out.append("-")
             position += 1
     if match is None:
-        raise NotHeldError("a class without its end")
+        raise UnsupportedPatternError("a class without an end")
     return "".join(out), position + 1
 
 
 def _plain(text: str) -> str:
-    """One character of a class, or an escape, where it means the same in Rust."""
+    """Return one character of a class, or an escape, in Rust's syntax."""
     if text.startswith("\\c"):
         return f"\\x{ord(text[-1]) % 32:02x}"
     return _IN_RUST.get(text, text)

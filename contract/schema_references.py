@@ -1,4 +1,4 @@
-"""What the references of one JSON schema point to, within the document."""
+"""Resolves the references of one JSON schema within its document."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,23 +7,23 @@ from urllib.parse import unquote
 from contract.schema_values import Schema
 
 MAX_REFERENCES = 1_000
-"""What one reference may lead to by way of others."""
+"""Limit of a chain of references."""
 
 
 class References:
-    """Looks up references, and knows which parts of the document lead to their targets.
+    """Resolves references, and records which parts of the document lead to their targets.
 
-    A place is a dictionary of the document, by its id, and a key of it.
+    A location is a dictionary of the document, by its id, and one of its keys.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
         self._targets: set[tuple[int, str]] = set()
-        self._ways: set[tuple[int, str]] = set()
+        self._paths: set[tuple[int, str]] = set()
         self._found: dict[str, Any] = {}
         self._names: set[str] = set()
         self.are_all_pointers = True
-        """None is by an anchor or an id, so that what no pointer leads to is not needed."""
+        """True if no reference uses an anchor or an id; then parts to which no pointer leads are not needed."""
         for node in _dictionaries(root):
             self._names |= {
                 node[key]
@@ -37,16 +37,16 @@ class References:
             self._find(reference)
         self._found.clear()
 
-    def is_way(self, parent: int, key: str) -> bool:
-        """Whether a target stands there or further within."""
-        return (parent, key) in self._ways
+    def leads_to_target(self, parent: int, key: str) -> bool:
+        """Return True if a target is at this location or inside it."""
+        return (parent, key) in self._paths
 
     def is_target(self, parent: int, key: str) -> bool:
-        """Whether a target stands there."""
+        """Return True if a target is at this location."""
         return (parent, key) in self._targets
 
     def resolved(self, schema: Any) -> Any:
-        """Follow references within the document, as far as they lead."""
+        """Follow references within the document as far as possible."""
         seen: list[str] = []
         while isinstance(schema, dict) and isinstance(reference := schema.get("$ref"), str):
             if reference in self._found:
@@ -60,20 +60,20 @@ class References:
         return schema
 
     def lead_within(self, reference: str) -> bool:
-        """Whether a reference leads to a schema of this document."""
+        """Return True if a reference leads to a schema of this document."""
         if _is_pointer(reference):
             return isinstance(self._find(reference), dict | bool)
         return unquote(reference.removeprefix("#")) in self._names or "$id" in self._root
 
     def _find(self, reference: str) -> Any:
-        """Return what a pointer points to, None where nothing stands there, and note the way."""
+        """Return the target of a pointer, None if there is none, and record the path to it."""
         node: Any = self._root
         place: tuple[int, str] | None = None
         for part in unquote(reference.removeprefix("#")).split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
             if isinstance(node, dict):
                 place = (id(node), part)
-                self._ways.add(place)
+                self._paths.add(place)
                 node = node.get(part)
             elif isinstance(node, list) and part.isdecimal() and len(part) < 10 and int(part) < len(node):
                 node = node[int(part)]

@@ -1,4 +1,4 @@
-"""One schema in the keywords that are held: generators write the same constraints in several ways."""
+"""Rewrites a schema in supported keywords: generators express the same constraints in several ways."""
 
 import re
 from collections.abc import Callable
@@ -9,17 +9,17 @@ from contract.schema_values import Schema, properties_of, values_of
 
 _MOST = ("maxItems", "maxLength", "maxProperties")
 _NO_ANSWER_HAS = 2**31
-"""A count above that of what any answer holds: as a maximum it forbids nothing."""
+"""A count that no answer reaches: as a maximum it forbids nothing."""
 _SPEAKS_OF_ITEMS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "contains", "dependentSchemas"))
 _OF_NAMES = frozenset(("pattern", "minLength", "maxLength"))
 _BINDS_NAMES = _OF_NAMES | {"enum", "const", "type", "format", "not", "allOf", "anyOf", "oneOf", "$ref", "if"}
 _IN_REFERENCES = "!#$%&'()*+,/:;=?@~"
 
 
-def plainly_spelled(schema: Schema) -> Schema | bool:
-    """Return the same schema where a keyword that is null is missing, and ``not: {}`` is false.
+def normalized(schema: Schema) -> Schema | bool:
+    """Return an equal schema without keywords that are null, and with False for ``not: {}``.
 
-    References are written as URIs; a count that no answer reaches is left out; ``unevaluatedItems`` is written as ``items``.
+    References become URIs; a maximum that no answer reaches is removed; ``unevaluatedItems`` becomes ``items``.
     """
     if "not" in schema and (schema["not"] is True or schema["not"] == {}):
         return False
@@ -38,7 +38,7 @@ def plainly_spelled(schema: Schema) -> Schema | bool:
 
 
 def well_formed(schema: Schema) -> Schema:
-    """Return the same schema without keywords whose values are not of their form, as ``"properties": []`` is."""
+    """Return the schema without keywords whose values have a wrong type, such as ``"properties": []``."""
     out = {key: value for key, value in schema.items() if _FORMS.get(key, _is_anything)(value)}
     for key in _MAPS & out.keys():
         out[key] = {name: one for name, one in out[key].items() if _is_schema(one)}
@@ -102,11 +102,11 @@ _FORMS: dict[str, Callable[[Any], bool]] = {
     "enum": _is_list,
     "required": _are_texts,
 }
-"""What the value of a keyword must be: draft 4 has booleans as exclusive bounds, and lists as ``items``."""
+"""The valid values of each keyword: draft 4 allows booleans as exclusive bounds, and lists as ``items``."""
 
 
 def closed_names(schema: Schema, names: Any) -> Schema | None:
-    """Return the same schema without ``propertyNames``, which are ``names``; None where no other keywords say it."""
+    """Return an equal schema without ``propertyNames`` (``names``); None if no other keywords can express them."""
     out = {key: value for key, value in schema.items() if key != "propertyNames"}
     if not isinstance(names, dict):
         return out if names is True else None
@@ -130,7 +130,7 @@ def closed_names(schema: Schema, names: Any) -> Schema | None:
 
 
 def _pattern_of(names: Schema) -> str | None:
-    """Return the pattern of texts that match ``pattern`` or the bounds of a length; None for both together."""
+    """Return one pattern for ``pattern`` or for the bounds of a length; None for both together."""
     fewest = names.get("minLength", 0)
     most = names.get("maxLength", "")
     if "pattern" in names:

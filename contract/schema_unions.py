@@ -1,47 +1,46 @@
-"""Unions (``oneOf``) whose branches no value matches two of, so that they mean the same as ``anyOf``."""
+"""Finds unions (``oneOf``) with disjoint branches, which are therefore equal to ``anyOf``."""
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import combinations
 from typing import Any
 
 from contract.schema_values import Schema, canonical, properties_of, required_of, types_of, values_of
 
 Resolve = Callable[[Any], Any]
 MAX_STEPS = 2**19
-"""Schemas, values and names that are looked at in one document; what would take more is not told apart."""
+"""Limit of the schemas, values and names examined in one document; unions beyond it do not count as disjoint."""
 _MAX_DEPTH = 8
 _SAYS_ITSELF = frozenset(("type", "const", "enum", "properties"))
 
 
 class TooManyStepsError(Exception):
-    """The union is too large to find out."""
+    """The union is too large to be examined."""
 
 
 class Unions:
-    """Tells the branches of one document apart by their types, constants and properties.
+    """Compares the branches of the unions in one document by their types, constants and properties.
 
-    resolve: follows a schema's references. max_steps: what all questions may cost together; beyond that nothing is known.
+    resolve: follows a schema's references. max_steps: limit of all examinations together.
     """
 
     def __init__(self, resolve: Resolve, max_steps: int = MAX_STEPS) -> None:
         self._resolve = resolve
         self._steps_left = max_steps
 
-    def are_apart(self, branches: Sequence[Any]) -> bool:
-        """Whether no value matches two of them, as far as they show."""
+    def are_disjoint(self, branches: Sequence[Any]) -> bool:
+        """Return True if it is certain that no value matches two of the branches."""
         try:
-            return self._are_apart(branches, 0)
+            return self._are_disjoint(branches, 0)
         except TooManyStepsError:
             return False
 
-    def tell_apart(self, union: Schema) -> None:
-        """Require, in each branch that is an object, the one property by which all of these can be told apart.
+    def require_discriminator(self, union: Schema) -> None:
+        """Require, in each branch that is an object, the one property that distinguishes all of them.
 
-        So it is meant where a discriminator is named, and where a library leaves properties with a default out of
-        ``required``. Branches that are apart already, or cannot be told apart so, are left as they are.
+        A named discriminator means this, as do libraries that do not list properties with a default in ``required``.
+        Branches that are disjoint already, or cannot be made so, are unchanged.
         """
         branches = union.get("oneOf")
-        if not isinstance(branches, list) or self.are_apart(branches):
+        if not isinstance(branches, list) or self.are_disjoint(branches):
             return
         try:
             objects = [one for one in self._flat(branches, 0) if _may_be_object(one)]
@@ -52,7 +51,7 @@ class Unions:
             if name not in required_of(one):
                 one["required"] = [*required_of(one), name]
 
-    def _are_apart(self, branches: Sequence[Any], depth: int) -> bool:
+    def _are_disjoint(self, branches: Sequence[Any], depth: int) -> bool:
         known = self._flat(branches, depth)
         by_type: dict[str, list[Any]] = {}
         for one in known:
@@ -60,13 +59,13 @@ class Unions:
                 by_type.setdefault(name, []).append(one)
         return all(
             len(those) < 2
-            or self._are_values_apart(those)
-            or (name == "object" and self._has_sign(those, depth))
+            or self._have_disjoint_values(those)
+            or (name == "object" and self._has_discriminator(those, depth))
             for name, those in by_type.items()
         )
 
     def _flat(self, branches: Sequence[Any], depth: int) -> list[Any]:
-        """Return the branches resolved, and those within unions among them, without those that nothing matches."""
+        """Return the resolved branches, with nested unions flattened, without branches that match nothing."""
         out = []
         waiting = [(one, depth) for one in reversed(branches)]
         while waiting:
@@ -80,7 +79,7 @@ class Unions:
                 out.append(one)
         return out
 
-    def _are_values_apart(self, schemas: list[Any]) -> bool:
+    def _have_disjoint_values(self, schemas: list[Any]) -> bool:
         seen: set[str] = set()
         for schema in schemas:
             values = values_of(schema) if isinstance(schema, dict) else None
@@ -93,34 +92,31 @@ class Unions:
             seen |= own
         return True
 
-    def _have_signs(self, schemas: list[Any], depth: int) -> bool:
-        """Whether one property tells all of them apart, or in each pair some property does."""
-        return self._has_sign(schemas, depth) or (
-            len(schemas) > 2 and all(self._has_sign(list(pair), depth) for pair in combinations(schemas, 2))
-        )
-
-    def _has_sign(self, schemas: list[Any], depth: int) -> bool:
-        """Whether one property that all of them require tells them apart."""
+    def _has_discriminator(self, schemas: list[Any], depth: int) -> bool:
+        """Return True if one property that all schemas require distinguishes them."""
         self._step(len(schemas))
         if not all(map(_may_be_object, schemas)):
             return False
-        return any(all(name in required_of(one) for one in schemas) for name in self._signs(schemas, depth))
+        return any(
+            all(name in required_of(one) for one in schemas)
+            for name in self._discriminating_names(schemas, depth)
+        )
 
     def _discriminators(self, union: Schema, objects: list[Schema]) -> Iterator[str]:
-        """Yield the names of properties that would tell all branches apart if they were required."""
+        """Yield the names of properties that would distinguish all branches if they were required."""
         found = union.get("discriminator")
         named = found.get("propertyName") if isinstance(found, dict) else None
-        signs = list(self._signs(objects, 0)) if len(objects) > 1 else []
+        signs = list(self._discriminating_names(objects, 0)) if len(objects) > 1 else []
         yield from sorted(signs, key=lambda name: name != named)
 
-    def _signs(self, schemas: list[Any], depth: int) -> Iterator[str]:
-        """Yield the names of properties of all of them whose values are apart."""
+    def _discriminating_names(self, schemas: list[Any], depth: int) -> Iterator[str]:
+        """Yield the names of properties that all schemas have, with disjoint values."""
         first, *others = [properties_of(one) for one in schemas]
         if depth >= _MAX_DEPTH or len({id(one) for one in schemas}) < len(schemas):
             return
         for name in first:
             self._step(len(schemas))
-            if all(name in one for one in others) and self._are_apart(
+            if all(name in one for one in others) and self._are_disjoint(
                 [one[name] for one in (first, *others)], depth + 1
             ):
                 yield name
@@ -132,7 +128,7 @@ class Unions:
 
 
 def _branches_within(schema: Any) -> list[Any] | None:
-    """Return the branches of a schema that is a union and nothing else."""
+    """Return the branches of a schema that is only a union."""
     if not isinstance(schema, dict) or _SAYS_ITSELF & schema.keys():
         return None
     given = [schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]

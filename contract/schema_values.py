@@ -1,4 +1,4 @@
-"""What a JSON schema shows of the values that match it: their types, constants and required properties."""
+"""Reads from a JSON schema the types, constants and required properties of matching values."""
 
 import json
 import re
@@ -16,18 +16,18 @@ _SPELLINGS = {
     "object": r"(dict|dictionary|map|object|record|struct|hash)\b.*",
     "null": r"none|nil|void",
 }
-"""Names of types that are no JSON Schema, and are written all the same: those of other languages."""
+"""Type names of other languages, which are used though JSON Schema does not define them."""
 
 
 def spelled(name: str) -> str:
-    """Return the name of a type as JSON Schema writes it, where it is one."""
+    """Return JSON Schema's name of a type, if it is one."""
     name = name.lower()
     found = (one for one, others in _SPELLINGS.items() if re.fullmatch(others, name, re.DOTALL))
     return name if name in TYPES else next(found, name)
 
 
 def types_of(schema: Schema) -> set[str]:
-    """Return the types of JSON that a value may have, integers as numbers."""
+    """Return the possible JSON types of a value, with integers as numbers."""
     constants = values_of(schema)
     if constants is not None:
         return {type_of(value) for value in constants}
@@ -40,7 +40,7 @@ def types_of(schema: Schema) -> set[str]:
 
 
 def type_of(value: Any) -> str:
-    """Return the type of a JSON value, integers as numbers."""
+    """Return the type of a JSON value, with integers as numbers."""
     match value:
         case None:
             return "null"
@@ -54,7 +54,7 @@ def type_of(value: Any) -> str:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """Return the values that are listed; None where none are."""
+    """Return the listed values; None if the schema lists none."""
     if "const" in schema:
         return [schema["const"]]
     values = schema.get("enum")
@@ -62,7 +62,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def canonical(value: Any) -> str:
-    """Return one text for all spellings of a value: 1 and 1.0 are equal."""
+    """Return the same text for equal values: 1 and 1.0 are equal."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return json.dumps(value, sort_keys=True)

@@ -11,8 +11,8 @@ class DecodeServicer(WorkerServicer):
     """Serves Decode."""
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Accept a request whose KV is fetched from ``source``; without one the prompt is computed here as well.
+        """Accept a request whose KV is fetched from ``source``; without a source the prompt is computed here.
 
-        The router asks for the latter only where no prefill worker is left, or handing over keeps failing.
+        The router does the latter only if no prefill worker is left, or hand-overs keep failing.
         """
         return await self._accept(decode_from_proto, request, context)

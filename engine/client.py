@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, Self
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.connector import ConnectorFactory
 from engine.hosting.delivery import Delivery
 from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine

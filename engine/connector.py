@@ -34,7 +34,8 @@ import msgspec
 
 from contract.errors import SettingError
 from contract.layout import KVLayout, Side
-from contract.requests import EngineRequest, TokenLogprobs, TransferReport
+from contract.outputs import TokenLogprobs, TransferReport
+from contract.requests import EngineRequest
 
 
 @dataclass(frozen=True)

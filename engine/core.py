@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from contract.errors import KvbatonError, NotFoundError, UnsupportedFieldError
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.connecting import connect
 from engine.connector import ConnectorFactory
 from engine.grammar.compiler import GrammarCompiler

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""A streamed Generate over gRPC, with the latency split: ``python examples/grpc_generate.py [HOST:PORT]``.
+"""A streamed Generate over gRPC, with the latency breakdown: ``python examples/grpc_generate.py [HOST:PORT]``.
 
-It needs the client package alone: ``pip install ./clients/python``.
+It needs only the client package: ``pip install ./clients/python``.
 """
 
 import sys
@@ -11,7 +11,7 @@ PROMPT = "<|bos|><|user|>\nRepeat: fox lake moon<|end|>\n<|assistant|>\n"
 
 
 def generate(address: str, text: str) -> None:
-    """Print the answer as it arrives, then where the time went."""
+    """Print the answer as it arrives, then the latency breakdown."""
     with Client(address) as client:
         for message in client.stream(text, sampling=SamplingParams(temperature=0.0, max_tokens=16)):
             print("".join(choice.text for choice in message.choices), end="", flush=True)

@@ -1,4 +1,4 @@
-"""Prompts in, answers out, without a service to start first: ``python examples/offline.py [MODEL]``."""
+"""Answers prompts without a separate service: ``python examples/offline.py [MODEL]``."""
 
 import sys
 

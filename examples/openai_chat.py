@@ -1,4 +1,4 @@
-"""One streamed chat over OpenAI HTTP with nothing but the standard library: ``python examples/openai_chat.py [URL]``."""
+"""One streamed chat over OpenAI HTTP with the standard library only: ``python examples/openai_chat.py [URL]``."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ QUESTION = 'lamp: fox\ncomet: ginger\nacorn: lantern\nWhat is "comet"?'
 
 
 def chat(url: str, question: str) -> Iterator[str]:
-    """The pieces of the answer, as they arrive."""
+    """Yield the pieces of the answer as they arrive."""
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "stream": True}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""The ``openai`` package, unchanged: an answer, a stream, several at once: ``python examples/openai_sdk.py [URL]``."""
+"""The ``openai`` package with kvbaton: an answer, a stream, concurrent requests: ``python examples/openai_sdk.py [URL]``."""
 
 import asyncio
 import sys
@@ -9,7 +9,7 @@ MODEL = "kvbaton-demo"
 
 
 def ask(url: str) -> str:
-    """A whole answer."""
+    """Return a complete answer."""
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answer = client.chat.completions.create(
             model=MODEL, temperature=0, messages=[{"role": "user", "content": "Who are you?"}]
@@ -18,7 +18,7 @@ def ask(url: str) -> str:
 
 
 def stream(url: str) -> None:
-    """An answer as it comes."""
+    """Print an answer as it arrives."""
     with OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         pieces = client.chat.completions.create(
             model=MODEL,
@@ -32,7 +32,7 @@ def stream(url: str) -> None:
 
 
 async def ask_several(url: str, prompts: list[str]) -> list[str]:
-    """Several completions at the same time."""
+    """Request several completions concurrently."""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client:
         answers = await asyncio.gather(
             *(client.completions.create(model=MODEL, prompt=one, temperature=0) for one in prompts)

@@ -17,7 +17,7 @@ class TransferOptions(Options):
     transport: TransportName = "auto"
     """Transport of KV blocks: shm (workers on one machine), nixl, nccl, tcp, or auto, the best that both workers support."""
     shm_dir: Path | None = None
-    """Folder of the sockets of transport shm; containers share it by a volume. Unset: a fresh private one in /tmp."""
+    """Folder of the sockets of transport shm; containers share it as a volume. Unset: a new private folder in /tmp."""
     lease_seconds: float = Field(default=30.0, gt=0)
     """Seconds that computed KV stays lent to a decode worker from which nothing is received."""
 
@@ -26,11 +26,11 @@ class PortOptions(Options):
     """The addresses at which other workers reach a worker."""
 
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Interface that the worker's internal ports bind to; other workers and the router must reach it."""
+    """Interface to which the worker's internal ports are bound; other workers and the router must be able to reach it."""
     advertise_host: str | None = None
-    """Host that the router and other workers dial; needed where host is a wildcard such as 0.0.0.0."""
+    """Host name or address that the router and other workers connect to; required if host is a wildcard such as 0.0.0.0."""
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""
     data_port: int = Field(default=0, ge=0, le=65535)
-    """Port of the KV data that other workers fetch by transport tcp (or nixl or nccl); 0 picks a free one. Each further
-    rank has the next one."""
+    """Port of the KV data that other workers fetch by transport tcp, nixl or nccl; 0 picks a free one. Each further rank
+    uses the next port."""

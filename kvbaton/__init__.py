@@ -1,6 +1,6 @@
-"""The Python face of kvbaton: ``from kvbaton import LLM, SamplingParams``.
+"""The Python API of kvbaton: ``from kvbaton import LLM, SamplingParams``.
 
-Importing it loads neither torch nor a model; the names below load their modules when they are first used.
+Importing it loads neither torch nor a model; the names below load their modules at first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Offline use: a model, its prompts, their answers, without a server to start first."""
+"""Offline inference with a model on this machine, without a separate server."""
 
 import weakref
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from os import PathLike, fspath
 from typing import Any, Literal, Self
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from kvbaton.asking import ask_all, check_all, check_embeddings, embed_all
 from kvbaton.outputs import EmbeddingRequestOutput, RequestOutput
 from kvbaton.prompts import Prompt, PromptType, parse_conversations, parse_prompts
+from kvbaton.requests import check_all, check_embeddings, embed_all, run_all
 from kvbaton.sampling import SamplingParams
 from kvbaton.service import OfflineService
 from kvbaton.settings import LLMSettings
@@ -20,16 +20,16 @@ from router.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat
 
 Sampling = SamplingParams | Sequence[SamplingParams] | None
-"""For all prompts, or one for each."""
+"""Parameters for all prompts, or one object per prompt."""
 
 
 class LLM:
-    """A model on this machine, ready to answer when the constructor returns.
+    """A model on this machine, ready when the constructor returns.
 
     The arguments are those of ``kvbaton up``; unset ones come from ``KVBATON_*`` variables, then the defaults. Without
     ``prefill``, ``decode`` and ``both`` there is one aggregated worker. Use it as a context manager, or ``close`` it; the
-    workers end with this process at the latest. It may be used from several threads. Raises SettingError for a bad
-    argument, UnavailableError when a worker cannot start.
+    workers end with this process at the latest. Thread-safe. Raises SettingError for an invalid argument, UnavailableError
+    when a worker cannot start.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the workers; nothing is left. Does nothing the second time."""
+        """Stop the workers. A second call does nothing."""
         self._close()
 
     def generate(
@@ -76,11 +76,11 @@ class LLM:
         lora_request: None = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; the answers come in the order of the prompts.
+        """Continue each prompt; return the answers in the order of the prompts.
 
-        use_tqdm: show a progress bar where standard error is a terminal. priority: one number a prompt; higher runs
-        earlier. Raises InvalidRequestError, which names the prompt, before anything is sent; KvbatonError where a prompt
-        cannot be answered, which ends the others.
+        use_tqdm: show a progress bar if standard error is a terminal. priority: one number per prompt; higher runs earlier.
+        Raises InvalidRequestError, which names the prompt, before anything is sent; KvbatonError if a prompt cannot be
+        answered, which cancels the others.
         """
         return self._answer(parse_prompts(prompts), sampling_params, use_tqdm, lora_request, priority)
 
@@ -93,10 +93,9 @@ class LLM:
         lora_request: None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of a list of conversations, by the model's chat template; else as ``generate``.
+        """Answer one conversation or a list of conversations with the model's chat template; otherwise like ``generate``.
 
-        tools: what the template tells the model of, as OpenAI writes them. The text is what the model wrote, its calls and
-        its reasoning included.
+        tools: functions for the template, in OpenAI's format. The text of an answer includes calls and reasoning.
         """
         prompts = parse_conversations(messages, None if tools is None else list(tools))
         return self._answer(prompts, sampling_params, use_tqdm, lora_request, None)
@@ -108,15 +107,15 @@ class LLM:
         use_tqdm: bool = True,
         lora_request: None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """The embedding of each prompt, in their order: a prefill or aggregated worker pools its hidden states.
+        """Return the embedding of each prompt, in order, from the hidden states of a prefill or aggregated worker.
 
-        Else as ``generate``.
+        Otherwise like ``generate``.
         """
         _refuse_lora(lora_request)
         parsed = parse_prompts(prompts)
         service = self._service
-        asked = (partial(self._embedding_request, prompt) for prompt in parsed)
-        requests = check_embeddings(service.pipeline, asked)
+        makers = (partial(self._embedding_request, prompt) for prompt in parsed)
+        requests = check_embeddings(service.pipeline, makers)
         with progress_bar("Processed prompts", len(parsed), is_shown=use_tqdm) as advance:
             return service.run(lambda: embed_all(service.pipeline, requests, advance))
 
@@ -133,11 +132,11 @@ class LLM:
         each = len(prompts)
         params = _one_each("sampling_params", SamplingParams() if sampling is None else sampling, each)
         priorities = _one_each("priority", 0 if priority is None else priority, each)
-        wanted = zip(prompts, params, priorities, strict=True)
-        asked = (partial(self._request, *one) for one in wanted)
-        questions = check_all(service.pipeline, service.card, asked)
+        each_prompt = zip(prompts, params, priorities, strict=True)
+        makers = (partial(self._request, *one) for one in each_prompt)
+        requests = check_all(service.pipeline, service.card, makers)
         with progress_bar("Processed prompts", each, is_shown=use_tqdm) as advance:
-            return service.run(lambda: ask_all(service.pipeline, service.card.tokenizer, questions, advance))
+            return service.run(lambda: run_all(service.pipeline, service.card.tokenizer, requests, advance))
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> GenerationRequest:
         name = str(next(self._request_ids))
@@ -145,7 +144,7 @@ class LLM:
 
     def _embedding_request(self, prompt: Prompt) -> EmbeddingRequest:
         if isinstance(prompt.content, Chat):
-            raise InvalidRequestError("a chat has no embedding; give text or token ids", param="prompts")
+            raise InvalidRequestError("a chat has no embedding; pass text or token ids", param="prompts")
         salt = prompt.others.get("cache_salt") or ""
         return EmbeddingRequest(
             request_id=str(next(self._request_ids)), prompt=prompt.content, cache_salt=salt
@@ -154,16 +153,16 @@ class LLM:
 
 def _refuse_lora(lora_request: object) -> None:
     if lora_request is not None:
-        raise UnsupportedFieldError("lora_request is not served by this version", param="lora_request")
+        raise UnsupportedFieldError("lora_request is not supported by this version", param="lora_request")
 
 
 def _one_each(name: str, given: Any, num_prompts: int) -> list[Any]:
-    """A thing for every prompt. Raises InvalidRequestError where there is another number of them."""
+    """Return one value per prompt. Raises InvalidRequestError for a list of another length."""
     if not isinstance(given, list | tuple):
         return [given] * num_prompts
     if len(given) != num_prompts:
         raise InvalidRequestError(
-            f"{name} has {len(given)} entries for {num_prompts} prompts; give one, or one for each",
+            f"{name} has {len(given)} entries for {num_prompts} prompts; pass one value, or one per prompt",
             param=name,
         )
     return list(given)

@@ -1,4 +1,4 @@
-"""What ``LLM`` answers, by the names of vLLM."""
+"""The outputs of ``LLM``, with vLLM's names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Logprob:
-    """One token at one place of an answer. rank: 1 is the most likely one. decoded_token: its own text."""
+    """One token at one position of an answer. rank: 1 is the most likely token. decoded_token: its text."""
 
     logprob: float
     rank: int | None = None
@@ -22,9 +22,9 @@ class Logprob:
 class CompletionOutput:
     """One answer.
 
-    token_ids: its tokens, with the one that ended it. cumulative_logprob, logprobs: the sum over its tokens, and for each
-    the candidates by token id, its own first; None unless asked for. finish_reason: "stop" or "length". stop_reason: the
-    stop string or stop token id that ended it; None for the model's own end token.
+    token_ids: its tokens, including the one that ended it. cumulative_logprob, logprobs: the sum over its tokens, and
+    for each position the candidates by token id, the sampled one first; None unless requested. finish_reason: "stop" or
+    "length". stop_reason: the stop string or stop token id that ended it; None for the model's own end token.
     """
 
     index: int
@@ -40,9 +40,9 @@ class CompletionOutput:
 class RequestOutput:
     """The answers to one prompt.
 
-    prompt: its text, None where it was given as token ids. num_cached_tokens: prompt tokens whose KV was there already.
-    metrics: where the time went, in seconds; of several answers that of the one that took longest. prompt_logprobs: None for
-    the first token, then the candidates by token id, the prompt's own first; None unless asked for.
+    prompt: its text; None if it was given as token ids. num_cached_tokens: prompt tokens whose KV was cached. metrics: the
+    latency breakdown in seconds; of several answers that of the slowest. prompt_logprobs: None for the first token, then the
+    candidates by token id, the prompt's own first; None unless requested.
     """
 
     request_id: str
@@ -63,7 +63,7 @@ class EmbeddingOutput:
 
     @property
     def hidden_size(self) -> int:
-        """How many numbers it has."""
+        """The length of the vector."""
         return len(self.embedding)
 
 
@@ -79,13 +79,13 @@ class EmbeddingRequestOutput:
 
 
 def completions(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[CompletionOutput]:
-    """The answers that these deltas are, by their index."""
+    """Assemble the answers from their deltas, in the order of their indices."""
     indexes = sorted({delta.index for delta in deltas})
     return [_completion([d for d in deltas if d.index == index], tokenizer) for index in indexes]
 
 
 def prompt_logprobs(deltas: Sequence[Delta], tokenizer: Tokenizer) -> list[dict[int, Logprob] | None] | None:
-    """Those of the prompt that these deltas go on with; None where nobody asked."""
+    """Return the log probabilities of the prompt; None unless requested."""
     prompt = next((delta.prompt for delta in deltas if delta.prompt), None)
     if prompt is None or not prompt.logprobs:
         return None

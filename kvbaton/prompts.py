@@ -1,4 +1,4 @@
-"""What ``LLM.generate`` and ``LLM.chat`` take as prompts, in the shapes of vLLM."""
+"""The prompts of ``LLM.generate`` and ``LLM.chat``, in vLLM's formats."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,33 +10,33 @@ from text.tools import Tool, parse_tools
 
 
 class TextPrompt(TypedDict, total=False):
-    """A text. cache_salt: prompts with different salts never share cached KV."""
+    """A text prompt. cache_salt: prompts with different salts never share cached KV."""
 
     prompt: str
     cache_salt: str
 
 
 class TokensPrompt(TypedDict, total=False):
-    """Token ids, taken as they are. cache_salt: as in ``TextPrompt``."""
+    """A prompt of token ids. cache_salt: as in ``TextPrompt``."""
 
     prompt_token_ids: Sequence[int]
     cache_salt: str
 
 
 PromptType = str | TextPrompt | TokensPrompt | list[int]
-"""One prompt: text, token ids, or an object that holds either."""
+"""One prompt: text, token ids, or an object with either."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt. others: fields of the request that came with it."""
+    """One checked prompt. others: further fields of the request."""
 
     content: str | tuple[int, ...] | Chat
     others: Mapping[str, Any] = field(default_factory=dict)
 
 
 def parse_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt or a sequence of prompts. Raises InvalidRequestError that names the prompt at fault."""
+    """Check one prompt or a sequence of prompts. Raises InvalidRequestError that names the prompt at fault."""
     if _is_one(prompts):
         return [_parse(prompts, "prompts")]
     if not isinstance(prompts, list | tuple):
@@ -48,17 +48,17 @@ def parse_prompts(prompts: Any) -> list[Prompt]:
 
 
 def parse_conversations(messages: Any, tools: Any = None) -> list[Prompt]:
-    """One conversation or a list of such. Raises InvalidRequestError that names the message, or the tool, at fault."""
-    told = parse_tools(tools)
+    """Check one conversation or a list. Raises InvalidRequestError that names the message, or the tool, at fault."""
+    parsed_tools = parse_tools(tools)
     if isinstance(messages, list | tuple) and messages and isinstance(messages[0], list | tuple):
-        chats = [_chat(one, told, f"prompt {index}: ") for index, one in enumerate(messages)]
+        chats = [_chat(one, parsed_tools, f"prompt {index}: ") for index, one in enumerate(messages)]
     else:
-        chats = [_chat(messages, told, "")]
+        chats = [_chat(messages, parsed_tools, "")]
     return [Prompt(chat) for chat in chats]
 
 
 def named(error: KvbatonError, where: str) -> KvbatonError:
-    """The same error, with the place that it is about in front."""
+    """Return the error with its place at the beginning of its message."""
     return type(error)(f"{where}{error.message}", param=error.param)
 
 

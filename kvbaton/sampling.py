@@ -1,10 +1,10 @@
-"""How answers are drawn, by the names of vLLM; read by the code that reads the fields of HTTP."""
+"""Sampling parameters with vLLM's names, checked by the code that checks the fields of HTTP requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.fields.sampling import shared_fields
 from router.http.fields.unsupported import reject_unsupported
@@ -14,13 +14,13 @@ from text.chat import Chat
 
 @dataclass(kw_only=True)
 class SamplingParams:
-    """How the answer to one prompt is drawn. None: the model's own generation default, as over HTTP.
+    """The sampling parameters of one prompt. None: the model's generation default, as over HTTP.
 
-    n: answers to each prompt. max_tokens: at most this many new tokens; None is all that fits the model. seed: equal seeds
-    give equal answers; drawn where it is None. logprobs: how many alternatives are given for each token, 0..20; 0 gives
-    those of the answer's tokens alone. prompt_logprobs: the same of the prompt. top_k: 0 or -1 keeps the whole vocabulary.
-    structured_outputs: one of json (a schema), json_object, regex, choice (a list) and grammar, that the answer matches.
-    include_stop_str_in_output: the text keeps what stopped it. skip_special_tokens: these and end tokens have no text.
+    n: number of answers per prompt. max_tokens: maximum number of new tokens; None: up to the model's limit. seed: equal
+    seeds give equal answers; None: chosen at random. logprobs: number of alternatives for each token, 0..20; 0 returns only
+    the sampled tokens' own. prompt_logprobs: the same for the prompt. top_k: 0 or -1 keeps the whole vocabulary.
+    structured_outputs: one of json (a schema), json_object, regex, choice (a list) and grammar, which the answer matches.
+    include_stop_str_in_output: the text includes the stop string. skip_special_tokens: special and end tokens have no text.
     """
 
     n: int = 1
@@ -50,9 +50,9 @@ class SamplingParams:
     def request(
         self, request_id: str, prompt: str | tuple[int, ...] | Chat, **others: Any
     ) -> GenerationRequest:
-        """The request that HTTP would make of these fields and ``others`` (priority, cache_salt).
+        """Make the request that HTTP would make of these fields and ``others`` (priority, cache_salt).
 
-        Raises InvalidRequestError, UnsupportedFieldError among them.
+        Raises InvalidRequestError, or its subclass UnsupportedFieldError.
         """
         body = Body({field.name: _as_json(getattr(self, field.name)) for field in fields(self)} | others)
         reject_unsupported(body)
@@ -66,7 +66,7 @@ class SamplingParams:
 
 
 def _as_json(value: Any) -> Any:
-    """A value as a body of JSON has it."""
+    """Return a value in the form that a JSON body has."""
     if isinstance(value, Mapping):
         return {str(name): inner for name, inner in value.items()}
     if isinstance(value, tuple | set | frozenset):

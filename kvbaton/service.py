@@ -1,7 +1,7 @@
-"""The service behind an ``LLM``: a router in a thread of its own, and its workers as child processes.
+"""The service behind an ``LLM``: a router in its own thread, and workers as child processes.
 
-The router is the one that ``kvbaton up`` starts, without public ports: requests enter its pipeline directly. The workers
-are started, watched and started again as those of ``kvbaton up`` are, and die with this process.
+The router is that of ``kvbaton up``, without public ports: requests enter its pipeline directly. The workers are started,
+watched and restarted like those of ``kvbaton up``, and end with this process.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"
 _TIMEOUT_SECONDS = 30 * 24 * 3600.0
 _MAX_QUEUE = 2**31
-_GLANCE_SECONDS = 0.5
+_POLL_SECONDS = 0.5
 
 
 class OfflineService:
-    """Started by its constructor, which returns when it can answer; ``close`` leaves no process and no thread.
+    """A service that its constructor starts; the constructor returns when the service is ready. ``close`` stops everything.
 
     Raises SettingError for a model that cannot be used, UnavailableError when a worker cannot start.
     """
@@ -59,31 +59,30 @@ class OfflineService:
             raise
 
     def close(self) -> None:
-        """End the requests, the workers and the router. Does nothing the second time."""
+        """Stop the requests, the workers and the router. A second call does nothing."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self._loop.call_soon_threadsafe(self._stopped.set)
-        if threading.current_thread() is not self._thread:  # it may be, where garbage is collected
+        if threading.current_thread() is not self._thread:  # true when the garbage collector calls this
             self._thread.join()
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine in the service's event loop, from another thread. Ctrl-C cancels it.
 
-        Raises what it raises, UnavailableError when the service is closed meanwhile.
+        Raises its errors, and UnavailableError when the service is closed meanwhile.
         """
         with self._closing:
             if self._is_closed:
                 raise UnavailableError("this LLM is closed")
             answer = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
-            while (
-                not answer.done()
-            ):  # by glances: a Ctrl-C that another thread has taken is seen at the next one
-                wait([answer], timeout=_GLANCE_SECONDS)
+            # Short waits: a Ctrl-C that another thread received is handled after the next one.
+            while not answer.done():
+                wait([answer], timeout=_POLL_SECONDS)
             return answer.result()
         except CancelledError:
-            raise UnavailableError("this LLM was closed before the answers were there") from None
+            raise UnavailableError("this LLM was closed before the answers were complete") from None
         finally:
             answer.cancel()
 
@@ -125,7 +124,7 @@ class OfflineService:
 
 
 def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> RouterSettings:
-    """Those that the router of ``kvbaton up`` would have, without limits that only a service with many clients needs."""
+    """Return the settings of a router of ``kvbaton up``, without limits that only a service with many clients needs."""
     unlimited = {"request_timeout_seconds": _TIMEOUT_SECONDS, "max_queue": _MAX_QUEUE}
     environment = child_environment(unlimited | from_file(settings, Role.ROUTER))
     names = (name for name in RouterSettings.model_fields if variable(name) in environment)
@@ -140,11 +139,11 @@ def _router_settings(settings: LLMSettings, model: Path, secret_file: Path) -> R
 
 
 def _workers(settings: LLMSettings, model: Path, secret_file: Path, router: Facts) -> list[ProcessSpec]:
-    def knowing(spec: ProcessSpec) -> Callable[[Mapping[str, Facts]], list[str]]:
+    def with_router(spec: ProcessSpec) -> Callable[[Mapping[str, Facts]], list[str]]:
         return lambda _: spec.command({ROUTER: router})
 
     return [
-        replace(spec, needs=(), command=knowing(spec))
+        replace(spec, needs=(), command=with_router(spec))
         for spec in local_processes(settings, model, secret_file)
         if spec.name != ROUTER
     ]

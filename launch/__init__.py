@@ -1,1 +1,1 @@
-"""Starts the processes of one machine and keeps them running; what the command and the library have in common."""
+"""Starts the processes of one machine and keeps them running, for the command and the library."""

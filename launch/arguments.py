@@ -32,7 +32,7 @@ _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
 
 
 def _without_values(message: str) -> str:
-    """Return argparse's message without what follows an unknown flag: it may be a key behind a mistyped name."""
+    """Return argparse's message without the values of unknown flags: one may be a key after a mistyped name."""
     if not message.startswith(_UNKNOWN):
         return message
     words = message.removeprefix(_UNKNOWN).split(" ")
@@ -52,7 +52,7 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
 
     prog: "kvbaton COMMAND".
 
-    Raises SettingError, one line that holds the names, the values and the allowed ranges of everything wrong.
+    Raises SettingError, one line with the names, the values and the allowed ranges of everything that is wrong.
     """
     source = _command_line(settings_class, prog)
     refuse_unknown_variables(
@@ -106,18 +106,18 @@ def _file(path: str | None) -> SettingsFile | None:
 def _refuse_booleans(
     settings_class: type[Settings], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> None:
-    """Raise SettingError for a true or false where a number or a text belongs: 1 would be taken for true."""
+    """Raise SettingError for true or false in place of a number or a text: pydantic would take true for 1."""
     for name, value in values.items():
         field = settings_class.model_fields[name]
         if isinstance(value, bool) and field.annotation is not bool:
             raise SettingError(
-                f"{name} is {str(value).lower()}: it is no switch{allowed(field)} ({origins[name]})",
+                f"{name} is {str(value).lower()}: a switch value is not allowed here{allowed(field)} ({origins[name]})",
                 param=name,
             )
 
 
 def to_arguments(values: Mapping[str, Any]) -> list[str]:
-    """Return the flags that give these settings: None is left out, True is ``--name``, False is ``--no-name``."""
+    """Return the flags for these settings: None is left out, True is ``--name``, False is ``--no-name``."""
     return [word for name, value in values.items() if value is not None for word in _flag(name, value)]
 
 

@@ -14,10 +14,10 @@ from launch.spec import Facts
 
 @contextlib.contextmanager
 def local_service(settings: LocalSettings) -> Iterator[Facts]:
-    """Run a service as long as the block, and give the facts of its router; no process is left behind it.
+    """Run a service within the block and yield the facts of its router; every process is stopped afterwards.
 
-    The processes of the service do not get a Ctrl-C; the caller does. Raises what ``find_model`` and
-    ``serve_until`` raise, at the latest at the end of the block.
+    Ctrl-C reaches the caller, not the processes of the service. Raises the errors of ``find_model`` and
+    ``serve_until``, at the latest at the end of the block.
     """
     model = find_model(settings.model)
     ready: Future[Facts] = Future()

@@ -1,7 +1,7 @@
-"""One child process of this machine: how it is started, says that it is ready, and is ended.
+"""Starts a child process on this machine, waits until it is ready, and stops it.
 
-A child is told ``--ready-fd N --parent-pid P``. It writes one JSON object a line to N, the first when it is ready (its
-addresses and its pid), and asks the kernel to die with P. It leads a process group of its own, so that a Ctrl-C in the
+A child gets ``--ready-fd N --parent-pid P``. It writes one JSON line to N when it is ready (its addresses and its pid),
+and asks the kernel to end it with P. It leads a process group of its own, so that a Ctrl-C in the
 terminal reaches the supervisor alone, and nothing that the child started outlives it.
 """
 
@@ -41,20 +41,20 @@ class Child:
         return self._process.pid
 
     async def wait_ready(self) -> Facts:
-        """Block until it is ready. Raises UnavailableError when it ends before."""
+        """Block until the process is ready. Raises UnavailableError if it ends before."""
         line = await self._ready.readline()
         if not line:
             code = await self.wait()
             raise UnavailableError(
-                f"it ended before it was ready ({describe_exit(code)}); its own messages say why"
+                f"it ended before it was ready ({describe_exit(code)}); its own log messages give the reason"
             )
         facts: Facts = json.loads(line)
         return {**facts, "pid": self.pid}
 
     async def wait(self) -> int:
-        """Block until it and its process group have ended; return the exit code (−N for signal N)."""
+        """Block until the process and its group have ended; return the exit code (−N for signal N)."""
         code = await self._process.wait()
-        if not self._is_over:  # later the number may belong to somebody else's group
+        if not self._is_over:  # later the id may belong to another group
             self._is_over = True
             self._kill_group()
             self._ready_pipe.close()
@@ -63,7 +63,7 @@ class Child:
     async def stop(self, grace_seconds: float, at_once: asyncio.Event | None = None) -> int:
         """Send SIGTERM, and SIGKILL to the whole group after ``grace_seconds``; return the exit code.
 
-        at_once: when it is set a second SIGTERM follows, with which the child gives up work that it was to finish.
+        at_once: when it is set, a second SIGTERM makes the child abandon unfinished work.
         """
         if self._process.returncode is None:
             self._process.terminate()

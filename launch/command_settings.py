@@ -1,7 +1,7 @@
 """The settings class of every command, by the command's name.
 
-One file and one environment hold the settings of all commands: to tell a typo from a setting of another command, each
-command and the library need the names of all settings. A class is imported when it is needed.
+A file and the environment hold the settings of all commands: to distinguish a typo from a setting of another command,
+each command and the library need the names of all settings. A class is imported only when it is needed.
 """
 
 from importlib import import_module
@@ -9,7 +9,7 @@ from importlib import import_module
 from serving.settings import Settings
 
 NEVER_IN_A_FILE = frozenset({"config", "ready_fd", "parent_pid"})
-"""Settings that a file cannot give: where the file is, and what ``up`` tells its children."""
+"""Settings that a file cannot hold: its own path, and the flags that ``up`` passes to its children."""
 _PLACES = {
     "up": "launch.machine_settings:UpSettings",
     "serve": "launch.machine_settings:ServeSettings",
@@ -33,7 +33,7 @@ def settings_class(command: str) -> type[Settings]:
 
 
 def setting_names(command: str) -> frozenset[str]:
-    """Return the names of a command's settings that may stand in a file."""
+    """Return the names of a command's settings that a file may hold."""
     return command_setting_names(command) - NEVER_IN_A_FILE
 
 

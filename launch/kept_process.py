@@ -1,4 +1,4 @@
-"""One process that is kept running: started when those that it needs are ready, and started again when it ends."""
+"""Keeps one process running: starts it when the processes that it needs are ready, and restarts it when it ends."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The delays between an end and the next start: first, doubled, at most last; a life of calm_seconds resets it."""
+    """The delays before a restart: the first, doubled each time, up to the last; a run of calm_seconds resets them."""
 
     first_delay_seconds: float = 0.2
     last_delay_seconds: float = 30.0
@@ -29,7 +29,7 @@ class RestartPolicy:
 
 
 class ProcessState(StrEnum):
-    """What just happened to a process."""
+    """The most recent change of a process."""
 
     STARTED = "started"
     READY = "ready"
@@ -41,9 +41,9 @@ Listener = Callable[[ProcessSpec, ProcessState, Facts], None]
 
 
 class KeptProcess:
-    """Owns the child process of one spec, over all of its lives. ``start`` and ``stop`` are called at most once each.
+    """Owns the child process of one spec through all restarts. ``start`` and ``stop`` are called at most once each.
 
-    must_start: an end before the process was ever ready is an error of the task; otherwise the start is tried again.
+    must_start: an end before the process was ever ready is an error of the task; otherwise the start is retried.
     on_change: called after the attributes below have changed.
     """
 
@@ -52,11 +52,11 @@ class KeptProcess:
     ) -> None:
         self.spec = spec
         self.facts: Facts | None = None
-        """What the process said when it was last ready, also after its end."""
+        """The facts that the process reported when it was last ready; kept after its end."""
         self.is_ready = False
         self.num_restarts = 0
         self.was_ready = asyncio.Event()
-        """Set when the process is ready for the first time; its owner sets it to release those that wait for it."""
+        """Set when the process is ready for the first time; its owner may set it to unblock waiting processes."""
         self._policy = policy
         self._must_start = must_start
         self._on_change = on_change
@@ -71,23 +71,23 @@ class KeptProcess:
     ) -> asyncio.Task[None]:
         """Keep the process running from now on; the task ends with an error only.
 
-        known: gives the facts for the command. needed: processes that must be ready first. predecessor: ends when an
-        earlier process of the same name has ended, which the start waits for.
+        known: returns the facts for the command. needed: processes that must be ready first. predecessor: a task that ends
+        with an earlier process of the same name; the start waits for it.
 
-        The task raises UnavailableError, which names the process, where it must start and does not.
+        The task raises UnavailableError, which names the process, if the process must start and does not.
         """
         self._keeper = asyncio.create_task(self._keep(known, needed, predecessor), name=self.spec.name)
         return self._keeper
 
     def release(self) -> None:
-        """Start the process no more; a running one goes on until ``stop``."""
+        """Do not restart the process; a running one continues until ``stop``."""
         if self._keeper is not None:
             self._keeper.cancel()
 
     async def stop(self, at_once: asyncio.Event | None) -> None:
         """Stop the process after ``release``: SIGTERM, and SIGKILL after its drain time and the policy's grace.
 
-        at_once: when it is set the process is told to give up its work.
+        at_once: when it is set, the process abandons its work.
         """
         if self._keeper is not None:
             await asyncio.wait({self._keeper})

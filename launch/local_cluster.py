@@ -21,7 +21,7 @@ WhenReady = Callable[[dict[str, Facts], asyncio.Event], Awaitable[None]]
 
 @contextmanager
 def cluster_secret(given: Path | None) -> Iterator[Path]:
-    """Give the file with the cluster's secret: the given one, or a fresh 0600 file that is removed afterwards."""
+    """Yield the file with the cluster's secret: the given one, or a new 0600 file that is removed afterwards."""
     if given is not None:
         yield given
         return
@@ -34,7 +34,7 @@ def cluster_secret(given: Path | None) -> Iterator[Path]:
 
 
 async def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
-    """Find the model, ``serve_until`` a signal. Main thread only; raises what ``find_model`` and ``serve_until`` raise."""
+    """Find the model and run ``serve_until`` a signal. Main thread only. Raises the errors of both."""
     model = await asyncio.to_thread(find_model, settings.model)
     async with until_stopped() as stopped:
         await serve_until(stopped, settings, model, when_ready, listener)
@@ -47,11 +47,11 @@ async def serve_until(
     when_ready: WhenReady,
     listener: Listener | None = None,
 ) -> None:
-    """Start the processes that ``settings`` ask for, await ``when_ready``, then stop them; ``stopped`` stops them too.
+    """Start the processes of ``settings``, await ``when_ready``, then stop them; ``stopped`` stops them too.
 
     model: its folder. ``when_ready`` gets the facts of every process and ``stopped``; it is cancelled when the processes
-    have stopped. No process is left when this returns or raises. Raises SettingError where the settings file contradicts
-    itself, UnavailableError when a process cannot start, and whatever ``when_ready`` raises.
+    have stopped. No process is left when this returns or raises. Raises SettingError if the settings file contradicts
+    itself, UnavailableError if a process cannot start, and the errors of ``when_ready``.
     """
     with cluster_secret(settings.secret_file) as secret_file:
         specs = local_processes(settings, model, secret_file)

@@ -9,8 +9,8 @@ from launch.settings import DEMO, LocalSettings, LogLevel
 class UpSettings(LocalSettings):
     """Start a router and its workers on this machine, and keep them running.
 
-    Without a pool (--prefill, --decode, --both) it starts one prefill and one decode worker. A worker that dies is
-    started again. Ctrl-C or SIGTERM stops everything.
+    Without --prefill, --decode and --both it starts one prefill and one decode worker. A worker that dies is restarted.
+    Ctrl-C or SIGTERM stops everything.
 
     Examples:
       kvbaton up
@@ -20,19 +20,19 @@ class UpSettings(LocalSettings):
 
 
 class ServeSettings(LocalSettings):
-    """Serve a model by one aggregated worker, without a hand-over; the same as `kvbaton up --both 1 --model MODEL`.
+    """Serve a model with one aggregated worker, without a hand-over; the same as `kvbaton up --both 1 --model MODEL`.
 
     Example: kvbaton serve Qwen/Qwen2.5-0.5B-Instruct
     """
 
     model: CliPositionalArg[str] = DEMO
-    """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
+    """Folder or Hugging Face id of the model; "demo" is the small model in the package."""
     both: int | None = Field(default=1, ge=0, le=64)
-    """Aggregated workers, which compute prompts and decode them without a hand-over."""
+    """Number of aggregated workers, which compute prompts and decode them without a hand-over."""
 
 
 class DemoSettings(LocalSettings):
-    """Show the relay: start 1 prefill and 1 decode worker, ask one question by HTTP and one by gRPC, keep serving."""
+    """Show a hand-over: start 1 prefill and 1 decode worker, send one question by HTTP and one by gRPC, keep serving."""
 
     log_level: LogLevel = "error"
-    """The least important log records that are written."""
+    """Lowest level of the log records that are written."""

@@ -19,14 +19,14 @@ def demo_model_folder() -> Path:
 
 
 def model_name(model: str) -> str:
-    """Return the name under which a model is served unless another is given."""
+    """Return the default name under which a model is served."""
     if model == DEMO:
         return DEMO_NAME
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[str, Any]:
-    """Fill ``served_model_name`` into settings that are not checked yet, if it is unset and the model is known."""
+    """Add ``served_model_name`` to unchecked settings if it is unset and the model is given."""
     model = values.get("model") or default_model
     if values.get("served_model_name") is not None or model is None:
         return values
@@ -36,26 +36,26 @@ def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[
 def find_model(model: str) -> Path:
     """Return the folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
 
-    Raises SettingError that says where it was looked for.
+    Raises SettingError with the places that were searched.
     """
     folder = demo_model_folder() if model == DEMO else Path(model).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise SettingError(f"model is {model!r}: {folder} holds no config.json", param="model")
+            raise SettingError(f"model is {model!r}: {folder} contains no config.json", param="model")
         return folder.resolve()
     if model == DEMO:
         raise SettingError(
-            f"model is {model!r}, but this installation holds no demo model at {folder}", param="model"
+            f"model is {model!r}, but this installation has no demo model at {folder}", param="model"
         )
     if not _HUB_ID.match(model):
         raise SettingError(
-            f"model is {model!r}: no such folder, and no Hugging Face id either", param="model"
+            f"model is {model!r}: neither an existing folder nor a Hugging Face id", param="model"
         )
     return _from_hub(model)
 
 
 def model_folder(model: object) -> object:
-    """Return the folder of a ``model`` setting as ``find_model`` does; None stays None. Raises ValueError, for pydantic."""
+    """Return the folder of a ``model`` setting, as a pydantic validator; None stays None. Raises ValueError."""
     try:
         return find_model(str(model)) if model is not None else None
     except SettingError as error:
@@ -80,6 +80,6 @@ def _from_hub(model: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise SettingError(
-            f"model is {model!r}: no such folder, not in the local Hugging Face cache, and not to be downloaded ({reason})",
+            f"model is {model!r}: no such folder, not in the local Hugging Face cache, and the download failed ({reason})",
             param="model",
         ) from error

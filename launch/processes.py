@@ -1,4 +1,4 @@
-"""Decides which processes ``up`` and the library start, and with which flags."""
+"""Lists the processes that ``up`` and the library start, with their flags."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from worker.options import WorkerOptions
 
 ROUTER = "router"
 _COMMAND = "cli.main"
-"""Module of the ``kvbaton`` command, which each process runs; it is started here and never imported."""
+"""Module of the ``kvbaton`` command, which each process runs; it is never imported here."""
 _LOOPBACK = "127.0.0.1:0"
 _NVIDIA = Path("/dev/nvidiactl")
 
@@ -28,7 +28,7 @@ def local_processes(
 ) -> list[ProcessSpec]:
     """Return the router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
 
-    cores: what they share; None is what this process may use. Raises SettingError where there are too few to pin.
+    cores: those that the workers share; None: those of this process. Raises SettingError if too few are there to pin.
     """
     name = settings.served_model_name or model_name(settings.model)
     shared = {
@@ -78,7 +78,7 @@ def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _nice(role: Role, settings: LocalSettings) -> int | None:
-    """Return the niceness of a worker: on shared cores prompts wait, rather than the next tokens of all requests."""
+    """Return the niceness of a worker: on shared cores decoding has precedence over prompts."""
     return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
 
 
@@ -89,8 +89,8 @@ def _may_use_gpu(settings: LocalSettings) -> bool:
 def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:
     if num_threads * num_workers > len(cores):
         raise SettingError(
-            f"pin_cores: {num_workers} workers of {num_threads} threads need {num_threads * num_workers} cores, and there "
-            f"are {len(cores)}; lower num_threads or leave it unset",
+            f"pin_cores: {num_workers} workers of {num_threads} threads need {num_threads * num_workers} cores, but only "
+            f"{len(cores)} are available; lower num_threads or leave it unset",
             param="pin_cores",
         )
     starts = range(0, num_threads * num_workers, num_threads)
@@ -101,26 +101,26 @@ def _router_command(
     settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
     def command(known: Mapping[str, Facts]) -> list[str]:
-        asked = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
-        earlier = {name: known[ROUTER][name] for name in asked} if ROUTER in known else {}
+        addresses = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
+        earlier = {name: known[ROUTER][name] for name in addresses} if ROUTER in known else {}
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
         own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
-        return _python(Role.ROUTER, {**_without({**own, **asked}, given), **earlier})
+        return _python(Role.ROUTER, {**_without({**own, **addresses}, given), **earlier})
 
     return command
 
 
 def _given_options(settings: LocalSettings) -> dict[str, Any]:
-    """Return the options of workers that were set; a worker knows the defaults of the others itself."""
+    """Return the worker options that were set explicitly; the others have the same defaults in the worker."""
     return {
         name: getattr(settings, name) for name in sorted(WorkerOptions.names() & settings.model_fields_set)
     }
 
 
 def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the flags that the file does not give to this process more closely."""
+    """Return the flags that the file does not override for this process."""
     return {name: value for name, value in flags.items() if name not in given}
 
 

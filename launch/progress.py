@@ -18,7 +18,7 @@ from rich.progress import (
 def progress_bar(
     title: str, total: int, *, num_done: int = 0, is_shown: bool = True
 ) -> Iterator[Callable[[], None]]:
-    """Give the function to call after each of ``total`` things, from any thread; ``num_done`` are done already."""
+    """Yield a function to call after each of ``total`` items, from any thread; ``num_done`` are already done."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(

@@ -1,4 +1,4 @@
-"""Writes the file that says where everything listens, for scripts and tests; it is replaced in one step."""
+"""Writes the addresses of all processes to a file, for scripts and tests; the file is replaced atomically."""
 
 import json
 import os
@@ -16,9 +16,9 @@ def write_ready_file(
     running: Collection[str],
     known: Mapping[str, Facts],
 ) -> None:
-    """Replace ``path`` in one step; None writes nothing.
+    """Replace ``path`` atomically; None writes nothing.
 
-    running: names of the processes that are ready now. known: the facts of all that were ever ready.
+    running: names of the processes that are ready now. known: facts of all processes that were ever ready.
 
     Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the router's addresses and the
     running processes in the order of ``specs``.
@@ -36,7 +36,7 @@ def write_ready_file(
 
 
 def remove_ready_file(path: Path | None) -> None:
-    """Remove the file, so that nobody takes it for a running service."""
+    """Remove the file, so that it does not stand for a running service."""
     if path is not None:
         path.unlink(missing_ok=True)
 

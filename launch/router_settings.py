@@ -1,4 +1,4 @@
-"""The settings of ``kvbaton router``: those of a router whose model may be the demo model or a Hugging Face id."""
+"""The settings of ``kvbaton router``, whose model may be the demo model or a Hugging Face id."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from serving.settings import Address
 
 
 class RouterCommand(ServiceSettings, RouterSettings):
-    """Start one router: text in, text out; it picks the workers and owns the request's life.
+    """Start one router, which serves the public APIs and selects the workers of each request.
 
     Workers register at --internal with the secret of --secret-file. It needs neither torch nor a GPU.
 
@@ -20,9 +20,9 @@ class RouterCommand(ServiceSettings, RouterSettings):
     """
 
     internal: Address = "127.0.0.1:9100"
-    """HOST:PORT where workers register; they need the cluster secret."""
+    """HOST:PORT at which workers register; they need the cluster secret."""
     model: Annotated[Path | None, BeforeValidator(model_folder)] = None
-    """Folder or Hugging Face id of the model, "demo" for the demo model; unset: asked of the first worker."""
+    """Folder or Hugging Face id of the model, "demo" for the demo model; unset: fetched from the first worker."""
 
     @model_validator(mode="before")
     @classmethod

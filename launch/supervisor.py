@@ -1,12 +1,12 @@
 """Keeps the processes of one machine running; ``kvbaton up`` and the library use it.
 
-1. Every process starts when those that it needs are ready (workers need the router's address).
-2. A process that ends before it was ever ready ends the supervisor with an error: starting it again would not help.
-3. When all are ready, and after every later change, the ready file says where they are.
-4. A process that ends later is started again, after a delay that doubles while it keeps failing.
-5. ``add``, ``retire`` and ``reconcile`` change the processes meanwhile. One that is added later and does not become
-   ready is started again as in 4, since the others serve on; one that is retired has its drain time and stays away.
-6. ``stopped`` ends them: first what others need (the router takes no more requests), then the others.
+1. Each process starts when the processes that it needs are ready (workers need the router's address).
+2. A process that ends before it was ever ready ends the supervisor with an error: a restart would not help.
+3. When all are ready, and after every later change, the ready file is written with their addresses.
+4. A process that ends later is restarted, after a delay that doubles while it keeps failing.
+5. ``add``, ``retire`` and ``reconcile`` change the processes at run time. An added process that does not become ready is
+   restarted as in 4, since the others keep serving; a retired one gets its drain time and is not restarted.
+6. ``stopped`` stops them: first the ones that others need (the router accepts no more requests), then the others.
 """
 
 import asyncio
@@ -19,14 +19,15 @@ from contract.errors import SettingError, UnavailableError
 from launch.kept_process import KeptProcess, Listener, ProcessState, RestartPolicy
 from launch.ready_file import remove_ready_file, write_ready_file
 from launch.spec import Facts, ProcessSpec, check_specs
+from launch.stopping import StoppingProcesses, wait_for
 
 logger = logging.getLogger(__name__)
 
 
 class Supervisor:
-    """Owns the processes of ``specs`` and of those that are added. ``run`` is called once; all runs in its event loop.
+    """Owns the processes of ``specs`` and later additions. ``run`` is called once; everything runs in its event loop.
 
-    Raises SettingError where two specs have one name, or one needs a process that is not there.
+    Raises SettingError if two specs have the same name, or one needs a process that does not exist.
     """
 
     def __init__(
@@ -41,77 +42,77 @@ class Supervisor:
         self._policy = policy or RestartPolicy()
         self._listener = listener
         self._processes: dict[str, KeptProcess] = {}
-        self._ending: dict[str, asyncio.Task[None]] = {}
-        self._failed: asyncio.Future[None] | None = None  # there is one from the start of ``run``
+        self._stopping = StoppingProcesses()
+        self._failed: asyncio.Future[None] | None = None  # set by ``run``
         self._at_once: asyncio.Event | None = None
         self._has_published = False
         self._is_stopping = False
         check_specs(specs)
-        self._take_on(specs)
+        self._add_all(specs)
 
     @property
     def facts(self) -> dict[str, Facts]:
-        """Return the facts of every process that was ever ready, by name; those of a retired one are forgotten."""
+        """The facts of every process that was ever ready, by name; without those of retired ones."""
         return {name: process.facts for name, process in self._processes.items() if process.facts is not None}
 
     @property
     def num_restarts(self) -> Counter[str]:
-        """Return how often each process was started again."""
+        """The number of restarts of each process."""
         return Counter(
             {name: process.num_restarts for name, process in self._processes.items() if process.num_restarts}
         )
 
     async def wait_ready(self) -> dict[str, Facts]:
-        """Block until every present process has been ready once or is retired; return the facts by name."""
+        """Block until every present process was ready once or is retired; return the facts by name."""
         for process in list(self._processes.values()):
             await process.was_ready.wait()
         return self.facts
 
     def add(self, spec: ProcessSpec) -> None:
-        """Start one more process, and keep it running; a retired one of its name ends first.
+        """Start another process and keep it running; a retired one of the same name ends first.
 
-        Raises SettingError where its name is taken or it needs a process that is not there, UnavailableError when the
+        Raises SettingError if its name is in use or it needs a process that does not exist, UnavailableError when the
         supervisor is stopping.
         """
         self._refuse_while_stopping()
         check_specs([*(process.spec for process in self._processes.values()), spec])
-        self._take_on([spec])
+        self._add_all([spec])
 
     async def retire(self, name: str) -> None:
-        """Stop a process, with its drain time, and start it no more; returns when it has ended.
+        """Stop a process after its drain time and do not restart it; return when it has ended.
 
-        It is stopped also where the caller is cancelled meanwhile. Raises SettingError where there is no such process or
-        another one needs it, UnavailableError when the supervisor is stopping.
+        It is stopped even if the caller is cancelled. Raises SettingError if there is no such process or another one
+        needs it, UnavailableError when the supervisor is stopping.
         """
         self._refuse_while_stopping()
         if name not in self._processes:
-            raise SettingError(f"no process is named {name!r}; there are {', '.join(self._processes)}")
+            raise SettingError(f"unknown process {name!r}; the processes are {', '.join(self._processes)}")
         if needing := [other for other, process in self._processes.items() if name in process.spec.needs]:
             raise SettingError(f"{name} cannot be retired: {', '.join(needing)} needs it; retire that first")
-        await _wait_for(self._retire([name]))
+        await wait_for(self._retire([name]))
 
-    async def reconcile(self, wanted: Sequence[ProcessSpec]) -> None:
-        """Start what is missing, retire what is not wanted any more, and leave the rest alone.
+    async def reconcile(self, desired: Sequence[ProcessSpec]) -> None:
+        """Start the missing processes, retire those that are not in ``desired``, and leave the others unchanged.
 
-        Names are compared, not specs: a running process keeps the spec with which it was started. A call acts at once,
-        even while an earlier one still waits. It returns when the processes that it retired have ended; ``wait_ready``
-        waits for those that it started. Raises SettingError as the constructor does, UnavailableError when the supervisor is
-        stopping; then nothing is changed.
+        Names are compared, not specs: a running process keeps its spec. A call takes effect at once, even while an earlier
+        call still waits. It returns when the processes that it retired have ended; ``wait_ready`` waits for those that it
+        started. Raises SettingError as the constructor does, UnavailableError when the supervisor is stopping; it changes
+        nothing then.
         """
         present = {name: process.spec for name, process in self._processes.items()}
         self._refuse_while_stopping()
-        check_specs([present.get(spec.name, spec) for spec in wanted])
-        names = {spec.name for spec in wanted}
+        check_specs([present.get(spec.name, spec) for spec in desired])
+        names = {spec.name for spec in desired}
         ended = self._retire([name for name in present if name not in names])
-        self._take_on([spec for spec in wanted if spec.name not in present])
-        await _wait_for(ended)
+        self._add_all([spec for spec in desired if spec.name not in present])
+        await wait_for(ended)
 
     async def run(self, stopped: asyncio.Event, at_once: asyncio.Event | None = None) -> None:
-        """Start all and keep them running until ``stopped`` is set; no process is left when this returns or raises.
+        """Start all processes and keep them running until ``stopped`` is set; none is left when this returns or raises.
 
-        at_once: set when the processes are not to finish their work first.
+        at_once: when it is set, the processes abandon their work.
 
-        Raises UnavailableError, which names the process, when one of the first ends before it was ever ready.
+        Raises UnavailableError, which names the process, when one of the initial processes ends before it was ready.
         """
         remove_ready_file(self._ready_file)
         self._at_once = at_once
@@ -129,9 +130,9 @@ class Supervisor:
 
     def _refuse_while_stopping(self) -> None:
         if self._is_stopping:
-            raise UnavailableError("the processes are being stopped; nothing is started or retired any more")
+            raise UnavailableError("the supervisor is stopping; it starts and retires no more processes")
 
-    def _take_on(self, specs: Sequence[ProcessSpec]) -> None:
+    def _add_all(self, specs: Sequence[ProcessSpec]) -> None:
         is_running = self._failed is not None
         added = [
             KeptProcess(spec, self._policy, must_start=not is_running, on_change=self._on_change)
@@ -144,7 +145,7 @@ class Supervisor:
 
     def _start(self, process: KeptProcess) -> None:
         needed = [self._processes[name] for name in process.spec.needs]
-        keeper = process.start(lambda: self.facts, needed, self._ending.get(process.spec.name))
+        keeper = process.start(lambda: self.facts, needed, self._stopping.task_of(process.spec.name))
         keeper.add_done_callback(self._on_keeper_end)
 
     def _on_keeper_end(self, keeper: asyncio.Task[None]) -> None:
@@ -155,39 +156,18 @@ class Supervisor:
 
     def _retire(self, names: Collection[str]) -> set[asyncio.Task[None]]:
         retired = [self._processes.pop(name) for name in names]
-        ended = self._end(retired)
+        ended = self._stopping.stop(retired, self._at_once)
         for process in retired:
             process.was_ready.set()  # nothing waits for it any longer
         if retired:
             self._publish()
         return ended
 
-    def _end(self, processes: Collection[KeptProcess]) -> set[asyncio.Task[None]]:
-        """Stop the processes: those that others of them need, then the others. The tasks end with them."""
-        for process in processes:
-            process.release()
-        needed = {name for process in processes for name in process.spec.needs}
-        first = {self._end_after(process, set()) for process in processes if process.spec.name in needed}
-        others = {self._end_after(process, first) for process in processes if process.spec.name not in needed}
-        return first | others
-
-    def _end_after(self, process: KeptProcess, first: set[asyncio.Task[None]]) -> asyncio.Task[None]:
-        name = process.spec.name
-        earlier = {self._ending[name]} if name in self._ending else set()
-        task = asyncio.create_task(_stop(process, first | earlier, self._at_once), name=f"stop {name}")
-        self._ending[name] = task
-        task.add_done_callback(lambda _: self._forget_end(name, task))
-        return task
-
-    def _forget_end(self, name: str, task: asyncio.Task[None]) -> None:
-        if self._ending.get(name) is task:
-            del self._ending[name]
-
     async def _stop_all(self) -> None:
         self._is_stopping = True
         remove_ready_file(self._ready_file)
-        self._end(self._processes.values())
-        await _wait_for(set(self._ending.values()))
+        self._stopping.stop(self._processes.values(), self._at_once)
+        await self._stopping.wait()
 
     def _on_change(self, spec: ProcessSpec, state: ProcessState, facts: Facts) -> None:
         if self._is_stopping:
@@ -199,25 +179,10 @@ class Supervisor:
             self._listener(spec, state, facts)
 
     def _publish(self) -> None:
-        """Write the ready file if all have been ready once; one that is added later is not waited for."""
+        """Write the ready file if all initial processes were ready once; it does not wait for later additions."""
         processes = self._processes.values()
         self._has_published = self._has_published or all(process.was_ready.is_set() for process in processes)
         if self._is_stopping or not self._has_published:
             return
         running = {name for name, process in self._processes.items() if process.is_ready}
         write_ready_file(self._ready_file, [process.spec for process in processes], running, self.facts)
-
-
-async def _stop(process: KeptProcess, first: set[asyncio.Task[None]], at_once: asyncio.Event | None) -> None:
-    """Stop a process when the processes of ``first`` have ended."""
-    if first:
-        await asyncio.wait(first)
-    await process.stop(at_once)
-
-
-async def _wait_for(ended: set[asyncio.Task[None]]) -> None:
-    """Block until all have ended, and raise what one of them raises; they go on if the caller is cancelled."""
-    if ended:
-        await asyncio.wait(ended)
-    for task in ended:
-        task.result()

@@ -14,7 +14,7 @@ class WorkerCommand(ServiceSettings, WorkerSettings):
     """The settings of a worker whose model may be the demo model or a Hugging Face id."""
 
     model: Annotated[Path, BeforeValidator(model_folder)] = Field(default=Path(DEMO), validate_default=True)
-    """Folder or Hugging Face id of the model; "demo" is the small model that comes with kvbaton."""
+    """Folder or Hugging Face id of the model; "demo" is the small model in the package."""
 
     @model_validator(mode="before")
     @classmethod
@@ -23,21 +23,21 @@ class WorkerCommand(ServiceSettings, WorkerSettings):
 
 
 class PrefillCommand(WorkerCommand):
-    """Start one prefill worker: it computes prompts and lends their KV to decode workers.
+    """Start one prefill worker, which computes prompts and hands over their KV to decode workers.
 
     Example: kvbaton prefill --model demo --router 127.0.0.1:9100 --secret-file secret
     """
 
 
 class DecodeCommand(WorkerCommand):
-    """Start one decode worker: it fetches the KV of prompts and streams the tokens.
+    """Start one decode worker, which fetches the KV of prompts and generates the tokens.
 
     Example: kvbaton decode --model demo --router 127.0.0.1:9100 --secret-file secret
     """
 
 
 class BothCommand(WorkerCommand):
-    """Start one aggregated worker: it computes prompts and decodes them itself.
+    """Start one aggregated worker, which computes prompts and decodes them itself.
 
     Example: kvbaton both --model demo --router 127.0.0.1:9100 --secret-file secret
     """

@@ -1,1 +1,1 @@
-"""Compiles the C of this project where it is first needed on a machine, and keeps it for this user."""
+"""Compiles the project's C code at first use on a machine, and caches it for the user."""

@@ -1,6 +1,6 @@
-"""A folder of C sources becomes a library: compiled when it is first needed on a machine, and kept for this user.
+"""Compiles a folder of C sources to a library at first use on a machine, and caches it for the user.
 
-A library beside the sources is taken as it is: that is how an image without a compiler comes to it.
+A library beside the sources is used instead, for images without a compiler.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ _COMPILER_SECONDS = 120.0
 
 
 class NotCompiledError(Exception):
-    """There is no library; the words say why."""
+    """There is no library; the message contains the reason."""
 
 
 @dataclass(frozen=True)
 class CLibrary:
-    """The C files of one folder, as one library. options: of the compiler; headers count as sources."""
+    """The C files of one folder as one library. options: those of the compiler."""
 
     name: str
     folder: Path
@@ -32,13 +32,13 @@ class CLibrary:
 
     @property
     def prebuilt(self) -> Path:
-        """Where a library that is shipped with the sources lies."""
+        """The path of a library that is shipped with the sources."""
         return self.folder / f"{self.name}.so"
 
     def load(
         self, prebuilt: Path | None = None, kept_in: Path | None = None, compiler: str = _COMPILER
     ) -> ctypes.CDLL:
-        """The library; kept in the user's cache folder where no other is named. Raises NotCompiledError."""
+        """Load the library, which is cached in ``kept_in`` or the user's cache folder. Raises NotCompiledError."""
         shipped = prebuilt or self.prebuilt
         try:
             library = shipped if shipped.is_file() else self._kept(kept_in or cache_folder(), compiler)
@@ -47,7 +47,7 @@ class CLibrary:
             raise NotCompiledError(_why(error, compiler)) from error
 
     def compile_to(self, target: Path, compiler: str = _COMPILER) -> None:
-        """Make the library; whoever opens ``target`` sees all of it or none. Raises OSError, SubprocessError."""
+        """Compile the library; ``target`` is replaced atomically. Raises OSError, SubprocessError."""
         unready = target.with_suffix(f".{os.getpid()}.new")
         sources = map(str, sorted(self.folder.glob("*.c")))
         try:
@@ -58,7 +58,7 @@ class CLibrary:
             unready.unlink(missing_ok=True)
 
     def _kept(self, folder: Path, compiler: str) -> Path:
-        """The library of these sources for this kind of machine, compiled unless it was before."""
+        """Return the cached library of these sources and this kind of machine, compiled if necessary."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         info = folder.stat()
         if info.st_uid != os.getuid() or info.st_mode & 0o022:

@@ -1,10 +1,10 @@
-"""What is read from the environment: where this user's compiled code is kept."""
+"""The folder of the user's compiled code, from the environment."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME/kvbaton``, else in the home folder. Raises RuntimeError for a user without one."""
+    """Return ``$XDG_CACHE_HOME/kvbaton``, else the home folder's cache. Raises RuntimeError without a home folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "kvbaton"

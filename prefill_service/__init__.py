@@ -1,1 +1,1 @@
-"""A worker that computes prompts and lends their KV blocks."""
+"""A worker that computes prompts and hands over their KV blocks."""

@@ -1,7 +1,7 @@
-"""What processes say to each other: ``*.proto`` and the code that is generated from them.
+"""Messages between processes: ``*.proto`` files and the code generated from them.
 
-PROTOCOL_MIN, PROTOCOL_MAX: the versions of ``worker.proto`` that this code speaks, as router and as worker.
+WORKER_PROTOCOL_MIN, WORKER_PROTOCOL_MAX: versions of ``worker.proto`` that this code supports, as router and as worker.
 """
 
-PROTOCOL_MIN = 1
-PROTOCOL_MAX = 1
+WORKER_PROTOCOL_MIN = 1
+WORKER_PROTOCOL_MAX = 1

@@ -6,7 +6,7 @@ End tokens are hidden, stop strings cut, reasoning and tool calls separated from
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from contract.requests import FinishReason, TokenLogprobs
+from contract.outputs import FinishReason, TokenLogprobs
 from router.delivery import Token, TokenBatch
 from router.prepared_request import PreparedRequest
 from router.timings import Timings

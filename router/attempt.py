@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
-from contract.requests import EngineOutput, FinishReason
+from contract.outputs import EngineOutput, FinishReason
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.attempt_legs import AttemptLegs

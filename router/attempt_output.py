@@ -1,7 +1,7 @@
 """The tokens of one attempt, between the workers that emit them and the client that reads them."""
 
 from contract.errors import KvbatonError
-from contract.requests import EngineOutput, FinishReason
+from contract.outputs import EngineOutput, FinishReason
 from router.delivery import Delivery, Token, TokenBatch, tokens_of
 from router.inbox import Inbox
 

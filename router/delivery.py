@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from contract.requests import EngineOutput, FinishReason, TokenLogprobs
+from contract.outputs import EngineOutput, FinishReason, TokenLogprobs
 
 
 @dataclass(frozen=True)

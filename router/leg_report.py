@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from contract.requests import EngineOutput, TokenLogprobs, TransferReport
+from contract.outputs import EngineOutput, TokenLogprobs, TransferReport
 
 
 @dataclass

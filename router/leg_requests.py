@@ -9,14 +9,8 @@ from functools import cached_property
 from msgspec import structs
 
 from contract.errors import KvbatonError, WorkerLostError, error_from_kind
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    PoolingParams,
-    ReceiveTransfer,
-    SendTransfer,
-)
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from router.attached_worker import LegKey
 from router.bound_leg import Leg
 from router.legs import Result, Transfer

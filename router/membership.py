@@ -11,7 +11,7 @@ import grpc
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
 from contract.membership import Registration, Welcome
-from protos import PROTOCOL_MAX, worker_pb2_grpc
+from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.registry import Registry, WorkerIdTakenError
@@ -67,7 +67,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
             try:
                 await self._connect(worker, context)
-                protocol = min(PROTOCOL_MAX, registration.protocol_max)
+                protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
                 await _read_until_gone(worker, request_iterator)

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from contract.errors import ErrorKind
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
 from router.policy import WorkerView

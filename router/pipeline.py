@@ -24,7 +24,7 @@ disconnects cancels (or closes) the generator: that is step 7, from any other st
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Answer, Delta, Prompt, Usage
 from router.limits import check_repeated
 from router.merge_streams import merge_streams

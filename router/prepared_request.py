@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, replace
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
-from contract.requests import EngineRequest, SamplingParams, check_token_ids, choice_seed
+from contract.requests import EngineRequest, check_token_ids
+from contract.sampling import SamplingParams, choice_seed
 from router.legs import EMBEDDING, GENERATION, RequestPlan
 from router.request import EmbeddingRequest, GenerationRequest
 from text.chat import Chat

@@ -8,7 +8,7 @@ from contract.errors import IncompatiblePeerError, InvalidRequestError
 from contract.identity import Role
 from contract.layout import KVLayout, weights_of
 from contract.membership import Registration
-from protos import PROTOCOL_MAX, PROTOCOL_MIN
+from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
@@ -135,10 +135,10 @@ class Registry:
     def _check(self, new: Registration) -> None:
         """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
         layout = _check_complete(new)
-        if new.protocol_min > PROTOCOL_MAX or new.protocol_max < PROTOCOL_MIN:
+        if new.protocol_min > WORKER_PROTOCOL_MAX or new.protocol_max < WORKER_PROTOCOL_MIN:
             raise IncompatiblePeerError(
                 f"worker {new.worker_id} speaks protocol {new.protocol_min}..{new.protocol_max}, "
-                f"this router {PROTOCOL_MIN}..{PROTOCOL_MAX}"
+                f"this router {WORKER_PROTOCOL_MIN}..{WORKER_PROTOCOL_MAX}"
             )
         if self._model_fingerprint and weights_of(self._model_fingerprint) != weights_of(
             new.model_fingerprint

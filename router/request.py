@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from contract.errors import InvalidRequestError
-from contract.requests import (
-    MAX_CHOICES,
-    Grammar,
-)
+from contract.requests import MAX_CHOICES
+from contract.sampling import Grammar
 from text.chat import Chat
 from text.length_bound import check_length_fits, check_text_fits
 from text.model_card import ModelCard

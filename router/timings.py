@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from contract.requests import TransferReport
+from contract.outputs import TransferReport
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from contract.errors import KvbatonError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.leg_report import LegReport
 from router.metrics import RequestMetrics

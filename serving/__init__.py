@@ -1,1 +1,1 @@
-"""What every process needs to be a service: settings, errors and statuses, health, metrics, logs."""
+"""The parts that every service process needs: settings, error statuses, health, metrics, logs."""

@@ -1,4 +1,4 @@
-"""Every process's own loopback port: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key."""
+"""The admin port of a process: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -17,10 +17,10 @@ from serving.process_facts import process_facts
 class AdminServer:
     """Serves the pages on ``address`` between ``start`` and ``stop``.
 
-    missing: what the process cannot do its work without, None where it has all; ``/health`` and ``/ready`` tell it.
-    not_ready: why no new work is taken all the same; ``/ready`` alone tells it. state: plain data for ``/debug/state``, to
-    which the process's own facts are added as ``process``. metrics: a collector that holds the values of this moment.
-    allowed_hosts: names that it may be called by beside localhost.
+    missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. not_ready: returns
+    another reason why it accepts no new work; shown by ``/ready`` only. state: returns plain data for ``/debug/state``, to
+    which the process's own facts are added as ``process``. metrics: returns a collector of the current values.
+    allowed_hosts: valid names in the Host header beside localhost.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class AdminServer:
 
     @property
     def address(self) -> str:
-        """The real "host:port" while it listens, else the one asked for."""
+        """The actual "host:port" while it listens, else the configured one."""
         return self._server.address if self._server else self._asked_address
 
     async def start(self) -> None:
-        """Listen. Raises SettingError when the address cannot be bound."""
+        """Start to listen. Raises SettingError when the address cannot be bound."""
         app = web.Application(middlewares=[self._hosts.middleware])
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
@@ -56,7 +56,7 @@ class AdminServer:
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
 
     async def stop(self) -> None:
-        """Stop listening; does nothing when it does not listen."""
+        """Stop listening; do nothing when it does not listen."""
         if self._server:
             server = self._server
             self._server = None

@@ -1,4 +1,4 @@
-"""API keys: what clients show to be let in; from a setting, and from a file that may change while it is used."""
+"""API keys of clients, from a setting and from a file that may change at run time."""
 
 import hmac
 import logging
@@ -19,10 +19,10 @@ _KEY = re.compile(r"[!-~]+")
 
 
 class ApiKeys:
-    """Owns the digests of the keys; the keys themselves are kept nowhere. Without any, everybody is let in.
+    """Owns the digests of the keys; the keys themselves are not stored. Without keys every client is accepted.
 
-    keys: separated by commas. file: one key a line, behind ``#`` a comment; read again when it has changed. A file that
-    cannot be read later, or holds no key then, lets nobody in. Raises SettingError for one that is so at the start.
+    keys: separated by commas. file: one key per line, comments after ``#``; read again when it has changed. If it can no
+    longer be read or has no key, no client with a key of the file is accepted. Raises SettingError for such a file at start.
     """
 
     def __init__(self, keys: str | None = None, file: Path | None = None) -> None:
@@ -36,11 +36,11 @@ class ApiKeys:
 
     @property
     def are_required(self) -> bool:
-        """Whether a client needs one."""
+        """True if a client needs a key."""
         return bool(self._given) or self._file is not None
 
     def check(self, authorization: str | None) -> None:
-        """Let ``Bearer KEY`` through, or raise UnauthenticatedError. Takes as long for every key that is wrong."""
+        """Accept ``Bearer KEY``, or raise UnauthenticatedError. Takes equally long for every wrong key."""
         if not self.are_required:
             return
         scheme, _, key = (authorization or "").partition(" ")
@@ -50,10 +50,10 @@ class ApiKeys:
             )
         claimed = _digest(key.strip())
         if not sum(hmac.compare_digest(claimed, known) for known in self._known()):
-            raise UnauthenticatedError("the API key is not valid here", code="invalid_api_key")
+            raise UnauthenticatedError("the API key is not valid", code="invalid_api_key")
 
     def tenant(self, authorization: str | None) -> str:
-        """Return a name for the owner of a key that ``check`` accepts: a digest of the key; "" where none is needed."""
+        """Return a name for the owner of a valid key: a digest of the key; "" if no key is needed."""
         if not self.are_required:
             return ""
         _, _, key = (authorization or "").partition(" ")
@@ -69,14 +69,14 @@ class ApiKeys:
             try:
                 self._read = _digests(_read(self._file))
             except SettingError as error:
-                logger.error("%s; until it does, its keys let nobody in", error.message)
+                logger.error("%s; until this is corrected, keys of the file are not accepted", error.message)
             else:
                 logger.info("api_keys_file %s has changed: %d keys", self._file, len(self._read))
         return self._given + self._read
 
 
 def first_key(keys: str | None, file: Path | None) -> str | None:
-    """One of those that ``ApiKeys`` of the same arguments lets in; None where it asks for none. Raises SettingError."""
+    """Return a key that ``ApiKeys`` of the same arguments accepts; None if none is needed. Raises SettingError."""
     found = _split(keys) or (_read(file) if file is not None else [])
     return found[0] if found else None
 
@@ -85,7 +85,7 @@ def _listed(keys: str | None) -> list[str]:
     found = _split(keys)
     if keys is not None and not found:
         raise SettingError(
-            "api_keys is set, and holds no key: everybody would be let in. Give one, or leave it unset",
+            "api_keys is set but contains no key, so every client would be accepted; add a key or leave it unset",
             param="api_keys",
         )
     return found
@@ -99,19 +99,20 @@ def _read(file: Path) -> list[str]:
     lines = read_private_text(file, "api_keys_file").splitlines()
     found = _keys([_COMMENT.sub("", line) for line in lines], "api_keys_file")
     if not found:
-        raise SettingError(f"api_keys_file {file} holds no key", param="api_keys_file")
+        raise SettingError(f"api_keys_file {file} contains no key", param="api_keys_file")
     return found
 
 
 def _keys(entries: list[str], param: str) -> list[str]:
-    """Every entry that is not blank. Raises SettingError that tells the place of a bad one, not the key."""
+    """Return the entries that are not blank. Raises SettingError with the number of an invalid one, not its text."""
     found = []
     for number, entry in enumerate(entries, 1):
         if not (key := entry.strip()):
             continue
         if not _KEY.fullmatch(key):
             raise SettingError(
-                f"{param}: entry {number} is no key; a key is printable ASCII without spaces", param=param
+                f"{param}: entry {number} is not a valid key; a key is printable ASCII without spaces",
+                param=param,
             )
         found.append(key)
     return found
@@ -122,7 +123,7 @@ def _digests(keys: list[str]) -> tuple[bytes, ...]:
     num_short = sum(len(key) < _STRONG_CHARACTERS for key in keys)
     if num_short:
         logger.warning(
-            "%d of %d API keys have fewer than %d characters and could be guessed; make them by `openssl rand -hex 32`",
+            "%d of %d API keys have fewer than %d characters and could be guessed; make them with `openssl rand -hex 32`",
             *(num_short, len(keys), _STRONG_CHARACTERS),
         )
     return tuple(_digest(key) for key in keys)

@@ -1,9 +1,9 @@
-"""Mutual TLS between our processes, with authorities that every holder of the cluster secret can make.
+"""Mutual TLS between the processes of a cluster, with certificate authorities derived from the cluster secret.
 
 There are two authorities, one for routers and one for workers. Their keys are derived from the secret, so they need no files
-and no exchange; each process makes itself a key and a certificate for its own lifetime when it starts. A listener shows its
-certificate and demands one of the other authority, so the secret never crosses the wire, a stranger who listens on a port
-gets nothing, and a worker cannot pass for a router. A worker's certificate is for its worker id and boot id.
+and no exchange; each process makes a key and a certificate for its own lifetime when it starts. A listener presents its
+certificate and requires one of the other authority. So the secret is never sent, another program that listens on a port
+receives nothing, and a worker cannot pose as a router. A worker's certificate is for its worker id and boot id.
 """
 
 import datetime
@@ -27,21 +27,21 @@ ROUTER_NAME = "router.kvbaton.internal"
 _CURVE = ec.SECP256R1()
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _SCALAR_BYTES = 48
-"""More than the order's 32, so that the remainder is as good as uniform (FIPS 186-5, A.2.1)."""
+"""More than the order's 32, so that the remainder is nearly uniform (FIPS 186-5, A.2.1)."""
 _SINCE = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""Certificates live as long as their process: clocks that differ between machines must not matter."""
+"""Certificates are valid for as long as their process runs, even if the clocks of machines differ."""
 
 
 class Party(StrEnum):
-    """Whose certificates an authority signs."""
+    """The processes whose certificates an authority signs."""
 
     ROUTERS = "routers"
     WORKERS = "workers"
 
 
 class ClusterTls:
-    """A process's own certificate, and the authority that its peers' must be of. The key is in memory only."""
+    """A process's own certificate, and the authority of its peers' certificates. The key is in memory only."""
 
     def __init__(self, secret: str, own: Party, peers: Party, name: str) -> None:
         key = ec.generate_private_key(_CURVE)
@@ -54,28 +54,28 @@ class ClusterTls:
         self._channel_credentials = grpc.ssl_channel_credentials(trusted, key_bytes, chain)
 
     def channel(self, address: str, name: str, options: Options) -> grpc.aio.Channel:
-        """Return a channel to whoever listens at the address, if its certificate is for ``name``."""
+        """Return a channel to the address that accepts only a certificate for ``name``."""
         named = [*options, ("grpc.ssl_target_name_override", name)]
         return grpc.aio.secure_channel(address, self._channel_credentials, options=named)
 
 
 def router_tls(secret: str) -> ClusterTls:
-    """Return a router's."""
+    """Return the TLS credentials of a router."""
     return ClusterTls(secret, Party.ROUTERS, Party.WORKERS, ROUTER_NAME)
 
 
 def worker_tls(secret: str, worker_id: str, boot_id: str) -> ClusterTls:
-    """Return that of one start of a worker."""
+    """Return the TLS credentials of one process start of a worker."""
     return ClusterTls(secret, Party.WORKERS, Party.ROUTERS, worker_name(worker_id, boot_id))
 
 
 def worker_name(worker_id: str, boot_id: str) -> str:
-    """Return the name that a worker's certificate is for: a digest, since ids may hold what host names may not."""
+    """Return the name in a worker's certificate: a digest, since ids may contain characters that host names may not."""
     return f"{sha256(encode_fields('worker', (worker_id, boot_id))).hexdigest()[:32]}.worker.kvbaton.internal"
 
 
 def peer_names(context: Any) -> Sequence[str]:
-    """Return the names that the certificate of a call's peer is for; none without TLS."""
+    """Return the names in the certificate of a call's peer; none without TLS."""
     found = context.auth_context().get("x509_subject_alternative_name", ())
     return [name.decode("utf-8", "replace") for name in found]
 
@@ -90,7 +90,7 @@ def _authority_name(party: Party) -> x509.Name:
 
 
 def authority_pem(secret: str, party: Party) -> bytes:
-    """Return an authority's own certificate. Those of two processes differ in their signatures only."""
+    """Return an authority's own certificate. In two processes it differs in its signature only."""
     key = _authority_key(secret, party)
     name = _authority_name(party)
     builder = _builder(name, name, key.public_key())

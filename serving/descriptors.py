@@ -1,4 +1,4 @@
-"""File descriptors of a process: the limit, and how many of them its listeners may use for connections."""
+"""The limit of a process's file descriptors, and their division among its listeners."""
 
 import logging
 import resource
@@ -16,7 +16,7 @@ _OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 @dataclass(frozen=True)
 class ConnectionCaps:
-    """How many connections each listener may hold at once. internal: of workers, and of who is none."""
+    """Limits of the open connections of each listener. internal: those of workers, authenticated or not."""
 
     http: int
     grpc: int
@@ -26,24 +26,24 @@ class ConnectionCaps:
 def raise_descriptor_limit() -> int:
     """Raise the soft limit on open descriptors to the hard one (at most 131,072); return the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
+    target = min(hard, _MAX_LIMIT) if hard != resource.RLIM_INFINITY else _MAX_LIMIT
+    if soft == resource.RLIM_INFINITY or soft >= target:
         return _MAX_LIMIT if soft == resource.RLIM_INFINITY else soft
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
     except (OSError, ValueError) as error:
-        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, wanted, error)
+        logger.warning("the limit of %d open descriptors cannot be raised to %d: %s", soft, target, error)
         return soft
-    return wanted
+    return target
 
 
 def num_open_descriptors() -> int:
-    """Count the descriptors that this process has open; 64 where the system does not list them."""
+    """Count the open descriptors of this process; 64 if the system does not list them."""
     return sum(1 for _ in _OWN_DESCRIPTORS.iterdir()) if _OWN_DESCRIPTORS.is_dir() else _MIN_RESERVE
 
 
 def internal_connections(limit: int, num_open: int) -> int:
-    """Return how many connections the internal port of a process without public ports may hold at once."""
+    """Return the limit of connections on the internal port of a process without public ports."""
     reserve = _reserve(limit)
     return min(_MAX_INTERNAL, max(reserve // 2, limit - num_open - 2 * reserve))
 
@@ -57,11 +57,10 @@ def connection_caps(
 ) -> ConnectionCaps:
     """Divide the descriptors that the process does not need itself among its public listeners.
 
-    max_connections: the wanted cap of each listener. limit: the process's limit on descriptors. num_open: how many it
-    has open. One eighth of the limit (64 at least) stays for workers and operators. HTTP gets three quarters of the rest,
-    gRPC one quarter. The internal port gets what they leave, and half of what stays at least. num_files: files that
-    batches have open, for which up to a third of the rest stays; where it is given, each HTTP client may have a file open
-    as well, which it sends or reads.
+    max_connections: the configured limit of each listener. limit: the process's limit on descriptors. num_open: number of
+    open ones. One eighth of the limit (at least 64) is reserved for workers and operators. HTTP gets three quarters of the
+    rest, gRPC one quarter. The internal port gets the remainder, and at least half of the reserve. num_files: files that
+    batches have open, for which up to a third of the rest is reserved; if it is given, each HTTP client may also open one.
     """
     reserve = _reserve(limit)
     free = limit - num_open - reserve

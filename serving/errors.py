@@ -15,7 +15,7 @@ _RETRIABLE = (
 
 
 def http_status(kind: ErrorKind) -> int:  # noqa: C901 (one flat match)
-    """The HTTP status of an error kind."""
+    """Return the HTTP status of an error kind."""
     match kind:
         case ErrorKind.INVALID_REQUEST | ErrorKind.INVALID_SETTING:
             return 400
@@ -42,7 +42,7 @@ def http_status(kind: ErrorKind) -> int:  # noqa: C901 (one flat match)
 
 
 def grpc_code(kind: ErrorKind) -> grpc.StatusCode:
-    """The gRPC status code of an error kind."""
+    """Return the gRPC status code of an error kind."""
     match kind:
         case ErrorKind.INVALID_REQUEST | ErrorKind.UNSUPPORTED_MEDIA_TYPE:
             return grpc.StatusCode.INVALID_ARGUMENT
@@ -67,12 +67,12 @@ def grpc_code(kind: ErrorKind) -> grpc.StatusCode:
 
 
 def retry_after_seconds(kind: ErrorKind) -> int | None:
-    """After how long the same request may succeed; None where trying again does not help."""
+    """Return the seconds after which the same request may succeed; None if a retry does not help."""
     return 1 if kind in _RETRIABLE else None
 
 
 def openai_type(kind: ErrorKind) -> str:
-    """The ``type`` of an OpenAI error object."""
+    """Return the ``type`` of an OpenAI error object."""
     status = http_status(kind)
     if status == 429:
         return "rate_limit_error"
@@ -80,7 +80,7 @@ def openai_type(kind: ErrorKind) -> str:
 
 
 def openai_error(error: KvbatonError) -> dict[str, Any]:
-    """The OpenAI error object, ``{"error": {"message", "type", "param", "code"}}``."""
+    """Return the OpenAI error object, ``{"error": {"message", "type", "param", "code"}}``."""
     return {
         "error": {
             "message": error.message,

@@ -1,4 +1,4 @@
-"""Whether a file has changed since it was read."""
+"""Detects changes of a file."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ Stamp = tuple[int, ...] | None
 
 
 def stamp_of(file: Path) -> Stamp:
-    """What changes with a file, of the file itself where the path is a link; None where there is none."""
+    """Return a value that changes with the file (with a link's target); None if the file does not exist."""
     try:
         found = file.stat()
     except OSError:

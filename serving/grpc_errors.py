@@ -1,4 +1,4 @@
-"""How our errors travel over gRPC: a code, a message, and the details of google.rpc for programs."""
+"""Sends kvbaton errors over gRPC: a code, a message, and google.rpc details for programs."""
 
 import asyncio
 from collections.abc import Callable
@@ -23,7 +23,7 @@ ERROR_DOMAIN = "kvbaton"
 async def abort(context: Any, error: KvbatonError, request_id: str = "") -> None:
     """End a call with an error's code, message and details. Does not return.
 
-    Raises CancelledError where the call ended before (its deadline passed, its client left), as gRPC itself does.
+    Raises CancelledError, as gRPC does, if the call has ended before (deadline, disconnected client).
     """
     status = rpc_status.to_status(_rich(error, request_id))
     trailing = (*status.trailing_metadata, (ERROR_KIND_KEY, error.kind.value))
@@ -34,9 +34,9 @@ async def abort(context: Any, error: KvbatonError, request_id: str = "") -> None
 
 
 def refusing(handler: Any, error: KvbatonError, note: Callable[[str], None] = lambda _: None) -> Any:
-    """Return a handler that answers every call with this error, before a byte of its message is read.
+    """Return a handler that answers every call with this error without reading its message.
 
-    note: is called with the client's address. To a client the shape of the method does not differ.
+    note: called with the client's address. Clients see no difference to a method of another arity.
     """
 
     async def refuse(_messages: object, context: Any) -> None:
@@ -47,13 +47,13 @@ def refusing(handler: Any, error: KvbatonError, note: Callable[[str], None] = la
 
 
 def address_of_peer(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
+    """Return the address in gRPC's name of a peer, such as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
     kind, _, rest = unquote(peer).partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
 
 def _rich(error: KvbatonError, request_id: str) -> Status:
-    """ErrorInfo always; BadRequest where a field is at fault, RetryInfo where trying again helps, RequestInfo."""
+    """Build the status with ErrorInfo and, if they apply, BadRequest, RetryInfo and RequestInfo."""
     code: tuple[int, str] = grpc_code(error.kind).value
     facts = {"code": error.code} if error.code else {}
     details: list[Message] = [ErrorInfo(reason=error.kind.value.upper(), domain=ERROR_DOMAIN, metadata=facts)]

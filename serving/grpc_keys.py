@@ -17,13 +17,13 @@ _Res = TypeVar("_Res")
 
 
 def authorization_of(metadata: "grpc.aio.Metadata | tuple[tuple[str, str | bytes], ...] | None") -> str:
-    """What a call's metadata says of who calls; empty where nothing."""
+    """Return the ``authorization`` of a call's metadata; empty if there is none."""
     found = dict(metadata or ()).get("authorization", "")
     return found.decode("utf-8", "surrogateescape") if isinstance(found, bytes) else found
 
 
 class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses calls without a key (UNAUTHENTICATED). The health service needs none."""
+    """Rejects calls without a valid key (UNAUTHENTICATED). The health service needs none."""
 
     def __init__(self, keys: ApiKeys, wrong: WrongKeys) -> None:
         self._keys = keys
@@ -36,7 +36,7 @@ class ApiKeyInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Req, _Res] | None":
-        """Let the call through, or answer it with UNAUTHENTICATED in its own shape."""
+        """Pass the call on, or answer it with UNAUTHENTICATED."""
         handler = await continuation(handler_call_details)
         if handler is None or str(handler_call_details.method).startswith(_HEALTH):
             return handler

@@ -1,8 +1,9 @@
-"""How a public gRPC port reads a call's message and writes a whole answer: in a bounded number and time.
+"""Reads the messages and writes the unary answers of public gRPC calls, with limits on number and time.
 
-gRPC itself reads the message of a call with one request before any of our code runs, a key or not. So every such
-method is offered to it as one with a stream of requests, which is the same on the wire: the message is read when, and
-if, it is wanted. Bytes that are no message are the client's mistake; gRPC itself calls it UNKNOWN.
+gRPC itself reads the message of a unary-request call before any of our code runs, with or without a key. Therefore every
+such method is registered as one with a stream of requests, which is the same on the wire: its message is read only when it
+is needed. Bytes that are not a valid message are the client's error, for which gRPC itself would return UNKNOWN.
+
 """
 
 import asyncio
@@ -26,22 +27,21 @@ from serving.grpc_errors import abort, address_of_peer
 
 _OPEN_SECONDS = 5.0
 _MAX_OPEN_STREAMS = 256
-"""Streams that need no key, such as watches of the health: each lasts as long as its client likes."""
+"""Limit of streams that need no key, such as health watches, which last until their client ends them."""
 _MAX_WAITING = 1024
 Hold = Callable[[str, int], AbstractContextManager[None]]
-"""(digest of a call's key, bytes of its message) → what lasts as long as the call."""
+"""Maps (digest of a call's key, bytes of its message) to a context that is held during the call."""
 _Req = TypeVar("_Req")
 _Res = TypeVar("_Res")
 
 
 class MessageInterceptor(grpc.aio.ServerInterceptor):
-    """Reads the messages of all methods that take one, and writes the answers of those that give one.
+    """Reads the messages of methods with a unary request, and writes the answers of methods with a unary response.
 
-    service: the full name of the one that clients need a key for, where there are keys. max_reads: of its messages that
-    are being received at once; read_seconds: how long each may take. Messages of other services (health) have places
-    and a time of their own. stall_seconds: how long a client may take nothing of an answer. tenant: gives the digest of
-    the key in a call's metadata. hold: counts the bytes of a message of the service until its call ends, or raises
-    OverloadedError.
+    service: the full name of the service that needs keys, if there are any. max_reads: limit of its messages that are being
+    received at once. read_seconds: time limit of each. Messages of other services (health) have their own limits.
+    stall_seconds: time for which a client may read nothing of an answer. tenant: returns the digest of the key in a call's
+    metadata. hold: counts the bytes of a message of the service until its call ends, or raises OverloadedError.
     """
 
     def __init__(
@@ -70,14 +70,14 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Req, _Res] | None":
-        """The same handler, which reads its message itself."""
+        """Return the handler, changed so that it reads its message itself."""
         handler: Any = await continuation(handler_call_details)
         if handler is None or handler.request_streaming:
             return cast("grpc.RpcMethodHandler[_Req, _Res] | None", handler)
         is_ours = str(handler_call_details.method).startswith(self._prefix)
         answering = self._answering(handler, is_ours=is_ours)
-        told: Any = grpc.stream_stream_rpc_method_handler(answering, None, handler.response_serializer)
-        return cast("grpc.RpcMethodHandler[_Req, _Res]", told)
+        streaming: Any = grpc.stream_stream_rpc_method_handler(answering, None, handler.response_serializer)
+        return cast("grpc.RpcMethodHandler[_Req, _Res]", streaming)
 
     def _answering(self, handler: Any, *, is_ours: bool) -> Callable[[AsyncIterator[bytes], Any], Any]:
         async def answer(messages: AsyncIterator[bytes], context: Any) -> None:
@@ -116,7 +116,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
             async with asyncio.timeout(seconds), places.place(*caller):
                 return await anext(messages)
         except TimeoutError:
-            raise DeadlineError(f"the message was not whole after {seconds:g} s") from None
+            raise DeadlineError(f"the message was not complete after {seconds:g} s") from None
         except StopAsyncIteration:
             raise InvalidRequestError("the call ended without a message") from None
 
@@ -127,7 +127,7 @@ class MessageInterceptor(grpc.aio.ServerInterceptor):
         except TimeoutError:
             await abort(
                 context,
-                CancelledError(f"the client has taken nothing of the answer for {self._stall_seconds:g} s"),
+                CancelledError(f"the client has read nothing of the answer for {self._stall_seconds:g} s"),
             )
 
 
@@ -135,11 +135,11 @@ def _parsed(handler: Any, raw: bytes) -> Any:
     try:
         return handler.request_deserializer(raw)
     except DecodeError:
-        raise InvalidRequestError("the message cannot be read; it is not of the method's type") from None
+        raise InvalidRequestError("the message cannot be decoded; it is not of the method's type") from None
 
 
 async def _stream(behaviour: Any, request: Any, context: Any) -> None:
-    """Run a method that writes its answers itself, or yields them."""
+    """Run a method that either writes its answers itself or yields them."""
     answers = behaviour(request, context)
     if hasattr(answers, "__aiter__"):
         async for response in answers:

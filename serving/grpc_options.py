@@ -4,30 +4,29 @@ from typing import Any
 
 _MAX_INTERNAL_BYTES = 64 * 2**20
 _INTERNAL_HANDSHAKE_MS = 10_000
-"""For TLS and HTTP/2: a stranger who says nothing holds a connection for so long."""
+"""Time limit of TLS and HTTP/2 handshakes, for which an unauthenticated client can hold a connection."""
 _MAX_CONNECTION_AGE_MS = 3_600_000
 _MAX_METADATA_BYTES = 16 * 2**10
 _NEVER_MS = 2**31 - 1
 _MANY = 2**20
-"""The library takes no 2**31 - 1 for no limit."""
+"""No limit; the library does not accept 2**31 - 1 here."""
 _MAX_STREAMS = 128
-"""Calls at once on one public connection; more wait on the client's side."""
+"""Concurrent calls on one public connection; more of them wait at the client."""
 _PUBLIC_KEEPALIVE_MS = 30_000
 
 Options = list[tuple[str, Any]]
 
 
 def _ms(seconds: float) -> int:
-    """Milliseconds as the library takes them."""
+    """Convert seconds to milliseconds in the library's range."""
     return min(int(seconds * 1000), _NEVER_MS)
 
 
 def internal_server_options(peer_timeout_seconds: float, max_connections: int = _MANY) -> Options:
-    """A server that our own processes keep streams open to: a silent peer's connection ends within the timeout.
+    """Return the options of an internal server: the connection of a silent peer ends within the timeout.
 
-    max_connections: those that have shown no certificate yet included; what comes beyond is closed.
-
-    Peers may ping it as often as they like, and no other process can listen on the same port.
+    max_connections: limit of open connections, authenticated or not; further ones are closed. Peers may send pings at any
+    rate, and no other process can listen on the same port.
     """
     half = max(100, _ms(peer_timeout_seconds / 2))
     return [
@@ -49,9 +48,9 @@ def internal_server_options(peer_timeout_seconds: float, max_connections: int = 
 
 
 def internal_channel_options() -> Options:
-    """A channel to another of our processes, for short calls. A new channel never shares an old one's connection.
+    """Return the options of a channel to another kvbaton process. A new channel never shares an old one's connection.
 
-    Its connection stays while nothing is called: a new one would need a descriptor that may be missing then.
+    Its connection stays open while it is idle, since no descriptor might be left for a new one.
     """
     return [
         ("grpc.use_local_subchannel_pool", 1),
@@ -62,7 +61,7 @@ def internal_channel_options() -> Options:
 
 
 def internal_stream_options(peer_timeout_seconds: float) -> Options:
-    """A channel that carries one long stream: a silent peer's stream ends within the timeout."""
+    """Return the options of a channel for one long stream, which ends within the timeout if the peer is silent."""
     half = max(100, _ms(peer_timeout_seconds / 2))
     return [
         *internal_channel_options(),
@@ -82,11 +81,12 @@ def public_server_options(
     idle_seconds: float,
     call_seconds: float,
 ) -> Options:
-    """Return the options of a server for clients: what a client may hold, whether or not it has shown a key.
+    """Return the options of a public server, which limit what a client can use, with or without a key.
 
-    max_body_bytes: of a request. handshake_seconds: for TLS and HTTP/2. idle_seconds: a connection without a call is
-    closed after it. call_seconds: what a call may last when its connection has reached its age. A client whose system
-    acknowledges nothing for a keepalive period loses its connection. No other process can listen on the same port.
+    max_body_bytes: size of a request. handshake_seconds: time for TLS and HTTP/2. idle_seconds: time after which a
+    connection without a call is closed. call_seconds: time for a call to end when its connection has its maximum age. The
+    connection of a client whose system acknowledges nothing for a keepalive period is closed. No other process can listen on
+    the same port.
     """
     return [
         ("grpc.so_reuseport", 0),
@@ -101,7 +101,7 @@ def public_server_options(
         (
             "grpc.http2.bdp_probe",
             0,
-        ),  # its windows grow to megabytes a call, for callers without a key as well
+        ),  # it would grow windows to megabytes per call, also without a key
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.keepalive_time_ms", _PUBLIC_KEEPALIVE_MS),

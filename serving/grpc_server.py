@@ -1,4 +1,4 @@
-"""The one way in which our processes listen for gRPC."""
+"""Starts gRPC servers."""
 
 import grpc
 import grpc.aio
@@ -10,9 +10,9 @@ from serving.settings import split_address
 async def start_grpc(
     server: grpc.aio.Server, address: str, *, param: str, credentials: grpc.ServerCredentials | None = None
 ) -> str:
-    """Start a server on "host:port" (port 0 picks a free one), with TLS by ``credentials``; the real "host:port".
+    """Start a server on "host:port" (port 0 picks a free one), with TLS if ``credentials`` are given; return its address.
 
-    Raises SettingError that names ``param`` when nothing can listen there.
+    Raises SettingError that names ``param`` when the address cannot be bound.
     """
     try:
         port = (

@@ -1,4 +1,4 @@
-"""Accepts HTTP connections one by one, within the limits of a listener and of the process's descriptors."""
+"""Accepts HTTP connections within the limits of a listener and of the process's descriptors."""
 
 import asyncio
 import errno
@@ -51,14 +51,14 @@ async def listen(host: str, port: int) -> list[socket.socket]:
 
 
 class Listening(Protocol):
-    """What is accepted from: a listening socket."""
+    """A listening socket."""
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Return a connection and the name of its client. Raises OSError."""
+        """Return a connection and its peer name. Raises OSError."""
 
 
 class HttpAcceptor:
-    """Owns the listening sockets. Where every place is taken by a busy client, new ones wait in the system's backlog.
+    """Owns the listening sockets. If all connections are busy, new clients wait in the system's backlog.
 
     make: returns the protocol of one connection.
     """
@@ -92,7 +92,7 @@ class HttpAcceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stop accepting and listening; connections that are open stay."""
+        """Stop accepting and listening; open connections stay."""
         self._pause()
         self._book.call_when_room(lambda: None)
         for listening in self.sockets:
@@ -110,7 +110,7 @@ class HttpAcceptor:
                 self._loop.add_reader(listening.fileno(), self.accept_from, listening)
 
     def _pause(self, retry_seconds: float | None = None) -> None:
-        """Leave new clients in the backlog until there is room, or until the seconds have passed."""
+        """Leave new clients in the backlog until there is room, or until ``retry_seconds`` have passed."""
         if not self._is_paused:
             self._is_paused = True
             for listening in self.sockets:
@@ -122,7 +122,7 @@ class HttpAcceptor:
             self._retry = self._loop.call_later(retry_seconds, self._resume)
 
     def accept_from(self, listening: Listening) -> None:
-        """Accept what waits at a listening socket; the event loop calls it."""
+        """Accept the connections that wait at a listening socket; called by the event loop."""
         for _ in range(_ACCEPTS_AT_ONCE):
             if not self._book.make_room():
                 self._pause(EVICTION_AGE_SECONDS if self._book.num_waiting else None)
@@ -143,7 +143,7 @@ class HttpAcceptor:
         accepted.setblocking(False)
         if not self._book.admits(address):
             logger.warning(
-                "%s has %d connections, the limit of an address; one more is refused",
+                "%s has %d connections, the limit per address; another one is refused",
                 *(address, self._limits.max_per_address),
             )
             _refuse(accepted, is_plain=self._tls is None)
@@ -156,7 +156,7 @@ class HttpAcceptor:
         opening.add_done_callback(self._openings.discard)
 
     async def _open(self, accepted: socket.socket, connection: HttpConnection) -> None:
-        """Shake hands where there is TLS; whatever fails ends the connection."""
+        """Open the connection, with a TLS handshake if there is TLS; a failure closes it."""
         handshake = self._limits.header_seconds if self._tls else None
         closing = _TLS_CLOSE_SECONDS if self._tls else None
         try:

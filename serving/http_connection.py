@@ -1,10 +1,7 @@
-"""One HTTP connection with bounds on what its client can make it hold, and for how long."""
+"""One HTTP connection with limits on the memory and time that its client can use."""
 
 import asyncio
-import fcntl
 import socket
-import struct
-import termios
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -14,25 +11,24 @@ from aiohttp import http_exceptions, web
 from contract.errors import InvalidRequestError
 from serving.errors import openai_error
 from serving.http_connections import Connections, HttpLimits
+from serving.tcp_progress import has_unread_bytes, num_acknowledged
 
-_ACKED_END = 128
-"""Where ``tcpi_bytes_acked``, eight bytes, ends in Linux's ``struct tcp_info``."""
 _LINGER_SECONDS = 5.0
 
 
 class _Phase(Enum):
     HEADERS = auto()
-    """A request has begun (or the connection has), and its headers are not complete."""
+    """The headers of a new connection or request are not complete."""
     HANDLING = auto()
     WRITING = auto()
-    """An answer is on its way; it may outlast its handler."""
+    """An answer is being sent, perhaps after its handler has returned."""
     IDLE = auto()
 
 
 class HttpConnection(web.RequestHandler):
-    """aiohttp's connection with deadlines: for headers, between requests, and for a client that does not read.
+    """aiohttp's connection with deadlines for headers, between requests, and for clients that do not read.
 
-    A deadline that passes aborts the connection: nothing waits for its client to take the rest of an answer.
+    A missed deadline aborts the connection; the rest of an answer is dropped.
     """
 
     def __init__(self, server: web.Server, book: Connections, limits: HttpLimits, **options: Any) -> None:
@@ -57,23 +53,23 @@ class HttpConnection(web.RequestHandler):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has been opened (after the TLS handshake) and not been lost."""
+        """True from the end of the TLS handshake until the connection is lost."""
         return self._wire is not None
 
     def call_to_abort(self, call: Callable[[], object]) -> None:
-        """Set what ends the connection before it is open."""
+        """Set the function that aborts the connection before it is open."""
         self._stop_opening = call
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for bytes of its client that have not arrived."""
+        """True if it waits for bytes of its client that have not arrived."""
         is_answering = self._phase is _Phase.HANDLING and (
             self._request is None or self._request.content.is_eof()
         )
-        return not is_answering and not self._has_unread_bytes()
+        return not is_answering and not has_unread_bytes(self._socket())
 
     def abort(self) -> None:
-        """Close now and drop what has not been sent."""
+        """Close at once and drop unsent bytes."""
         self._stop_timer()
         if self._wire is not None:
             self._wire.abort()
@@ -88,7 +84,7 @@ class HttpConnection(web.RequestHandler):
         self._enter(_Phase.HEADERS, self._limits.header_seconds)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """Give up its place."""
+        """Release the connection's place."""
         self._book.remove(self)
         super().connection_lost(exc)
         self._wire = None
@@ -96,7 +92,7 @@ class HttpConnection(web.RequestHandler):
         self._stop_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse; headers that are too long, in bytes or in time, end the connection."""
+        """Parse the bytes; headers above the size or time limit end the connection."""
         if self._phase is _Phase.IDLE:
             self._enter(_Phase.HEADERS, self._limits.header_seconds)
         super().data_received(data)
@@ -119,7 +115,7 @@ class HttpConnection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write what the handler left to write; a client that takes nothing for too long loses the connection."""
+        """Write the rest of the answer; close the connection if its client reads nothing for too long."""
         self._num_header_bytes = 0
         self._num_answered += 1
         self._watch_writing()
@@ -135,7 +131,7 @@ class HttpConnection(web.RequestHandler):
             self._book.wait(self)
 
     def force_close(self) -> None:
-        """Close; what has not been sent goes out first, if the client takes it."""
+        """Close after unsent bytes are sent, if the client reads them."""
         super().force_close()
         if self._num_unsent():
             self._watch_writing()
@@ -147,7 +143,7 @@ class HttpConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer what is no HTTP without a byte of what the client wrote: it may hold an API key."""
+        """Answer invalid HTTP without quoting it, since it may contain an API key."""
         if not isinstance(exc, http_exceptions.HttpProcessingError):
             return super().handle_error(request, status, exc, message)
         what = type(exc).__name__
@@ -159,7 +155,7 @@ class HttpConnection(web.RequestHandler):
 
     @property
     def _remote(self) -> str:
-        return str(self.peername[0]) if self.peername else "a client that has gone"
+        return str(self.peername[0]) if self.peername else "a disconnected client"
 
     def _enter(self, phase: _Phase, seconds: float | None) -> None:
         self._phase = phase
@@ -191,29 +187,8 @@ class HttpConnection(web.RequestHandler):
         return 0 if self._wire is None else self._wire.get_write_buffer_size()
 
     def _measured(self) -> tuple[int, int]:
-        """What changes while the client reads: bytes that wait here, and bytes that it has acknowledged."""
-        return self._num_unsent(), _num_acknowledged(self._socket())
-
-    def _has_unread_bytes(self) -> bool:
-        if (own := self._socket()) is None:
-            return False
-        try:
-            (count,) = struct.unpack("i", fcntl.ioctl(own.fileno(), termios.FIONREAD, bytes(4)))
-        except OSError:
-            return False
-        return bool(count)
+        """Return values that change while the client reads: unsent bytes, and acknowledged bytes."""
+        return self._num_unsent(), num_acknowledged(self._socket())
 
     def _socket(self) -> socket.socket | None:
         return None if self._wire is None else self._wire.get_extra_info("socket")
-
-
-def _num_acknowledged(own: socket.socket | None) -> int:
-    """Bytes that the peer's system has taken; 0 where the system does not count them."""
-    option = getattr(socket, "TCP_INFO", None)
-    if own is None or option is None:
-        return 0
-    try:
-        info = own.getsockopt(socket.IPPROTO_TCP, option, _ACKED_END)
-    except OSError:
-        return 0
-    return struct.unpack_from("Q", info, _ACKED_END - 8)[0] if len(info) == _ACKED_END else 0

@@ -1,4 +1,4 @@
-"""Which HTTP connections are open, and which of them has to go when there is no room for one more."""
+"""Tracks open HTTP connections, and chooses one to evict when a listener is full."""
 
 import asyncio
 import logging
@@ -11,16 +11,16 @@ from typing import Protocol
 logger = logging.getLogger(__name__)
 
 EVICTION_AGE_SECONDS = 0.25
-"""A connection is not evicted before it has waited as long: its client has not had the time to send."""
+"""Minimum time for which a connection waits before it is evicted, so that its client has time to send."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """What one HTTP listener lets its clients hold.
+    """The limits of one HTTP listener.
 
-    header_seconds: from a connection's start, or a request's first byte, to the end of its headers (and of the TLS
-    handshake). idle_seconds: between two requests. stall_seconds: without a byte of an answer being acknowledged.
-    max_header_bytes: of one request.
+    header_seconds: time from a connection's start, or a request's first byte, to the end of its headers (and of the TLS
+    handshake). idle_seconds: time between two requests. stall_seconds: time in which no byte of an answer is acknowledged.
+    max_header_bytes: size of one request's headers.
     """
 
     max_connections: int = 64
@@ -36,17 +36,17 @@ class Connection(Protocol):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it waits for bytes of its client: it is idle, or its request is not complete."""
+        """True if it waits for bytes of its client: it is idle, or its request is not complete."""
 
     def abort(self) -> None:
-        """Close it now and drop what has not been sent."""
+        """Close at once and drop unsent bytes."""
 
 
 class Connections:
-    """Owns the book of one listener's connections, by the address of their client.
+    """Owns the list of one listener's connections, by client address.
 
-    A connection without a complete request gives way to a new one, so that silent clients cannot keep others out: the
-    one that has waited longest, of the address that holds the most. clock: seconds.
+    A new connection evicts one without a complete request, so that silent clients cannot block others: the one that has
+    waited longest, of the address with most connections. clock: returns seconds.
     """
 
     def __init__(
@@ -65,40 +65,40 @@ class Connections:
 
     @property
     def num_waiting(self) -> int:
-        """Connections that may be made to go."""
+        """The number of connections that may be evicted."""
         return sum(map(len, self._waiting.values()))
 
     @property
     def num_answering(self) -> int:
-        """Connections whose request is being answered."""
+        """The number of connections whose request is being answered."""
         return len(self._answering)
 
     def __len__(self) -> int:
         return len(self._addresses)
 
     def call_when_room(self, call: Callable[[], None]) -> None:
-        """Set what is called each time when a connection has gone or can be made to go."""
+        """Set the function to call when a connection has ended or can be evicted."""
         self._on_room = call
 
     def make_room(self) -> bool:
-        """Ensure room for one more, at the cost of a waiting connection; False if every connection is busy."""
+        """Ensure room for another connection, by evicting a waiting one if necessary; False if all are busy."""
         if len(self) < self._max:
             return True
         largest_first = sorted(self._waiting, key=lambda one: -self._num_by_address[one])
         return any(map(self._evict, largest_first))
 
     def admits(self, address: str) -> bool:
-        """Ensure room for one more of this address; False if all that it may hold are busy."""
+        """Ensure room for another connection of this address; False if all that it may have are busy."""
         return self._num_by_address.get(address, 0) < self._max_per_address or self._evict(address)
 
     def add(self, connection: Connection, address: str) -> None:
-        """Enter a new connection, which is waiting."""
+        """Add a new connection, in the waiting state."""
         self._addresses[connection] = address
         self._num_by_address[address] = self._num_by_address.get(address, 0) + 1
         self.wait(connection)
 
     def wait(self, connection: Connection) -> None:
-        """Note that the connection waits for its client from now on."""
+        """Record that the connection waits for its client from now on."""
         if (address := self._addresses.get(connection)) is not None:
             waiting = self._waiting.setdefault(address, {})
             waiting.pop(connection, None)
@@ -106,12 +106,12 @@ class Connections:
             self._on_room()
 
     def begin(self, connection: Connection) -> None:
-        """Note that a request begins to be answered."""
+        """Record that a request is being answered."""
         self._answering.add(connection)
         self._is_idle.clear()
 
     def end(self, connection: Connection) -> None:
-        """Note that its answer is written. Does nothing where none was begun."""
+        """Record that the answer is written. Does nothing if none was begun."""
         self._answering.discard(connection)
         if not self._answering:
             self._is_idle.set()
@@ -121,12 +121,12 @@ class Connections:
         await self._is_idle.wait()
 
     def work(self, connection: Connection) -> None:
-        """Note that the connection has a complete request."""
+        """Record that the connection has a complete request."""
         if (address := self._addresses.get(connection)) is not None:
             self._forget_waiting(connection, address)
 
     def remove(self, connection: Connection) -> None:
-        """Forget a connection; does nothing for one that is not here."""
+        """Remove a connection; do nothing if it is not listed."""
         self.end(connection)
         if (address := self._addresses.pop(connection, None)) is None:
             return
@@ -137,7 +137,7 @@ class Connections:
         self._on_room()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the three books agree."""
+        """Raise AssertionError unless the three indexes agree."""
         counted: dict[str, int] = {}
         for address in self._addresses.values():
             counted[address] = counted.get(address, 0) + 1
@@ -152,7 +152,7 @@ class Connections:
             if now - since < EVICTION_AGE_SECONDS:
                 return False
             if connection.is_waiting:
-                logger.warning("too many connections: one of %s that waits for its client is closed", address)
+                logger.warning("too many connections: closing one of %s that waits for its client", address)
                 self.remove(connection)
                 connection.abort()
                 return True
@@ -167,7 +167,7 @@ class Connections:
 
 
 def address_of(name: tuple[object, ...] | str) -> str:
-    """Return whom a socket's peer name counts as: an IPv4 address, or the /64 network of an IPv6 one."""
+    """Return the address under which a peer is counted: an IPv4 address, or the /64 network of an IPv6 one."""
     host = str(name[0]) if isinstance(name, tuple) and name else ""
     if ":" not in host:
         return host

@@ -1,4 +1,4 @@
-"""Which names a client may call a server by: a web page that rebinds its own name to 127.0.0.1 is refused."""
+"""Checks Host and Origin headers, against web pages that rebind their own name to 127.0.0.1."""
 
 import ipaddress
 from collections.abc import Awaitable, Callable
@@ -14,15 +14,15 @@ _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def listed_hosts(value: str | None) -> tuple[str, ...]:
-    """Return the names of a setting, which are separated by commas."""
+    """Return the comma-separated names of a setting."""
     return tuple(part.strip().lower() for part in (value or "").split(",") if part.strip())
 
 
 class HostCheck:
-    """Decides by the Host header. address: where the server listens; configured: more names, "*" for any.
+    """Checks the Host header. address: that of the server. configured: further valid names, "*" for any.
 
-    On an address of this machine alone its names and the configured ones pass. On another address every name passes,
-    unless some are configured: then those, the address itself and IP addresses do.
+    On a loopback address, its names and the configured ones are valid. On another address every name is valid, unless some
+    are configured: then those, the address itself and IP addresses are.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class HostCheck:
 
     @property
     def middleware(self) -> Middleware:
-        """Answers 421 where the name is not one of ours, and 403 to a page of another site where pages may not ask."""
+        """A middleware that answers 421 for a wrong host name, and 403 to pages of other sites if origins are refused."""
 
         @web.middleware
         async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -45,24 +45,24 @@ class HostCheck:
                     reason="the Host header names another host; see the setting allowed_hosts"
                 )
             if self._refuses_origins and not self.is_own_origin(request.headers.get(hdrs.ORIGIN)):
-                raise web.HTTPForbidden(reason="web pages of other sites may not ask this port")
+                raise web.HTTPForbidden(reason="web pages of other sites may not use this port")
             return await handler(request)
 
         return check
 
     def admits(self, header: str | None) -> bool:
-        """Whether a request with this Host header is meant for us. Browsers always send one."""
+        """Return True if this Host header is valid. Browsers always send one."""
         if header is None or self._is_open:
             return True
         host = _host_of(header)
         return host in self._names or (not self._is_local and _is_ip_address(host))
 
     def is_own_origin(self, origin: str | None) -> bool:
-        """Whether a request with this Origin header, or without one, comes from no page of another site."""
+        """Return True if a request with this Origin header, or without one, is not from a page of another site."""
         return origin is None or _origin_host(origin) in self._names
 
     def is_same_site(self, request: web.Request) -> bool:
-        """Whether the page that sends the request, where it is one, was served under the name that it asks."""
+        """Return True if the request is not from a page, or from one served under the requested name."""
         origin = request.headers.get(hdrs.ORIGIN)
         if self.is_own_origin(origin):
             return True

@@ -1,4 +1,4 @@
-"""The one way in which our processes listen for HTTP."""
+"""Starts HTTP servers."""
 
 import logging
 import ssl
@@ -18,7 +18,7 @@ _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class HttpServer:
-    """A listening aiohttp application; ``address`` is the real "host:port", ``connections`` are those of clients."""
+    """A listening aiohttp application. address: the actual "host:port". connections: those of clients."""
 
     address: str
     runner: web.AppRunner
@@ -47,9 +47,9 @@ async def start_http(
 ) -> HttpServer:
     """Listen on ``address`` (port 0 picks a free one).
 
-    handler_cancellation: a client that goes away cancels its handler; aiohttp's runners differ in their default, so
-    it is always said. tls: speak HTTPS. limits: what clients may hold. Raises SettingError, which names the setting
-    ``param``, when the address cannot be bound.
+    handler_cancellation: a client that disconnects cancels its handler; always passed, since aiohttp's runners differ in
+    their default. tls: serve HTTPS. limits: those of clients. Raises SettingError, which names the setting ``param``, if
+    the address cannot be bound.
     """
     host, port = split_address(address)
     limits = limits or HttpLimits()
@@ -79,7 +79,7 @@ async def start_http(
 
 
 def _noting_begin(handler: _Handler) -> _Handler:
-    """Return a handler that notes on a request's connection that it begins."""
+    """Wrap a handler to record on a request's connection that the request begins."""
 
     async def handle(request: web.BaseRequest) -> web.StreamResponse:
         if isinstance(request.protocol, HttpConnection):

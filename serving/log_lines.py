@@ -1,9 +1,9 @@
-"""What a log line may hold: one line of bounded length, in characters that no terminal obeys."""
+"""Makes text safe for a log: one line of bounded length, without control characters."""
 
 import re
 
 MAX_LINE = 8192
-"""Characters of one record; what is longer loses its middle."""
+"""Maximum number of characters of a record; a longer one is shortened in the middle."""
 MAX_TRACEBACK = 16_384
 _UNSAFE = re.compile(
     "[\\\\\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
@@ -14,12 +14,12 @@ _NAMED = {"\\": "\\\\", "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def safe_line(text: str, max_characters: int = MAX_LINE) -> str:
-    """Return the text on one line, cut to a length, with escapes for what could end or forge a line."""
+    """Return the text as one line of limited length, with escapes for characters that could end or forge a line."""
     return _UNSAFE.sub(_escape, cut(text, max_characters))
 
 
 def cut(text: str, max_characters: int) -> str:
-    """Return the text, or its beginning and end with the number of characters between them that were left out."""
+    """Return the text, or its beginning and end with the number of omitted characters between them."""
     if len(text) <= max_characters:
         return text
     tail = max_characters // 4

@@ -1,4 +1,4 @@
-"""Bounds the log of a fault that repeats: a place in the code writes so many records in a while, then their number."""
+"""Limits the log of a repeated fault: records from one place in the code beyond a rate are dropped and counted."""
 
 import logging
 import time
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 MAX_RECORDS = 20
 MAX_INFO_RECORDS = 1000
-"""Of one place in ``WINDOW_SECONDS``: of warnings and errors, and of what is below."""
+"""Limits per place and ``WINDOW_SECONDS``: of warnings and errors, and of lower levels."""
 WINDOW_SECONDS = 10.0
 _MAX_PLACES = 1024
 _Place = tuple[str, int, str]
@@ -15,7 +15,7 @@ _Place = tuple[str, int, str]
 
 @dataclass
 class _Window:
-    """What one place has written since ``begin``."""
+    """The records of one place since ``begin``."""
 
     begin: float
     num_records: int = 0
@@ -23,9 +23,9 @@ class _Window:
 
 
 class RepeatFilter(logging.Filter):
-    """Drops a place's records beyond the bound. The next one behind the window says how many were dropped.
+    """Drops a place's records beyond the limit. The first one after the window contains the number of dropped ones.
 
-    A filter of a handler: it sees the records of all loggers. clock: seconds.
+    Attach it to a handler, which receives the records of all loggers. clock: returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,7 +34,7 @@ class RepeatFilter(logging.Filter):
         self._windows: dict[_Place, _Window] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is written; it may be changed."""
+        """Return whether the record is written; it may be changed."""
         now = self._clock()
         place = (record.pathname, record.lineno, _exception_name(record))
         window = self._windows.get(place)
@@ -60,7 +60,7 @@ class RepeatFilter(logging.Filter):
 
 
 def _exception_name(record: logging.LogRecord) -> str:
-    """Tell faults apart that asyncio reports from one place."""
+    """Return a name that distinguishes faults that asyncio reports from one place."""
     if not record.exc_info or record.exc_info[1] is None:
         return ""
     error = record.exc_info[1]

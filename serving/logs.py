@@ -1,4 +1,4 @@
-"""Logs: one line a record, with the level, the process's name and the logger's name.
+"""Logs: one line per record, with the level, the process's name and the logger's name.
 
 2026-01-31T12:00:00.123 INFO decode-0 worker.service: registered with 127.0.0.1:9100
 """
@@ -22,7 +22,7 @@ class LineFormatter(logging.Formatter):
         self._process_name = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line, without a line break at its end."""
+        """Return the line, without a line break at its end."""
         moment = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
         line = safe_line(record.getMessage())
         if record.exc_info:
@@ -34,8 +34,8 @@ class LineFormatter(logging.Formatter):
         )
 
 
-def is_no_cancelled_call(record: logging.LogRecord) -> bool:
-    """Return False for the traceback that gRPC logs for a call that is cancelled before it has begun, as at a stop."""
+def is_not_cancelled_call(record: logging.LogRecord) -> bool:
+    """Return False for the traceback that gRPC logs for a call that is cancelled before it began, such as at a stop."""
     is_cancelled = record.exc_info is not None and isinstance(record.exc_info[1], asyncio.CancelledError)
     return not (is_cancelled and record.name.startswith("grpc."))
 
@@ -47,7 +47,7 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LineFormatter(process_name))
-    handler.addFilter(is_no_cancelled_call)
+    handler.addFilter(is_not_cancelled_call)
     handler.addFilter(RepeatFilter())
     root = logging.getLogger()
     for old in list(root.handlers):
@@ -58,10 +58,10 @@ def configure_logs(process_name: str, level: str = "INFO", stream: TextIO | None
 
 
 def log_settings(logger: logging.Logger, settings: Settings) -> None:
-    """Log all settings in one record, secrets masked, each with where it came from unless it is the default."""
+    """Log all settings in one record, with masked secrets and the source of every setting that is not a default."""
     origins = settings.sources.origins
-    told = " ".join(
+    shown = " ".join(
         f"{name}={value!r}" + (f" ({origins[name]})" if name in origins else "")
         for name, value in settings.masked().items()
     )
-    logger.info("settings: %s", told)
+    logger.info("settings: %s", shown)

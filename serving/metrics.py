@@ -1,6 +1,6 @@
-"""The names of all metrics, in one place, and how plain counters become Prometheus families.
+"""The names of all metrics, and the conversion of plain counters to Prometheus families.
 
-Always the text format 0.0.4: newer formats rename what dashboards look for.
+The text format is always 0.0.4: newer formats rename metrics that dashboards use.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,31 +17,31 @@ ENGINE_METRICS = {
     "num_requests_waiting": "Requests that wait for a place in the batch, or for their KV.",
     "kv_cache_usage_perc": "Used share of the KV blocks, 0..1.",
     "num_blocks": "KV blocks of the pool, by state.",
-    "prefix_cache_queries_total": "Prompt tokens that were looked up in the prefix cache.",
-    "prefix_cache_hits_total": "Prompt tokens that were found in the prefix cache.",
+    "prefix_cache_queries_total": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits_total": "Prompt tokens found in the prefix cache.",
     "prompt_tokens_total": "Prompt tokens computed.",
     "generation_tokens_total": "Tokens sampled.",
-    "step_held_seconds_total": "Seconds that steps were held, or computed in vain, for answers from other workers.",
+    "step_held_seconds_total": "Seconds of delayed and interrupted steps, so that arriving requests could join.",
     "num_preemptions_total": "Requests taken out of the batch to free their blocks.",
-    "transfer_blocks_total": "KV blocks that crossed from another worker, by transport.",
-    "transfer_bytes_total": "Bytes of KV that crossed from another worker, by transport.",
-    "transfer_needed_blocks_total": "KV blocks that reservations asked for beyond their prefix cache.",
+    "transfer_blocks_total": "KV blocks received from other workers, by transport.",
+    "transfer_bytes_total": "Bytes of KV received from other workers, by transport.",
+    "transfer_needed_blocks_total": "KV blocks that reservations needed beyond the prefix cache.",
     "transfer_failures_total": "Transfers that ended without usable KV, by error kind.",
-    "transfer_fallbacks_total": "Transfers that took a slower path than the chosen one.",
-    "transfer_pulled_again_total": "Reads that failed and were followed by another of the same blocks, by its rung.",
-    "transfer_transport_left_total": "Transports that a link does without since transfers failed over them in a row.",
-    "transfer_digest_mismatches_total": "Blocks whose bytes were not those that were published.",
+    "transfer_fallbacks_total": "Transfers that used a slower path than the chosen one.",
+    "transfer_pulled_again_total": "Failed reads that were retried for the same blocks, by retry step.",
+    "transfer_transport_left_total": "Transports that a link no longer uses after consecutive failed transfers.",
+    "transfer_digest_mismatches_total": "Blocks whose received bytes did not match the published digest.",
     "transfer_converting_links_total": "Links over which KV of another block size or dtype is converted.",
-    "transfer_converted_blocks_total": "KV blocks that were made out of blocks of another size or dtype.",
-    "transfer_staging_bytes": "Host memory that holds blocks which are being converted.",
-    "transfer_transport_chosen_total": "Links by the transport that their blocks are read over, and why that one.",
-    "link_handshakes_total": "Control links that were shaken hands on, by result.",
-    "leases_active": "Prompts whose KV is lent.",
-    "leases_expired_total": "Leases that ended because nobody fetched or gave a sign of life.",
-    "transfers_parked": "Fetches of transfers that are not known yet.",
+    "transfer_converted_blocks_total": "KV blocks converted from blocks of another size or dtype.",
+    "transfer_staging_bytes": "Bytes of host memory for blocks that are being converted.",
+    "transfer_transport_chosen_total": "Links by the transport that their reads use, and the reason for it.",
+    "link_handshakes_total": "Handshakes of control links, by result.",
+    "leases_active": "Prompts whose KV is under a lease.",
+    "leases_expired_total": "Leases that expired without a fetch or a renewal.",
+    "transfers_parked": "Fetches of transfers that have not been offered yet.",
     "fetches_active": "Prompts whose KV is being fetched.",
-    "transfers_quarantined": "Cancelled fetches with a read that is not terminal.",
-    "requests_total": "Requests that this engine was given.",
+    "transfers_quarantined": "Cancelled fetches with a read that may still write.",
+    "requests_total": "Requests that this engine received.",
     "requests_finished_total": "Requests that ended without an error.",
     "requests_failed_total": "Requests that ended with an error.",
     "requests_corrupted_total": "Requests that ended because of NaN logits.",
@@ -55,28 +55,28 @@ ROUTER_METRICS = {
     "num_requests_waiting": "Requests without a first token yet.",
     "num_requests_running": "Requests whose answer is being streamed.",
     "num_workers": "Attached workers, by role.",
-    "time_to_first_token_seconds": "Arrival until token 0.",
-    "inter_token_latency_seconds": "Between two tokens of an answer.",
-    "e2e_request_latency_seconds": "Arrival until the last token.",
-    "request_queue_time_seconds": "Arrival until the prompt's first chunk runs.",
-    "request_prefill_time_seconds": "Computing the prompt.",
-    "request_transfer_time_seconds": "The exposed part of the KV transfer.",
-    "request_decode_time_seconds": "First decode step and the rest of the answer.",
+    "time_to_first_token_seconds": "Time from arrival to the first token.",
+    "inter_token_latency_seconds": "Time between two tokens of an answer.",
+    "e2e_request_latency_seconds": "Time from arrival to the last token.",
+    "request_queue_time_seconds": "Time from arrival to the start of the prompt's first chunk.",
+    "request_prefill_time_seconds": "Time of computing the prompt.",
+    "request_transfer_time_seconds": "Exposed time of the KV transfer.",
+    "request_decode_time_seconds": "Time of the first decode step and the rest of the answer.",
     "prompt_tokens_total": "Prompt tokens of finished requests.",
     "generation_tokens_total": "Tokens delivered.",
     "request_success_total": "Finished requests, by finished_reason.",
     "request_errors_total": "Requests that ended with an error, by kind.",
-    "request_replays_total": "Attempts that failed and were followed by another, by the error's kind.",
-    "request_local_recomputes_total": "Replays whose prompt a decode worker computed itself.",
-    "num_batches": "Batches that are kept, by status.",
-    "num_file_bytes": "Bytes of the files that are kept, uploads and results of open batches included.",
-    "batch_requests_total": "Requests of batches: completed, failed, expired; retried or stopped to give way.",
+    "request_replays_total": "Failed attempts that were followed by another, by error kind.",
+    "request_local_recomputes_total": "Replays whose prompt a decode worker computed.",
+    "num_batches": "Stored batches, by status.",
+    "num_file_bytes": "Bytes of stored files, with uploads and results of open batches.",
+    "batch_requests_total": "Requests of batches, by outcome: completed, failed, expired, retried or preempted.",
 }
-"""What a router counts; the same rule for names, and those that end in ``_seconds`` are histograms."""
+"""The router's metrics, in the same form; names that end in ``_seconds`` are histograms."""
 
 
 def render(*collectors: Collector) -> bytes:
-    """The metrics of all collectors in the text format 0.0.4. Raises ValueError where two share a name."""
+    """Return the metrics of all collectors in the text format 0.0.4. Raises ValueError for a duplicate name."""
     registry = CollectorRegistry()
     for collector in collectors:
         registry.register(collector)
@@ -100,19 +100,19 @@ def parse_counter_name(name: str) -> tuple[str, dict[str, str]]:
 
 
 class EngineCollector(Collector):
-    """One look at an engine's plain counters, as ``kvbaton_*`` families."""
+    """A snapshot of an engine's plain counters, as ``kvbaton_*`` families."""
 
     def __init__(self, counters: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
-        """Take ``counters``, name → value, labels as in ``name_total{transport=tcp}``; add ``labels`` to each sample."""
+        """Store ``counters``, name → value, labels as in ``name_total{transport=tcp}``; add ``labels`` to each sample."""
         self._counters = dict(counters)
         self._labels = dict(labels or {})
 
     def describe(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
-        """Nothing: the families are known when the engine has counted."""
+        """Return nothing: the families depend on the counters."""
         return ()
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """One family a name, in the order in which the engine gave them."""
+        """Yield one family per name, in the engine's order."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for counter, value in self._counters.items():
             name, labels = parse_counter_name(counter)

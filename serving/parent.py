@@ -1,4 +1,4 @@
-"""A child process that does not outlive its parent, whatever ends the parent."""
+"""Ends a child process when its parent ends for any reason."""
 
 import ctypes
 import os
@@ -9,11 +9,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the process ``parent_pid``, which started it, ends.
+    """Make the kernel kill this process when its parent, ``parent_pid``, ends.
 
-    Linux: prctl(PR_SET_PDEATHSIG, SIGKILL), see prctl(2); the signal follows the parent's *thread* that started us.
-    A parent that ended before the call is noticed by its pid: then this exits at once with code 1. Elsewhere there
-    is no such call: only that check is made.
+    Linux: prctl(PR_SET_PDEATHSIG, SIGKILL), see prctl(2); the signal is bound to the parent's *thread* that started this
+    process. If the parent has ended before the call, which its pid shows, the process exits at once with code 1. Other
+    systems have no such call; there only the pid is checked.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Read small files that a setting names; those with secrets must not be for other users to read or to replace."""
+"""Reads small files named by settings; other users must not be able to read or replace those with secrets."""
 
 import os
 import stat
@@ -12,7 +12,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 def read_private_file(path: Path, param: str) -> bytes:
-    """Return the file's bytes. Raises SettingError where it cannot be read or is not private.
+    """Return the file's bytes. Raises SettingError if it cannot be read or is not private.
 
     Private means: a regular file of this user or of root, without permissions for group and others, in a folder in which no
     other user can replace it. Links are followed, and the folders at both ends are checked. One exception: a file of root
@@ -28,7 +28,7 @@ def read_private_file(path: Path, param: str) -> bytes:
 
 
 def read_public_file(path: Path, param: str) -> bytes:
-    """Return the bytes of a regular file that others may read. Raises SettingError where it is none, or too large."""
+    """Return the bytes of a regular file that others may read. Raises SettingError for other files and too large ones."""
     return _read(path, param, lambda info: _check_kind(path, info, param))
 
 
@@ -48,7 +48,7 @@ def _read(path: Path, param: str, check: Callable[[os.stat_result], None]) -> by
 
 
 def read_private_text(path: Path, param: str) -> str:
-    """Return the text of a private file. Raises SettingError also where it is not UTF-8."""
+    """Return the text of a private file. Raises SettingError also if it is not UTF-8."""
     try:
         return read_private_file(path, param).decode()
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def _check_file(path: Path, info: os.stat_result, param: str) -> None:
         excess &= ~stat.S_IRGRP
     if excess:
         raise SettingError(
-            f"{param} {path} has mode {stat.S_IMODE(info.st_mode):04o}: others than its owner may use it;"
+            f"{param} {path} has mode {stat.S_IMODE(info.st_mode):04o}: other users may access it;"
             f" `chmod 600 {path}`",
             param=param,
         )
@@ -91,9 +91,9 @@ def _check_folder(path: Path, folder: Path, param: str) -> None:
 
 
 def who_else_may_replace(info: os.stat_result, own_user: int, own_groups: Collection[int]) -> str | None:
-    """Return who may rename what lies in a folder, beside its user's own groups, this user and root; None for nobody."""
+    """Return which other user or group may rename files in a folder; None if only this user, its groups and root may."""
     if info.st_uid not in (own_user, 0):
-        return f"user {info.st_uid}, to whom it belongs,"
+        return f"its owner, user {info.st_uid},"
     if info.st_mode & stat.S_IWGRP and not info.st_mode & stat.S_ISVTX and info.st_gid not in own_groups:
         return f"group {info.st_gid}"
     return None

@@ -1,4 +1,4 @@
-"""What a process says about itself in ``/debug/state``: plain numbers that show a leak."""
+"""The facts of a process in ``/debug/state``: plain numbers that show leaks."""
 
 import asyncio
 import os
@@ -8,7 +8,7 @@ import psutil
 
 
 def process_facts() -> dict[str, Any]:
-    """This process's pid, open file descriptors, asyncio tasks, threads and resident memory in bytes.
+    """Return this process's pid, open file descriptors, asyncio tasks, threads and resident memory in bytes.
 
     ``num_asyncio_tasks`` counts the unfinished tasks of the running loop, the caller's own included; 0 without a loop.
     """
@@ -16,7 +16,7 @@ def process_facts() -> dict[str, Any]:
 
 
 def facts_of(pid: int) -> dict[str, Any]:
-    """What the system knows of a process: open file descriptors, threads, resident bytes. Empty when it is gone."""
+    """Return a process's open file descriptors, threads and resident bytes; empty if it has ended."""
     try:
         process = psutil.Process(pid)
         return {

@@ -1,7 +1,7 @@
-"""The root of every service's settings: flag over environment over file over default, the same name in all of them.
+"""The base of every service's settings: flag over environment over file over default, with the same name in all of them.
 
 ``--max-num-seqs`` is ``KVBATON_MAX_NUM_SEQS`` is ``max_num_seqs``. A bad value stops the process with its name, its
-value and the allowed range. This module and its like are the only places that read the environment.
+value and the allowed range. Only modules named ``settings`` read the environment.
 """
 
 import ipaddress
@@ -20,13 +20,13 @@ from serving.private_files import read_private_text
 from serving.settings_file import SettingsFile, is_secret
 
 FLAG = "flag"
-"""The origin of what was given on the command line."""
+"""The origin of a value from the command line."""
 
 
 def _check_address(value: str) -> str:
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is no HOST:PORT (port 0..65535; 0 picks a free one)")
+        raise ValueError(f"{value!r} is not HOST:PORT (port 0..65535; 0 picks a free one)")
     return value
 
 
@@ -35,13 +35,13 @@ Address = Annotated[str, AfterValidator(_check_address)]
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Split a checked "host:port"; brackets of an IPv6 host are taken off."""
+    """Split a checked "host:port"; brackets of an IPv6 host are removed."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a "host:port"; a name other than localhost counts as reachable."""
+    """Return True if only this machine can reach a "host:port"; a name other than localhost counts as reachable."""
     host, _ = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback
@@ -52,7 +52,7 @@ def is_loopback(address: str) -> bool:
 def read_secret_file(path: Path | None) -> str:
     """Return the cluster secret in a file, without surrounding white space.
 
-    Raises SettingError where there is none, where other users can read it, or where it is too short.
+    Raises SettingError if there is none, if other users can read it, or if it is too short.
     """
     if path is None:
         raise SettingError("secret_file is not set; workers and router share one secret", param="secret_file")
@@ -66,9 +66,9 @@ def read_secret_file(path: Path | None) -> str:
 
 
 def check_secret(secret: str, what: str, param: str) -> None:
-    """Raise SettingError for a cluster secret that can be guessed offline, or is no text.
+    """Raise SettingError for a cluster secret that can be guessed offline or is not text.
 
-    what: names it without showing it.
+    what: its name for the message, without its value.
     """
     try:
         secret.encode()
@@ -77,7 +77,7 @@ def check_secret(secret: str, what: str, param: str) -> None:
     num_characters = sum(map(str.isprintable, secret))
     if num_characters < MIN_SECRET_CHARACTERS:
         raise SettingError(
-            f"{what} holds {num_characters} characters; a cluster secret has {MIN_SECRET_CHARACTERS} or more:"
+            f"{what} has {num_characters} characters; a cluster secret needs at least {MIN_SECRET_CHARACTERS}:"
             " make one with `openssl rand -hex 32`",
             param=param,
         )
@@ -85,14 +85,14 @@ def check_secret(secret: str, what: str, param: str) -> None:
 
 @dataclass(frozen=True)
 class Sources:
-    """Where settings came from. origins: by name FLAG, "KVBATON_NAME" or the place in the file; defaults have none."""
+    """The sources of settings. origins: by name FLAG, "KVBATON_NAME" or the place in the file; defaults have none."""
 
     origins: Mapping[str, str] = field(default_factory=dict)
     file: SettingsFile | None = None
 
 
 class Settings(Options, BaseSettings):
-    """Frozen settings that name every unknown or bad value. Subclasses add fields with descriptions and ranges."""
+    """Frozen settings whose errors name every unknown or invalid value. Subclasses add fields with help texts and ranges."""
 
     model_config = SettingsConfigDict(
         env_prefix="KVBATON_",
@@ -108,17 +108,17 @@ class Settings(Options, BaseSettings):
 
     @property
     def sources(self) -> Sources:
-        """Where the values came from; empty for settings that were made in code."""
+        """The sources of the values; empty for settings that were made in code."""
         return self._sources
 
     def from_sources(self, sources: Sources) -> Self:
-        """The same settings with a note where they came from. Raises nothing, checks nothing."""
+        """Return these settings with their sources. Checks nothing."""
         known = self.model_copy()
         known._sources = sources
         return known
 
     def masked(self) -> dict[str, Any]:
-        """All settings for the log, secrets masked."""
+        """Return all settings for the log, with masked secrets."""
         return {
             name: "***" if is_secret(name) and value else value
             for name, value in self.model_dump(mode="json").items()

@@ -9,14 +9,14 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopEvent(asyncio.Event):
-    """Set by the first signal. ``at_once`` is set by the second one: the operator does not want to wait any more."""
+    """Set by the first signal; the second one sets ``at_once``, which ends the drain."""
 
     def __init__(self) -> None:
         super().__init__()
         self.at_once = asyncio.Event()
 
     def signal(self) -> None:
-        """Take a signal."""
+        """Handle a signal."""
         if self.is_set():
             self.at_once.set()
         self.set()
@@ -24,7 +24,7 @@ class StopEvent(asyncio.Event):
 
 @asynccontextmanager
 async def until_stopped() -> AsyncIterator[StopEvent]:
-    """Within the block SIGTERM and SIGINT set the event instead of ending the process. Main thread only."""
+    """Make SIGTERM and SIGINT set the event instead of ending the process, within the block. Main thread only."""
     stopped = StopEvent()
     loop = asyncio.get_running_loop()
     for number in STOP_SIGNALS:

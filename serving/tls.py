@@ -1,7 +1,8 @@
 """TLS of the public ports: one certificate and its key, read again when they have changed.
 
-Every handshake looks at the files. A renewed pair is shown from the next connection on, and open connections live on
-with the old one; so does everybody while the files cannot be used, as between the writing of one and of the other.
+Every handshake checks the files. A renewed pair is used from the next connection on; open connections keep the old one.
+While the files cannot be used, such as between the writing of the two, all connections use the old pair.
+
 """
 
 import logging
@@ -23,16 +24,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Pair:
-    """A certificate and its key, in the shapes that HTTP and gRPC servers take."""
+    """A certificate and its key, in the forms that HTTP and gRPC servers need."""
 
     context: ssl.SSLContext
     configuration: grpc.ServerCertificateConfiguration
 
 
 class Tls:
-    """What HTTP and gRPC servers need to show the same certificate. Owns the newest pair that could be used.
+    """The TLS credentials of HTTP and gRPC servers with one certificate. Owns the newest usable pair.
 
-    context: for an HTTP server. credentials: for a gRPC server, whose own threads ask for the pair; hence the lock.
+    context: for an HTTP server. credentials: for a gRPC server, which gets the pair in its own threads; hence the lock.
     Raises SettingError for files that cannot be used at the start.
     """
 
@@ -44,7 +45,7 @@ class Tls:
         self._pair = self._shown_by_grpc = _read_pair(certificate, key)
         self.context = self._pair.context
         self.context.sni_callback = self._show
-        # The library's stubs forget that None says "unchanged".
+        # The library's stubs omit None, which means "unchanged".
         renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
         self.credentials = grpc.dynamic_ssl_server_credentials(self._pair.configuration, renewed)
 
@@ -52,25 +53,25 @@ class Tls:
         return stamp_of(self._certificate), stamp_of(self._key)
 
     def _newest(self) -> _Pair:
-        """The files' pair if they have changed and can be used, else the last one; the lock is held."""
+        """Return the files' pair if they have changed and can be used, else the last one; the lock is held."""
         stamps = self._look()
         if stamps != self._stamps:
             self._stamps = stamps
             try:
                 self._pair = _read_pair(self._certificate, self._key)
             except SettingError as error:
-                logger.error("%s; the certificate that was read before stays", error.message)
+                logger.error("%s; the old certificate stays in use", error.message)
             else:
                 logger.info("tls_certificate_file %s was read again", self._certificate)
         return self._pair
 
     def _show(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Called in each handshake over HTTP, also in those that name no server."""
+        """Set the pair of an HTTP handshake, also if it names no server."""
         with self._lock:
             connection.context = self._newest().context
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called in each handshake over gRPC; None where it has the newest pair."""
+        """Return the pair for a gRPC handshake; None if gRPC has the newest one."""
         with self._lock:
             pair = self._newest()
             if pair is self._shown_by_grpc:
@@ -80,9 +81,9 @@ class Tls:
 
 
 def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
-    """The certificate (PEM, with its chain behind it) and its private key; None where neither is set.
+    """Read the certificate (PEM, followed by its chain) and its private key; None if neither is set.
 
-    Raises SettingError where one is missing, cannot be read or is no PEM, or where they do not belong together.
+    Raises SettingError if one is missing, cannot be read or is not PEM, or if they do not match.
     """
     if certificate is None and key is None:
         return None
@@ -111,7 +112,7 @@ def _read_pair(certificate: Path, key: Path) -> _Pair:
 
 
 def _no_password() -> str:
-    raise SettingError("tls_key_file is encrypted; give a key without a passphrase", param="tls_key_file")
+    raise SettingError("tls_key_file is encrypted; use a key without a passphrase", param="tls_key_file")
 
 
 def _unreadable(path: Path, param: str, error: OSError) -> SettingError:
@@ -124,7 +125,7 @@ def _unusable(certificate: Path, key: Path, error: ssl.SSLError) -> SettingError
             f"tls_key_file {key} is not the key of tls_certificate_file {certificate}", param="tls_key_file"
         )
     return SettingError(
-        f"tls_certificate_file {certificate} and tls_key_file {key} are no certificate and key in PEM:"
+        f"tls_certificate_file {certificate} and tls_key_file {key} are not a certificate and key in PEM:"
         f" {error.reason or error}",
         param="tls_certificate_file",
     )

@@ -1,4 +1,4 @@
-"""Says in the log who shows wrong API keys: by address and count, never the key."""
+"""Logs the use of wrong API keys: addresses and counts, never the key."""
 
 import logging
 
@@ -14,7 +14,7 @@ class WrongKeys:
         self._counts: dict[str, int] = {}
 
     def note(self, address: str) -> None:
-        """Count one more wrong, or missing, key of this address."""
+        """Count another wrong, or missing, key of this address."""
         count = self._counts.pop(address, 0) + 1
         if len(self._counts) >= _MAX_ADDRESSES:
             del self._counts[next(iter(self._counts))]

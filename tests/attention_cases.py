@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.backend import (
     AttentionBackend,
     AttentionStep,

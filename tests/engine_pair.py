@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from contract.identity import Role
-from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.connector import ConnectorFactory
 from engine.settings import EngineSettings

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings. Never torch."""
+"""Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings. Imports no torch."""

@@ -1,7 +1,8 @@
-"""The neutral conversation: what the client sent, checked, in the client's order of keys.
+"""A conversation as the client sent it, checked, with keys in the client's order.
 
-Nothing is brought into a template's form here: null, missing and empty contents stay three things, parts stay parts, and
-the arguments of calls stay the client's JSON text, whatever it is. ``text.templates`` finds the form for a template.
+Messages are not adapted to a template here: null, missing and empty contents stay distinct, parts stay parts, and the
+arguments of calls stay the client's text. ``text.templates`` finds the form for a template.
+
 """
 
 from collections.abc import Mapping
@@ -15,24 +16,24 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = dict[str, Any]
 """Has a role; content (a string, a list of text parts, or None), reasoning_content, tool_calls and others if sent."""
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names under which clients send an answer's reasoning back, the first that is no empty text counts."""
+"""Names under which clients send back an answer's reasoning; the first one with text is used."""
 _STRINGS = ("name", "tool_call_id", "reasoning_content", "refusal")
 _UNSERVED = ("function_call", "audio")
-"""Keys of a message that say something no template here is given."""
+"""Keys of a message that are not supported."""
 _PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Type of a content's part → where its text is."""
+"""Type of a content part → key of its text."""
 _END = 2**10
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token")
-"""Variables of a template that a request sets by fields of their own, or not at all."""
+"""Variables of a template that template_kwargs cannot set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """A conversation to be answered, and what else the template is given.
+    """A conversation to be answered, with the other inputs of the template.
 
-    tools: what the model may call; none where it shall not know of them. parallel_tool_calls: it may call more than
-    once. template_kwargs: more variables, none of RESERVED. add_generation_prompt: the prompt ends with the header of an
-    answer. continue_final_message: it ends within the last message, which the answer goes on with; not both.
+    tools: functions that the model may call; empty hides them. parallel_tool_calls: the model may call more than one.
+    template_kwargs: further variables, none of RESERVED. add_generation_prompt: the prompt ends with the header of an
+    answer. continue_final_message: the prompt ends within the last message, which the answer continues; not both.
     """
 
     messages: list[Message]
@@ -45,7 +46,7 @@ class Chat:
     continue_final_message: bool = False
 
     def num_certain_characters(self) -> int:
-        """Return how many characters of messages any prompt holds: templates may trim texts, and shorten answers."""
+        """Return the number of message characters in every prompt: templates may trim texts, and shorten answers."""
         contents = [message["content"] for message in self.messages if message["role"] != "assistant"]
         return sum(
             _num_inner_characters(text)
@@ -55,7 +56,7 @@ class Chat:
 
 
 def _num_inner_characters(text: str) -> int:
-    """Return the length without white space at the ends; a long text is not copied for it."""
+    """Return the length without white space at the ends, without copying a long text."""
     head = text[:_END]
     tail = text[-_END:]
     if len(text) < 2 * _END or head.isspace() or tail.isspace():
@@ -64,7 +65,7 @@ def _num_inner_characters(text: str) -> int:
 
 
 def parse_messages(raw: Any) -> list[Message]:
-    """Check a request's ``messages``; an assistant's may lack content: an answer may be calls, reasoning, or nothing.
+    """Check a request's ``messages``; an assistant's may lack content, since an answer may be calls or reasoning only.
 
     Raises InvalidRequestError with the index of the message at fault.
     """
@@ -75,7 +76,7 @@ def parse_messages(raw: Any) -> list[Message]:
 
 def _parse_message(raw: Any, where: str) -> Message:
     if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{where} is no object with role and content", param=where)
+        raise InvalidRequestError(f"{where} must be an object with role and content", param=where)
     role = raw.get("role")
     if role not in ROLES:
         raise InvalidRequestError(
@@ -99,10 +100,10 @@ def _parse_message(raw: Any, where: str) -> Message:
 
 
 def _served(raw: Message, where: str) -> Message:
-    """Return a message whose keys are served; an empty list of parts is an empty content of answers and results."""
+    """Check a message for unsupported keys; turn an empty list of parts in answers and results into an empty content."""
     if unserved := next((key for key in _UNSERVED if raw.get(key)), None):
         raise UnsupportedFieldError(
-            f"{where}.{unserved} is not served by this version; calls stand in tool_calls",
+            f"{where}.{unserved} is not supported by this version; put calls into tool_calls",
             param=f"{where}.{unserved}",
         )
     is_empty = raw["role"] in ("assistant", "tool") and raw.get("content") == []
@@ -110,7 +111,7 @@ def _served(raw: Message, where: str) -> Message:
 
 
 def _checked(key: str, value: Any, where: str) -> Any:
-    """Return the value of one key of a message; None for a key that is left out since it says nothing."""
+    """Return the checked value of one key of a message; None if the key is to be omitted."""
     if value is None:
         return None
     if key == "content":
@@ -143,14 +144,14 @@ def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
 
 
 def _text_part(part: Any, where: str) -> dict[str, Any]:
-    """Return a part of type ``text``: as it is, or made of one that other APIs name otherwise."""
+    """Return a part of type ``text``, converted from other APIs' names for it if necessary."""
     kind = part.get("type") if isinstance(part, dict) else None
     name = _PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(name) if name else None
     if not isinstance(text, str):
         is_unserved = isinstance(kind, str) and name is None
         raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
-            f"{where} is of type {str(kind)[:40]!r}; this version takes parts of type 'text' with a string",
+            f"{where} is of type {str(kind)[:40]!r}; this version supports parts of type 'text' with a string",
             param=where,
         )
     return dict(part) if kind == "text" else {"type": "text", "text": text}

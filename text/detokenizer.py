@@ -1,7 +1,7 @@
-"""Tokens → text, one token at a time (the prefix and read offsets of Hugging Face's TGI).
+"""Converts tokens to text incrementally (with the prefix and read offsets of Hugging Face's TGI).
 
-A token's text depends on its neighbours: a character may lie over several tokens, a leading space may vanish at the
-start. So each step decodes a short window twice, with and without the new tokens, and emits the difference.
+A token's text depends on its neighbours: a character may consist of several tokens, a leading space may be dropped at the
+start. Therefore each step decodes a short window twice, with and without the new tokens, and emits the difference.
 """
 
 from collections.abc import Sequence
@@ -10,18 +10,18 @@ from functools import partial
 from text.tokenizer import Tokenizer
 
 _MAX_PARTIAL = 3
-"""Tokens that an unfinished UTF-8 character can lie over: it has at most 3 bytes, a token at least one."""
+"""Tokens of an unfinished UTF-8 character: it has at most 3 bytes, a token at least one."""
 _CONTEXT = 5
-"""Prompt tokens that the first window begins with."""
+"""Prompt tokens at the beginning of the first window."""
 _MAX_SILENT = 16
-"""Tokens without text that a window keeps before its beginning moves on."""
+"""Tokens without text that a window keeps before its beginning moves."""
 _REPLACEMENT = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one answer. Never emits a part of a character; ``flush`` gives what is left at the end.
+    """Detokenizes one answer. Never emits part of a character; ``flush`` returns the rest at the end.
 
-    skip_special_tokens: they have no text; else that by which the vocabulary writes them.
+    skip_special_tokens: special tokens have no text; otherwise their form in the vocabulary.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class Detokenizer:
 
     @property
     def has_unread(self) -> bool:
-        """Whether tokens were pushed whose text is not certain yet."""
+        """True if tokens were pushed whose text is not certain yet."""
         return self._num_read < len(self._window)
 
     def push(self, token_id: int) -> str:
-        """The text that is certain with this token; empty while a character is unfinished."""
+        """Add a token and return the text that is certain now; empty while a character is unfinished."""
         self._window.append(token_id)
         text = self._unread(len(self._window))
         if not text.endswith(_REPLACEMENT):
@@ -45,14 +45,14 @@ class Detokenizer:
             return text
         if len(self._window) - self._num_read <= _MAX_PARTIAL:
             return ""
-        # These bytes are no UTF-8 at all: emit all but what may still become a character.
+        # These bytes are not UTF-8: emit all but those that may still become a character.
         end = len(self._window) - _MAX_PARTIAL
         text = self._unread(end)
         self._advance(end, text)
         return text
 
     def flush(self) -> str:
-        """The rest; an unfinished character comes as U+FFFD."""
+        """Return the rest; an unfinished character becomes U+FFFD."""
         text = self._unread(len(self._window))
         self._advance(len(self._window), text)
         return text
@@ -65,7 +65,7 @@ class Detokenizer:
         return self._decode(self._window[self._num_read : end])
 
     def _advance(self, end: int, text: str) -> None:
-        """Everything before ``end`` is read. What was read before that leaves the window once it is not needed."""
+        """Mark everything before ``end`` as read, and drop what is no longer needed from the window."""
         if end > self._num_read and (text or end > _MAX_SILENT):
             del self._window[: self._num_read]
             end -= self._num_read

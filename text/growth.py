@@ -1,7 +1,8 @@
-"""Tells how much longer a tokenizer's steps can make a text, before the library runs them.
+"""Bounds the growth of a text in a tokenizer's steps, before the library runs them.
 
-The library's memory has no bound: where a normalizer makes ten characters of one, and nine such follow each other, one
-character takes 10 GB, and the process is ended. A step is counted by the most that it can do.
+The library's memory is not bounded: with nine consecutive normalizers that make ten characters of one, a single character
+takes 10 GB, and the process is killed. Each step is counted with its maximum growth.
+
 """
 
 import base64
@@ -11,9 +12,9 @@ from typing import Any
 import msgspec
 
 MAX_GROWTH = 4096
-"""Characters of one; published tokenizers stay below 700."""
+"""Maximum number of characters made of one; published tokenizers stay below 700."""
 MAX_COPIES = 16
-"""Of a text in what the model is shown."""
+"""Maximum number of copies of the text in the post-processor's template."""
 _INNER = {
     "normalizer": "normalizers",
     "pre_tokenizer": "pretokenizers",
@@ -30,7 +31,7 @@ _GROWTH = {
     "NFKD": 18,
     "Precompiled": 18,
 }
-"""The longest expansions of Unicode; steps that are not named keep a text's length, but for a character or two."""
+"""The longest expansions of Unicode; other steps change a text's length by a character or two at most."""
 
 
 _LENGTH_BYTES = 4
@@ -44,7 +45,7 @@ class _Steps(msgspec.Struct):
 
 
 def check_growth(tokenizer_json: str) -> None:
-    """Raise ValueError for a step that can make a text too long, takes memory that its file has not, or is none."""
+    """Raise ValueError for a step that can make a text too long, that declares more memory than its data, or is invalid."""
     found = msgspec.json.decode(tokenizer_json, type=_Steps)
     for name, inner in _INNER.items():
         growth = 1
@@ -52,15 +53,15 @@ def check_growth(tokenizer_json: str) -> None:
         for step in _flat(getattr(found, name), inner):
             growth *= _growth_of(step)
             if growth > most:
-                raise ValueError(f"its {name} can make more than {most} characters of one")
+                raise ValueError(f"its {name} can turn one character into more than {most}")
 
 
 def _flat(step: Any, inner: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps in order, sequences taken apart. Raises ValueError for what is no step."""
+    """Yield the steps in order, with flattened sequences. Raises ValueError for an invalid step."""
     if step is None:
         return
     if not isinstance(step, dict) or not isinstance(step.get(inner, []), list):
-        raise ValueError("a step of it is no object")
+        raise ValueError("one of its steps is not an object")
     if step.get("type") != "Sequence":
         yield step
         return
@@ -84,13 +85,13 @@ def _growth_of(step: dict[str, Any]) -> int:
 
 
 def _num_copies(template: Any) -> int:
-    """How often the text itself stands in what is made of it."""
+    """Return the number of copies of the text in a template's result."""
     pieces = template if isinstance(template, list) else []
     return max(1, sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces))
 
 
 def _check_table(charsmap: Any) -> None:
-    """Raise ValueError where the table of a sentencepiece normalizer says that it is longer than it is."""
+    """Raise ValueError if the table of a sentencepiece normalizer is shorter than its declared length."""
     table = base64.b64decode(charsmap) if isinstance(charsmap, str) else b""
     if int.from_bytes(table[:_LENGTH_BYTES], "little") > len(table):
-        raise ValueError("its precompiled_charsmap is shorter than it says")
+        raise ValueError("its precompiled_charsmap is shorter than its declared length")

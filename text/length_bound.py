@@ -1,7 +1,8 @@
-"""Tells that a text has more tokens than fit, at a fraction of the cost of tokenizing it.
+"""Detects texts with too many tokens, at a fraction of the cost of tokenizing them.
 
-The library takes some 150 bytes of memory and a microsecond for each byte of a text, so a text that cannot fit is
-refused by its length in bytes, or by the tokens of its beginning.
+The library needs about 150 bytes of memory and a microsecond per byte of text, so a text that cannot fit is rejected by its
+length in bytes, or by the tokens of its beginning.
+
 """
 
 import json
@@ -15,21 +16,21 @@ from contract.errors import ContextLengthError
 
 MIN_TEXT_BYTES = 2**20
 MAX_BYTES_PER_TOKEN = 16
-"""A text may have as many bytes for each token of the model's length, and MIN_TEXT_BYTES in any case."""
+"""Limit of a text's bytes per token of the model's length; at least MIN_TEXT_BYTES are allowed."""
 _PIECE = 2**16
 _PIECE_SLACK = 4
 _TEXT_SLACK = 1024
 _COMPOSING = {"NFC": 4, "NFKC": 4, "NFD": 4, "NFKD": 4, "Prepend": 1, "ByteLevel": 1}
-"""How many times fewer bytes a normalizer can make of a text; those of others are not known."""
+"""Factors by which normalizers can shrink a text's bytes; others are unknown."""
 _KEEPING = frozenset({"ByteLevel", "Metaspace", "Digits", "UnicodeScripts"})
-"""Pre-tokenizers that drop nothing."""
+"""Pre-tokenizers that drop no text."""
 _BYTES = range(256)
 
 
 class LengthBound:
-    """What is known of one tokenizer about the tokens of a text. Not changed after it is made.
+    """Bounds the number of tokens of a text for one tokenizer. Immutable.
 
-    bytes_per_token: no token stands for more bytes of a text; None where tokens may stand for any number of them.
+    bytes_per_token: the most bytes of a text that one token stands for; None if there is no such limit.
     """
 
     def __init__(self, backend: FastTokenizer) -> None:
@@ -39,7 +40,7 @@ class LengthBound:
         self.bytes_per_token = _bytes_per_token(spec) if self._is_local else None
 
     def is_exceeded(self, text: str, max_tokens: int) -> bool:
-        """Whether the text certainly has more than ``max_tokens`` tokens; False where that is not certain."""
+        """Return True if the text certainly has more than ``max_tokens`` tokens."""
         if len(text) <= max_tokens:
             return False
         if self.bytes_per_token is not None:
@@ -49,7 +50,7 @@ class LengthBound:
         return len(text) > max(_PIECE, 4 * max_tokens) and self._has_too_many_in_pieces(text, max_tokens)
 
     def _has_too_many_in_pieces(self, text: str, max_tokens: int) -> bool:
-        """Count tokens piece by piece, until there are twice as many as fit: a cut makes few tokens of one."""
+        """Count tokens piece by piece, up to twice the limit, since a cut may split a token into a few."""
         if not self._is_local:
             return False
         count = 0
@@ -63,7 +64,7 @@ class LengthBound:
 
 
 def check_text_size(text: str, max_tokens: int, param: str) -> None:
-    """Raise ContextLengthError for more bytes than a text may have at all: they bound the memory that one text takes."""
+    """Raise ContextLengthError for a text above the byte limit, which bounds the memory for one text."""
     most = _most_bytes(max_tokens)
     if len(text) > most or (4 * len(text) > most and len(text.encode(errors="replace")) > most):
         raise ContextLengthError(
@@ -81,7 +82,7 @@ def check_text_fits(text: str, bound: LengthBound, max_tokens: int, param: str) 
 
 
 def check_length_fits(num_characters: int, bound: LengthBound, max_tokens: int, param: str) -> None:
-    """Raise ContextLengthError where no text of so many characters fits: it is not written then."""
+    """Raise ContextLengthError if no text of ``num_characters`` fits; then it need not be rendered."""
     per_token = bound.bytes_per_token
     if num_characters > _most_bytes(max_tokens) or (per_token and num_characters > per_token * max_tokens):
         raise _too_many_tokens(num_characters, max_tokens, param)
@@ -100,7 +101,7 @@ def _too_many_tokens(num_characters: int, max_tokens: int, param: str) -> Contex
 
 
 def _bytes_per_token(spec: Mapping[str, Any]) -> int | None:
-    """The bytes of the longest token, times what the normalizer can take away. None where that is not known."""
+    """Return the bytes of the longest token, times the normalizer's shrink factor; None if unknown."""
     shrinking = _shrinking(spec.get("normalizer"))
     model = spec["model"]
     if shrinking is None or not _keeps_all(spec.get("pre_tokenizer")) or model["type"] != "BPE":
@@ -112,7 +113,7 @@ def _bytes_per_token(spec: Mapping[str, Any]) -> int | None:
 
 
 def _parts(spec: Mapping[str, Any] | None, name: str) -> list[Mapping[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    """Return the steps of a normalizer or pre-tokenizer, with flattened sequences."""
     if spec is None:
         return []
     if spec["type"] != "Sequence":
@@ -143,7 +144,7 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any] | None) -> bool:
 
 
 def _has_all_bytes(spec: Mapping[str, Any]) -> bool:
-    """Whether text becomes bytes first, each of which the vocabulary has."""
+    """Return True if text is converted to bytes first, and the vocabulary has all of them."""
     steps = [
         *_parts(spec.get("normalizer"), "normalizers"),
         *_parts(spec.get("pre_tokenizer"), "pretokenizers"),

@@ -1,4 +1,4 @@
-"""Token ids of a chat's prompt, in which special tokens that a client typed are plain text."""
+"""Encodes a chat's prompt with special tokens that a client typed as plain text."""
 
 import re
 from bisect import bisect_left
@@ -10,12 +10,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from contract.errors import InvalidRequestError
 
 _SENTINEL = "\ue000kvbaton\ue001"
-"""Stands before a section in place of the special token there, so that the section is not the beginning of a text."""
+"""Precedes a section in place of the special token there, so that the section is not the beginning of a text."""
 Span = tuple[int, int]
 
 
 class MessageEncoder:
-    """Encodes prompts of one tokenizer. Owns a second tokenizer without special tokens, made when it is first needed."""
+    """Encodes prompts with one tokenizer. Owns a second tokenizer without special tokens, made at first use."""
 
     def __init__(self, backend: FastTokenizer) -> None:
         self._backend = backend
@@ -30,13 +30,13 @@ class MessageEncoder:
         self._plain: FastTokenizer | None = None
 
     def has_typed(self, prompt: str, texts: Sequence[Span]) -> bool:
-        """Return whether a special token is written, wholly or in part, within one of ``texts`` (in order)."""
+        """Return whether a special token overlaps one of ``texts`` (in order)."""
         return any(_overlaps(match.span(), texts) for match in self.pattern.finditer(prompt))
 
     def encode(self, prompt: str, texts: Sequence[Span]) -> list[int]:
-        """Return the ids of a prompt; only special tokens outside of ``texts`` count as such.
+        """Return the ids of a prompt; special tokens within ``texts`` are encoded as text.
 
-        Raises InvalidRequestError if the tokenizer cannot write a typed one as text.
+        Raises InvalidRequestError if the tokenizer cannot encode a typed one as text.
         """
         ids: list[int] = []
         begin = done = 0
@@ -65,7 +65,7 @@ class MessageEncoder:
         return list(encoded.ids)
 
     def _section(self, text: str, before: str | None, after: str | None) -> list[int]:
-        """Return the ids of what stands between two special tokens, as plain text."""
+        """Return the ids of the text between two special tokens."""
         if before is not None and self._special[before].rstrip:
             text = text.lstrip()
         if after is not None and self._special[after].lstrip:
@@ -77,7 +77,7 @@ class MessageEncoder:
             ids = self._as_text(start + broken)
         if not self._ids.isdisjoint(ids):
             raise InvalidRequestError(
-                "a message holds a special token of the model that its tokenizer cannot write as text; leave it out",
+                "a message contains a special token of the model that its tokenizer cannot encode as text; remove it",
                 param="messages",
             )
         return ids
@@ -95,6 +95,6 @@ class MessageEncoder:
 
 
 def _overlaps(span: Span, texts: Sequence[Span]) -> bool:
-    """Return whether a span has a character within one of ``texts``, which do not overlap and are in order."""
+    """Return whether a span overlaps one of ``texts``, which are disjoint and in order."""
     index = bisect_left(texts, span[1], key=lambda text: text[0]) - 1
     return index >= 0 and texts[index][1] > span[0]

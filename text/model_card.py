@@ -1,4 +1,4 @@
-"""What text in, text out needs to know of a model, read from its folder without its weights."""
+"""The facts about a model that text processing needs, read from its folder without its weights."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, SettingError
 from contract.model_folder import check_entries, end_token_ids
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from text.parsing.answer_format import AnswerFormat, ParserChoice
 from text.templates.attempt import Prompt
 from text.templates.chat_template import ChatTemplate
@@ -23,22 +23,22 @@ MODEL_FILES = (
     "special_tokens_map.json",
     *TEMPLATE_FILES,
 )
-"""The small files that a model card is read from."""
+"""The small files from which a model card is read."""
 _MAX_SIZE = 2**31 - 1
 _MAX_NUMBER = 1e9
 _EVERY_TOKEN = -1
-"""A top_k that some folders have instead of 0."""
+"""A top_k that some folders use instead of 0."""
 _LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """A served model. ``temperature`` to ``repetition_penalty`` are its own generation defaults.
+    """A served model. ``temperature`` to ``repetition_penalty`` are its generation defaults.
 
-    max_model_len: tokens of prompt and answer that the model was made for. eos_token_ids: tokens that end an answer.
-    vocab_size: token ids are below this. chat_template: None for a model without one. answer_format: how it writes tool
-    calls and reasoning. hidden_size: numbers of an embedding; None where config.json does not say.
-    special_tokens_in_messages: special tokens that a client types in a message count as such.
+    max_model_len: maximum number of tokens of prompt and answer. eos_token_ids: tokens that end an answer. vocab_size: token
+    ids are below this. chat_template: None for a model without one. answer_format: the format of its tool calls and
+    reasoning. hidden_size: length of an embedding; None if config.json does not have it. special_tokens_in_messages: special
+    tokens that a client types in a message are encoded as such.
     """
 
     name: str
@@ -57,16 +57,16 @@ class ModelCard:
     special_tokens_in_messages: bool = False
 
     def encode_prompt(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a chat's prompt; special tokens that the client typed are text, unless they are allowed.
+        """Return the ids of a chat's prompt, with typed special tokens as text unless they are allowed.
 
-        Raises InvalidRequestError if the tokenizer cannot write them as text.
+        Raises InvalidRequestError if the tokenizer cannot encode them as text.
         """
         if self.special_tokens_in_messages or prompt.texts is None:
             return self.tokenizer.encode(prompt.text, add_special_tokens=False)
         return self.tokenizer.encode_messages(prompt.text, prompt.texts)
 
     def close(self) -> None:
-        """End what renders chats; the card is not used afterwards."""
+        """Close the chat template's renderer; the card must not be used afterwards."""
         if self.chat_template is not None:
             self.chat_template.close()
 
@@ -74,7 +74,7 @@ class ModelCard:
     def from_folder(
         cls, folder: Path, name: str | None = None, parsers: ParserChoice | None = None
     ) -> "ModelCard":
-        """Read a Hugging Face model folder. Raises SettingError that names what is missing or of another shape."""
+        """Read a Hugging Face model folder. Raises SettingError that names missing or invalid parts."""
         try:
             return cls._read(folder, name, parsers or ParserChoice())
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
@@ -87,10 +87,10 @@ class ModelCard:
         check_entries(folder)
         config = read_json(folder / "config.json")
         if not config:
-            raise SettingError(f"{folder} holds no config.json", param="model")
+            raise SettingError(f"{folder} contains no config.json", param="model")
         config = _text_config(config)
         generation = read_json(folder / "generation_config.json")
-        drawing = _drawing(generation)
+        defaults = _generation_defaults(generation)
         tokenizer = Tokenizer.from_folder(folder)
         template = _chat_template(folder, tokenizer)
         return cls(
@@ -98,11 +98,11 @@ class ModelCard:
             max_model_len=_max_model_len(config, folder),
             eos_token_ids=_eos_token_ids(config, generation, tokenizer),
             vocab_size=_vocab_size(config, folder),
-            temperature=drawing.temperature,
-            top_p=drawing.top_p,
-            top_k=drawing.top_k,
-            min_p=drawing.min_p,
-            repetition_penalty=drawing.repetition_penalty,
+            temperature=defaults.temperature,
+            top_p=defaults.top_p,
+            top_k=defaults.top_k,
+            min_p=defaults.min_p,
+            repetition_penalty=defaults.repetition_penalty,
             tokenizer=tokenizer,
             chat_template=template,
             hidden_size=None if config.get("hidden_size") is None else _size(config, "hidden_size"),
@@ -112,7 +112,7 @@ class ModelCard:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part about text of a model that takes more, else the whole."""
+    """Return the text part of a multimodal model's configuration, else the whole configuration."""
     part = config.get("text_config")
     if not isinstance(part, dict | None):
         raise SettingError(
@@ -122,12 +122,12 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     return part or config
 
 
-def _drawing(generation: dict[str, Any]) -> SamplingParams:
-    """Return the model's own defaults. Raises SettingError for those that would refuse every request that leaves them."""
+def _generation_defaults(generation: dict[str, Any]) -> SamplingParams:
+    """Return the model's generation defaults. Raises SettingError for defaults that would make requests invalid."""
     top_k = _number(generation, "top_k", 0)
     if top_k != int(top_k):
         raise _wrong_default(f"top_k is {top_k}; it must be a whole number")
-    drawing = SamplingParams(
+    defaults = SamplingParams(
         temperature=_number(generation, "temperature", 1.0),
         top_p=_number(generation, "top_p", 1.0),
         top_k=0 if top_k == _EVERY_TOKEN else int(top_k),
@@ -135,10 +135,10 @@ def _drawing(generation: dict[str, Any]) -> SamplingParams:
         repetition_penalty=_number(generation, "repetition_penalty", 1.0),
     )
     try:
-        drawing.check()
+        defaults.check()
     except InvalidRequestError as error:
         raise _wrong_default(error.message) from error
-    return drawing
+    return defaults
 
 
 def _wrong_default(what: str) -> SettingError:
@@ -181,7 +181,7 @@ def _size(config: dict[str, Any], name: str) -> int:
 def _eos_token_ids(
     config: dict[str, Any], generation: dict[str, Any], tokenizer: Tokenizer
 ) -> tuple[int, ...]:
-    """The generation config's ids (else the model config's), and the tokenizer's own."""
+    """Return the generation config's end tokens (else the model config's), and the tokenizer's own."""
     own = tokenizer.token_id(tokenizer.eos_token)
     return tuple(sorted({*end_token_ids(config, generation), *([] if own is None else [own])}))
 

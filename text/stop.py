@@ -1,4 +1,4 @@
-"""Stop strings: the answer ends at the first one that completes, wherever the tokens cut it."""
+"""Stop strings: an answer ends at the first complete one, independent of token boundaries."""
 
 import re
 from collections.abc import Sequence
@@ -9,32 +9,32 @@ _CHARACTERS = 0x110000
 class StopAutomaton:
     """Finds several strings in one pass (Aho and Corasick, 1975). Answers may share it.
 
-    Its states take some 160 bytes each, so they are made when the first character of a string is met in a text, and not
-    while a request waits.
-    A state is the longest end of the text read so far that begins one of the strings; 0 is the empty one.
+    A state takes about 160 bytes, so the states are made when a text contains the first character of a string, and not while
+    a request waits. A state is the longest suffix of the text so far that is a prefix of a string; 0 is the empty one.
+
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._edges: dict[int, int] = {}
-        self._falls = [0]
-        """By state: the next shorter end of the text that begins a string."""
+        self._failures = [0]
+        """By state: the next shorter suffix that is a prefix of a string."""
         self._steps = [(0, 0)]
-        """By state: the state and the character's code from which it was made."""
+        """By state: the state and the character code from which it was made."""
         self.depths = [0]
         """By state: its number of characters."""
         self.found: list[str | None] = [None]
-        """By state: the longest string that ends there."""
+        """By state: the longest string that ends with it."""
         self._unmade = [stop for stop in stops if stop]
         firsts = {stop[0] for stop in self._unmade}
         self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]") if firsts else None
 
     @property
     def num_states(self) -> int:
-        """States that are made; one before the first character of a string is met."""
+        """The number of existing states; one until a text contains the first character of a string."""
         return len(self.depths)
 
     def read(self, state: int, text: str) -> tuple[int, int]:
-        """Return the state behind ``text`` and how many of its characters were read: up to the first match, or all."""
+        """Return the state after ``text`` and the number of characters read: up to the first match, or all."""
         if self._first is None:
             return 0, len(text)
         position = 0
@@ -56,7 +56,7 @@ class StopAutomaton:
         while (following := self._edges.get(state * _CHARACTERS + code)) is None:
             if state == 0:
                 return 0
-            state = self._falls[state]
+            state = self._failures[state]
         return following
 
     def _make(self) -> None:
@@ -75,26 +75,26 @@ class StopAutomaton:
             if following is None:
                 following = self._edges[edge] = len(self.depths)
                 self.depths.append(self.depths[state] + 1)
-                self._falls.append(0)
+                self._failures.append(0)
                 self._steps.append((state, ord(character)))
                 self.found.append(None)
             state = following
         self.found[state] = stop
 
     def _link(self) -> None:
-        """Set the falls, from shorter states to longer ones."""
+        """Set the failure links, from shorter states to longer ones."""
         for state in sorted(range(1, len(self.depths)), key=self.depths.__getitem__):
             parent, code = self._steps[state]
             if parent:
-                self._falls[state] = self._next(self._falls[parent], code)
-            self.found[state] = self.found[state] or self.found[self._falls[state]]
+                self._failures[state] = self._next(self._failures[parent], code)
+            self.found[state] = self.found[state] or self.found[self._failures[state]]
 
 
 class StopStrings:
-    """Passes text through until a stop string completes, whatever pieces the text comes in.
+    """Passes text through until a stop string is complete.
 
-    Of several stop strings the one that completes first counts (of those the longest). Text that could still become a
-    stop string is held back; nothing else is. is_kept: the text ends behind the stop string, not before it.
+    The stop string that is complete first ends the text (of several the longest). Only text that could still become a stop
+    string is held back. is_kept: the text ends after the stop string, not before it.
     """
 
     def __init__(self, stops: StopAutomaton | Sequence[str], *, is_kept: bool = False) -> None:
@@ -106,7 +106,7 @@ class StopStrings:
         """The stop string that ended the text."""
 
     def push(self, text: str) -> str:
-        """The text that is certain now. After a match it is empty for ever."""
+        """Add text and return the text that is certain now; empty after a match."""
         if self.matched is not None:
             return ""
         self._state, num_read = self._automaton.read(self._state, text)
@@ -120,17 +120,17 @@ class StopStrings:
         return read[:certain]
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """Return the text that was held back, at the end of the text."""
         out = self._held
         self._held = ""
         self._state = 0
         return out
 
 
-def num_held_back(text: str, wanted: Sequence[str]) -> int:
-    """Characters at the end of ``text`` that could still become one of the ``wanted`` strings."""
+def num_held_back(text: str, strings: Sequence[str]) -> int:
+    """Return the number of characters at the end of ``text`` that could still become one of the strings."""
     longest = 0
-    for one in wanted:
+    for one in strings:
         for length in range(min(len(one) - 1, len(text)), longest, -1):
             if text.endswith(one[:length]):
                 longest = length

@@ -1,4 +1,4 @@
-"""Text → token ids → text, from a model folder's ``tokenizer.json``, by the ``tokenizers`` library alone."""
+"""Encodes text and decodes token ids with a model folder's ``tokenizer.json`` and the ``tokenizers`` library."""
 
 import json
 import re
@@ -20,28 +20,28 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 _SPACE_MARK = "▁"
 _ADDED = "added_tokens_decoder"
 _MAX_ID = 2**24 - 1
-"""The libraries keep tables that are as long as the largest token id."""
+"""The libraries keep tables with one entry per token id."""
 _TRIAL = "A trial: 1 é 中\n"
 _MAX_SHOWN = 500
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where there is no file. Raises SettingError for a broken one."""
+    """Return the object of a JSON file; empty if it does not exist. Raises SettingError for an invalid file."""
     return read_json_object(file) or {}
 
 
 class Tokenizer:
-    """One model's tokenizer. Not changed after it is made, so it may be used from several threads.
+    """One model's tokenizer. Immutable, so that several threads may use it.
 
-    ``encode`` adds special tokens as ``transformers`` does: by the post-processor of ``tokenizer.json`` alone
-    (``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` count only where that file is missing).
+    ``encode`` adds special tokens as ``transformers`` does: by the post-processor of ``tokenizer.json`` only
+    (``add_bos_token`` and ``add_eos_token`` in ``tokenizer_config.json`` are used only without that file).
     """
 
     def __init__(self, backend: FastTokenizer, config: dict[str, Any]) -> None:
         self._backend = backend
         names = {name: _content(config.get(name)) for name in _NAMED}
         self.named_tokens = {name: token for name, token in names.items() if token}
-        """Special tokens by the names that ``transformers`` gives to chat templates."""
+        """Special tokens by the names that ``transformers`` passes to chat templates."""
         self.bos_token: str | None = names["bos_token"]
         self.eos_token: str | None = names["eos_token"]
         backend.no_truncation()
@@ -54,11 +54,11 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
-        """Read ``tokenizer.json`` and its companions. Raises SettingError where it is missing or broken."""
+        """Read ``tokenizer.json`` and its companions. Raises SettingError if it is missing or invalid."""
         file = folder / "tokenizer.json"
         text = read_text(file, MAX_TOKENIZER_BYTES)
         if text is None:
-            raise SettingError(f"{folder} holds no tokenizer.json", param="model")
+            raise SettingError(f"{folder} contains no tokenizer.json", param="model")
         config = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
         _check_added_tokens(config)
         try:
@@ -68,20 +68,22 @@ class Tokenizer:
                 _check_ids(tokenizer)
                 tokenizer.decode(tokenizer.encode(_TRIAL))
         except Exception as error:  # the library raises the bare class
-            raise SettingError(f"{file} is no tokenizer: {str(error)[:_MAX_SHOWN]}", param="model") from error
+            raise SettingError(
+                f"{file} is not a valid tokenizer: {str(error)[:_MAX_SHOWN]}", param="model"
+            ) from error
         return tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``; special tokens written in it count as such. Other threads run meanwhile."""
+        """Return the token ids of ``text``, in which special tokens are recognized. Releases the GIL."""
         # The library's plain ``encode`` holds the GIL.
         with panics_as_errors():
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def encode_messages(self, prompt: str, texts: Sequence[tuple[int, int]]) -> list[int]:
-        """Return the ids of a chat's prompt, without added tokens; special tokens typed within ``texts`` are plain text.
+        """Return the ids of a chat's prompt, without added tokens, and with special tokens within ``texts`` as plain text.
 
-        texts: (start, end) of what the client sent, in order. Raises InvalidRequestError if that cannot be done.
+        texts: (start, end) of the client's texts, in order. Raises InvalidRequestError if that is not possible.
         """
         if not self._messages.has_typed(prompt, texts):
             return self.encode(prompt, add_special_tokens=False)
@@ -90,21 +92,21 @@ class Tokenizer:
 
     @property
     def special_tokens(self) -> re.Pattern[str]:
-        """What matches the model's special tokens in a text."""
+        """A pattern that matches the model's special tokens in a text."""
         return self._messages.pattern
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Return where each token of ``encode(text)`` begins and ends in ``text``; (0, 0) for one that was added."""
+        """Return (begin, end) in ``text`` of each token of ``encode(text)``; (0, 0) for an added one."""
         with panics_as_errors():
             (encoded,) = self._backend.encode_batch([text])
         return list(encoded.offsets)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; bytes that are no UTF-8 become U+FFFD. Unknown ids give nothing."""
+        """Return the text of ``token_ids``; invalid UTF-8 becomes U+FFFD, unknown ids have no text."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str | None) -> int | None:
-        """The id of a token's written form, or None."""
+        """Return the id of a token in the vocabulary's form, or None."""
         return None if token is None else self._backend.token_to_id(token)
 
     def ids(self) -> Iterable[int]:
@@ -112,15 +114,15 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True).values()
 
     def written(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; empty for an unknown id."""
+        """Return a token in the vocabulary's form; empty for an unknown id."""
         return self._backend.id_to_token(token_id) or ""
 
     def has_text(self, token_id: int) -> bool:
-        """Return whether the token stands in a text from which special tokens are left out."""
+        """Return False for a special token, which decoded text may omit."""
         return token_id not in self._special_ids
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that one token stands for, its leading space included; special tokens as written."""
+        """Return the bytes of one token, with its leading space; special tokens in their written form."""
         written = self._backend.id_to_token(token_id)
         if written is None:
             return b""
@@ -150,17 +152,17 @@ class Tokenizer:
 
 @contextmanager
 def panics_as_errors() -> Iterator[None]:
-    """Within, a panic of the library raises InternalError: its own class is no Exception, and would end more than a call."""
+    """Turn a panic of the library into InternalError: its own class is not an Exception, and would end a thread."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ == "PanicException":
-            raise InternalError(f"the model's tokenizer fails: {str(error)[:_MAX_SHOWN]}") from error
+            raise InternalError(f"the model's tokenizer failed: {str(error)[:_MAX_SHOWN]}") from error
         raise
 
 
 def _check_added_tokens(config: Mapping[str, Any]) -> None:
-    """Raise SettingError unless the added tokens of tokenizer_config.json are objects by their ids, or there are none."""
+    """Raise SettingError unless the added tokens of tokenizer_config.json, if any, are objects by their ids."""
     added = config.get(_ADDED, {})
     if not isinstance(added, dict):
         raise _wrong_added(f"is {added!r:.80}; it must be an object")
@@ -168,7 +170,7 @@ def _check_added_tokens(config: Mapping[str, Any]) -> None:
         is_id = token_id.isascii() and token_id.isdigit() and len(token_id) < len(str(_MAX_ID)) + 2
         if not is_id or not isinstance(entry, dict) or not isinstance(entry.get("content"), str):
             raise _wrong_added(
-                f"holds {token_id!r:.40}: {entry!r:.80}; it must be a token id with its content"
+                f"contains {token_id!r:.40}: {entry!r:.80}; it must be a token id with its content"
             )
 
 
@@ -179,7 +181,7 @@ def _wrong_added(what: str) -> SettingError:
 def _check_ids(tokenizer: Tokenizer) -> None:
     largest = max(tokenizer.ids(), default=0)
     if largest > _MAX_ID:
-        raise ValueError(f"it has token id {largest}; at most {_MAX_ID} are served")
+        raise ValueError(f"it has token id {largest}; the limit is {_MAX_ID}")
 
 
 def _content(token: Any) -> str | None:
@@ -189,7 +191,7 @@ def _content(token: Any) -> str | None:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    """Return GPT-2's table: printable bytes are themselves, the others are the characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -1,4 +1,4 @@
-"""The tools that a client offers, which of them the model may or must call, and the calls in a conversation."""
+"""Checks the tools of a request, its tool choice, and the calls in a conversation."""
 
 import json
 import re
@@ -16,14 +16,14 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Whether the model may call tools (auto), must (required), must call one (function, by name), or none."""
+    """A tool choice: the model may call tools (auto), must (required), must call one (function, by name), or none."""
 
     mode: Literal["none", "auto", "required", "function"]
     name: str | None = None
 
     @property
     def is_forced(self) -> bool:
-        """The answer has to be calls."""
+        """True if the answer must consist of calls."""
         return self.mode in ("required", "function")
 
 
@@ -31,9 +31,9 @@ AUTO = ToolChoice("auto")
 
 
 def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
-    """Check a request's ``tools`` and return them as the client sent them, with the keys in the client's order.
+    """Check a request's ``tools`` and return them unchanged, with the keys in the client's order.
 
-    is_flat: name, description and parameters stand beside the type, as in OpenAI's Responses; they are moved into a
+    is_flat: name, description and parameters are beside the type, as in OpenAI's Responses; they are moved into a
     ``function``, in their order. Raises InvalidRequestError with the index of the tool at fault.
     """
     if raw is None:
@@ -46,24 +46,27 @@ def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
 
 def _parse_tool(raw: Any, where: str) -> Tool:
     if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{where} is no object with type and function", param=where)
+        raise InvalidRequestError(f"{where} must be an object with type and function", param=where)
     if raw.get("type") != "function":
         raise InvalidRequestError(
             f"{where}.type is {_shown(raw.get('type'))}; it must be 'function'", param=f"{where}.type"
         )
     function = raw.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequestError(f"{where}.function is no object with a name", param=f"{where}.function")
+        raise InvalidRequestError(
+            f"{where}.function must be an object with a name", param=f"{where}.function"
+        )
     _check_function(function, f"{where}.function")
     return raw
 
 
 def _parse_flat_tool(raw: Any, where: str) -> Tool:
     if not isinstance(raw, dict):
-        raise InvalidRequestError(f"{where} is no object with type and name", param=where)
+        raise InvalidRequestError(f"{where} must be an object with type and name", param=where)
     if raw.get("type") != "function":
         raise UnsupportedFieldError(
-            f"{where}.type is {_shown(raw.get('type'))}; this version takes 'function'", param=f"{where}.type"
+            f"{where}.type is {_shown(raw.get('type'))}; this version supports 'function'",
+            param=f"{where}.type",
         )
     _check_function(raw, where)
     return {"type": "function", "function": {key: value for key, value in raw.items() if key != "type"}}
@@ -71,15 +74,15 @@ def _parse_flat_tool(raw: Any, where: str) -> Tool:
 
 def _check_function(function: dict[str, Any], where: str) -> None:
     check_function_name(function.get("name"), f"{where}.name")
-    for name, kind, wanted in (("description", str, "a string"), ("parameters", dict, "a JSON schema")):
+    for name, kind, expected in (("description", str, "a string"), ("parameters", dict, "a JSON schema")):
         if function.get(name) is not None and not isinstance(function[name], kind):
             raise InvalidRequestError(
-                f"{where}.{name} is {_shown(function[name])}; it must be {wanted}", param=f"{where}.{name}"
+                f"{where}.{name} is {_shown(function[name])}; it must be {expected}", param=f"{where}.{name}"
             )
 
 
 def parse_tool_choice(raw: Any, tools: Sequence[Tool], *, is_flat: bool = False) -> ToolChoice:
-    """A request's ``tool_choice``; by default auto. is_flat: as for tools.
+    """Return a request's ``tool_choice``; the default is auto if there are tools. is_flat: as for tools.
 
     Raises InvalidRequestError, UnsupportedFieldError.
     """
@@ -96,16 +99,16 @@ def parse_tool_choice(raw: Any, tools: Sequence[Tool], *, is_flat: bool = False)
             param="tool_choice",
         )
     if choice.is_forced and not tools:
-        raise InvalidRequestError("tool_choice asks for a call, but there are no tools", param="tool_choice")
+        raise InvalidRequestError("tool_choice requires a call, but there are no tools", param="tool_choice")
     if choice.name is not None and choice.name not in [tool["function"]["name"] for tool in tools]:
         raise InvalidRequestError(
-            f"{where}.name is {choice.name!r}, which is none of the tools", param=f"{where}.name"
+            f"{where}.name is {choice.name!r}, which is not one of the tools", param=f"{where}.name"
         )
     return choice
 
 
 def parse_tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
-    """Check the calls of an assistant's message; their arguments stay JSON text, whatever the text is.
+    """Check the calls of an assistant's message; their arguments stay unchanged text.
 
     Raises InvalidRequestError with the index of the call at fault.
     """
@@ -118,7 +121,7 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise InvalidRequestError(
-            f"{where} is no call of type function, with name and arguments", param=where
+            f"{where} must be a call of type function, with name and arguments", param=where
         )
     check_call_name(function.get("name"), f"{where}.function.name")
     arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
@@ -126,9 +129,9 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
 
 
 def parse_arguments(raw: Any, where: str) -> str:
-    """Return the arguments of a call in a conversation as text: a model may have written any text as arguments.
+    """Return the arguments of a call in a conversation as text; a model may have written any text.
 
-    None is no text; an object, which some clients send, is written as JSON. Raises InvalidRequestError with the field.
+    None becomes an empty text; an object, which some clients send, becomes JSON. Raises InvalidRequestError with the field.
     """
     if raw is None:
         return ""
@@ -142,7 +145,7 @@ def parse_arguments(raw: Any, where: str) -> str:
 
 
 def check_call_name(raw: Any, where: str) -> str:
-    """Return the name of a call in a conversation: any text but none, since a model may have written it."""
+    """Return the name of a call in a conversation: any text that is not empty, since a model may have written it."""
     if not isinstance(raw, str) or not raw.strip():
         raise InvalidRequestError(f"{where} is {_shown(raw)}; it must be the name of a function", param=where)
     return raw
@@ -151,17 +154,17 @@ def check_call_name(raw: Any, where: str) -> str:
 def _chosen_name(raw: dict[str, Any], where: str) -> str:
     if raw.get("type") != "function":
         raise UnsupportedFieldError(
-            f"tool_choice.type is {_shown(raw.get('type'))}; this version takes 'function'",
+            f"tool_choice.type is {_shown(raw.get('type'))}; this version supports 'function'",
             param="tool_choice.type",
         )
     function = raw if where == "tool_choice" else raw.get("function")
     if not isinstance(function, dict):
-        raise InvalidRequestError(f"{where} is no object with a name", param=where)
+        raise InvalidRequestError(f"{where} must be an object with a name", param=where)
     return check_function_name(function.get("name"), f"{where}.name")
 
 
 def check_function_name(raw: Any, where: str) -> str:
-    """The name of a function, where it can be one. Raises InvalidRequestError with the field."""
+    """Return the name of a function. Raises InvalidRequestError with the field if it is not valid."""
     if not isinstance(raw, str) or not _NAME.fullmatch(raw):
         raise InvalidRequestError(
             f"{where} is {_shown(raw)}; it must be 1..128 letters, digits, dots, dashes and underscores",

@@ -1,6 +1,6 @@
 """Generate ``protos/*_pb2*`` and the client's copy of the public ones, or check that the committed ones are in sync.
 
-The generator runs in a process of its own: its plugins share protobuf's registry with whoever imports them.
+The generator runs in a separate process, since its plugins use the global protobuf registry.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ def generate(target: Path) -> None:
 
 
 def _generate_client(target: Path) -> None:
-    """The public API's code as a part of the client's package, which is installed without ``protos``."""
+    """Write the public API's code into the client's package, which is installed without ``protos``."""
     folder = target / CLIENT
     folder.mkdir(parents=True, exist_ok=True)
     for path in (target / "protos").glob("inference_pb2*.py*"):
@@ -38,7 +38,7 @@ def _generate_client(target: Path) -> None:
 
 
 def generated_files(root: Path) -> dict[str, bytes]:
-    """Path → content of the generated code below ``root``."""
+    """Return path → content of the generated code below ``root``."""
     return {
         str(path.relative_to(root)): path.read_bytes()
         for folder in (Path("protos"), CLIENT)
@@ -48,11 +48,12 @@ def generated_files(root: Path) -> dict[str, bytes]:
 
 
 def differences() -> list[str]:
-    """The names of generated files that are missing, left over or out of date."""
+    """Return the names of generated files that are missing, obsolete or out of date."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        wanted, found = generated_files(Path(folder)), generated_files(ROOT)
-    return sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        fresh = generated_files(Path(folder))
+        committed = generated_files(ROOT)
+    return sorted(name for name in fresh.keys() | committed.keys() if fresh.get(name) != committed.get(name))
 
 
 def main(arguments: list[str]) -> int:

@@ -20,27 +20,31 @@ _HEAD = """# Settings
 
 <!-- Written by `make settings-docs` from the settings classes; change those, not this page. -->
 
-Every setting has one name in three places: `--max-num-seqs 64` on the command line, `KVBATON_MAX_NUM_SEQS=64` in the
-environment, `max_num_seqs = 64` in a TOML file. **The flag wins over the variable, the variable over the file, the file over
-the default.** Settings are read once, when a process starts, and logged with where each one came from; secrets are masked.
-An unknown name, a value out of range or a contradiction stops the process.
+Every setting has one name in three places: `--max-num-seqs 64` on the command line,
+`KVBATON_MAX_NUM_SEQS=64` in the environment, `max_num_seqs = 64` in a TOML file. **The flag takes
+precedence over the variable, the variable over the file, the file over the default.** Settings are
+read once, when a process starts, and logged with their sources; secrets are masked. An unknown
+name, a value out of range or a contradiction stops the process.
 
 ## The file
 
-`--config FILE` or `KVBATON_CONFIG=FILE` names it; no file is read unless it is named.
+`--config FILE` or `KVBATON_CONFIG=FILE` names it; there is no default file.
 [examples/kvbaton.toml](../examples/kvbaton.toml) is a complete one.
 
 - A key at the top applies to every command that has such a setting.
-- A table named after a command (`[router]`, `[prefill]`, `[up]`, ...) applies to that command only, and wins over the top.
-- An unknown key stops every command that reads the file, also when it stands in the table of another command.
-- `prefill`, `decode` and `both` are tables, and numbers of workers for `up`: write the numbers into `[up]`.
-- A secret is accepted only in a file that nobody but its owner can read (`chmod 600`).
-- `config` cannot stand in a file.
+- A table named after a command (`[router]`, `[prefill]`, `[up]`, ...) applies to that command only,
+  and takes precedence over the top.
+- An unknown key stops every command that reads the file, even if it is in another command's table.
+- `prefill`, `decode` and `both` are tables, and also numbers of workers for `up`: write the numbers
+  into `[up]`.
+- A secret is accepted only in a file that no other user can read (`chmod 600`).
+- The file cannot contain `config`.
 
 ## `up` and its processes
 
-`kvbaton up` (so do `serve`, `demo`, and `run`, `chat` and `batch` without `--url`) reads the file once, and hands to each of
-its processes what concerns it. For a worker of role `decode`, the first of these that gives a setting is believed:
+`kvbaton up` (and `serve`, `demo`, and `run`, `chat` and `batch` without `--url`) reads the file
+once, and passes to each of its processes the settings that it needs. For a worker of role
+`decode`, the first of these that contains a setting is used:
 
 1. a flag of `up`,
 2. a variable of the environment, which its processes inherit,
@@ -49,14 +53,15 @@ its processes what concerns it. For a worker of role `decode`, the first of thes
 5. the top of the file,
 6. the default.
 
-So `[decode] max_num_seqs = 256` changes the decode workers of `up`, and `max_queue = 64` at the top reaches its router
-though `up` has no such flag. What `up` decides for each worker (`router`, `admin`, `worker_id`, `workers_on_host`) is not
-taken from the file, which is logged; a `model`, `served_model_name` or `secret_file` that differs from its own is refused.
+So `[decode] max_num_seqs = 256` changes the decode workers of `up`, and `max_queue = 64` at the top
+reaches its router though `up` has no such flag. Settings that `up` chooses for each worker
+(`router`, `admin`, `worker_id`, `workers_on_host`) are not read from the file, which is logged; a
+`model`, `served_model_name` or `secret_file` that differs from `up`'s own is rejected.
 """
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     sections = ("\n".join(_section(name, command)) for name, command in COMMANDS.items())
     return "\n".join([_HEAD, *sections])
 
@@ -84,8 +89,7 @@ def _row(name: str, field: FieldInfo) -> str:
 
 def _type(field: FieldInfo) -> str:
     (annotation, *_) = [part for part in _options(field.annotation) if part is not NoneType]
-    told = [_word(annotation), *bounds(field)]
-    return ", ".join(told)
+    return ", ".join([_word(annotation), *bounds(field)])
 
 
 def _options(annotation: Any) -> tuple[Any, ...]:
@@ -111,11 +115,11 @@ def _default(field: FieldInfo) -> str:
 
 def main(arguments: list[str], page: Path = PAGE) -> int:
     """Write the page, or with ``--check`` only compare."""
-    wanted = render()
+    text = render()
     if arguments != ["--check"]:
-        page.write_text(wanted)
+        page.write_text(text)
         return 0
-    if page.is_file() and page.read_text() == wanted:
+    if page.is_file() and page.read_text() == text:
         return 0
     print(f"docs/{page.name} is out of sync with the settings: run `make settings-docs`", file=sys.stderr)
     return 1

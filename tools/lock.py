@@ -1,6 +1,6 @@
-"""Print a constraints file: the exact version of everything that this virtual environment holds.
+"""Print a constraints file with the exact version of every package in this virtual environment.
 
-Local build tags are cut off (``torch==2.13.0``, not ``2.13.0+cpu``), so that any build of a version fits.
+Local build tags are removed (``torch==2.13.0``, not ``2.13.0+cpu``), so that any build of a version fits.
 """
 
 from importlib.metadata import distributions

@@ -1,11 +1,11 @@
-"""Break one law at a time, in a copy of the repository, and expect that a named test fails: ``make mutants``.
+"""Break one law at a time, in a copy of the repository, and check that a named test fails: ``make mutants``.
 
 Usage: python -m tools.mutants [--sample N] [--seed S] [NAME ...]
 
-The mutants stand in tests/mutants.toml: each names the law, the file, the text to replace, and the test that must see it. A
-mutant *lives* when its test passes, and that is an error; so is one whose text is not there (any more), whose test cannot
-be run at all, or which breaks the program instead of the law. Before the first one, all their tests must pass in the copy
-as it is: a test that fails anyway sees nothing.
+tests/mutants.toml lists the mutants: each names the law, the file, the text to replace, and the test that must detect it.
+It is an error if a mutant survives (its test passes), if its text is not in the file, if its test cannot be run, or if it
+breaks the program instead of the law. First, all their tests must pass in an unchanged copy: a test that fails anyway
+detects nothing.
 """
 
 import argparse
@@ -37,7 +37,7 @@ _REASON = re.compile(r"^(?:FAILED|ERROR) .*? - (.+)$", re.M)
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One small change that breaks a law. old: stands in ``file`` exactly once. test: a pytest node id."""
+    """A small change that breaks a law. old: occurs exactly once in ``file``. test: a pytest node id."""
 
     name: str
     law: str
@@ -55,7 +55,7 @@ class MutantList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant; ``problem`` is None when its test has seen it, and then ``reason`` is how it failed."""
+    """The result of a mutant. problem: None if its test detected it; then ``reason`` is the test's failure."""
 
     mutant: Mutant
     seconds: float
@@ -69,30 +69,30 @@ class _Ran(NamedTuple):
 
 
 def read_mutants(path: Path) -> list[Mutant]:
-    """The mutants of a file. Raises msgspec.ValidationError for a malformed one, ValueError for a name given twice."""
+    """Read the mutants of a file. Raises msgspec.ValidationError for a malformed one, ValueError for a duplicate name."""
     mutants = msgspec.toml.decode(path.read_bytes(), type=MutantList).mutant
     names = [mutant.name for mutant in mutants]
     if len(set(names)) < len(names):
-        raise ValueError(f"{path}: two mutants share a name; there are {', '.join(sorted(names))}")
+        raise ValueError(f"{path}: two mutants have the same name; the names are {', '.join(sorted(names))}")
     return mutants
 
 
 def apply(mutant: Mutant, text: str) -> str:
-    """The file's text with the law broken. Raises ValueError unless ``old`` stands there exactly once."""
+    """Return the file's text with the law broken. Raises ValueError unless it contains ``old`` exactly once."""
     count = text.count(mutant.old)
     if count != 1:
-        raise ValueError(f"{mutant.file} holds its text {count} times instead of once: mend the mutant")
+        raise ValueError(f"{mutant.file} contains its text {count} times instead of once: repair the mutant")
     return text.replace(mutant.old, mutant.new)
 
 
 def check_syntax(mutant: Mutant, mutated: str) -> None:
-    """Raise SyntaxError for a mutant that is no Python any more: every test would see it."""
+    """Raise SyntaxError for a mutant that is not valid Python: every test would detect it."""
     if mutant.file.endswith(".py"):
         compile(mutated, mutant.file, "exec")
 
 
 def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
-    """Break the law in ``copy``, run the test there, and mend it again."""
+    """Break the law in ``copy``, run the test there, and restore the file."""
     path = copy / mutant.file
     healthy = path.read_text()
     began = time.monotonic()
@@ -103,7 +103,8 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
         path.write_text(mutated)
         ran = run_tests([mutant.test], copy)
         found = _REASON.search(ran.output)
-        problem, reason = _problem(ran), found[1] if found else ""
+        problem = _problem(ran)
+        reason = found[1] if found else ""
     except (OSError, SyntaxError, ValueError, subprocess.TimeoutExpired) as error:
         problem = str(error)
     finally:
@@ -112,9 +113,9 @@ def try_mutant(mutant: Mutant, copy: Path) -> Verdict:
 
 
 def run_tests(tests: Sequence[str], copy: Path) -> _Ran:
-    """Run pytest up to the first failure; modules come from the copy, in child processes too.
+    """Run pytest up to the first failure, with the modules of the copy, in child processes too.
 
-    Raises subprocess.TimeoutExpired, when all that the tests had started in their process group has been ended.
+    Raises subprocess.TimeoutExpired after it has killed the tests' process group.
     """
     left_out = [
         "-p",
@@ -160,7 +161,7 @@ def _problem(ran: _Ran) -> str | None:
 
 
 def _copy_repository(repository: Path, target: Path) -> Path:
-    """The tracked files, and those that git does not ignore."""
+    """Copy the tracked files, and those that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=repository,
@@ -169,7 +170,8 @@ def _copy_repository(repository: Path, target: Path) -> Path:
         text=True,
     )
     for name in filter(None, listed.stdout.split("\0")):
-        source, copied = repository / name, target / name
+        source = repository / name
+        copied = target / name
         if source.is_file():
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copied)
@@ -177,9 +179,9 @@ def _copy_repository(repository: Path, target: Path) -> Path:
 
 
 def choose(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None, seed: int) -> list[Mutant]:
-    """Those of these names, or all of them; of these, so many by chance. Raises SystemExit for a name that is unknown."""
+    """Return the mutants of these names (all without names), or a random sample. Raises SystemExit for an unknown name."""
     if unknown := set(names) - {mutant.name for mutant in mutants}:
-        raise SystemExit(f"no mutant is called {', '.join(sorted(unknown))}")
+        raise SystemExit(f"unknown mutants: {', '.join(sorted(unknown))}")
     chosen = [mutant for mutant in mutants if not names or mutant.name in names]
     if sample is None or sample >= len(chosen):
         return chosen
@@ -188,13 +190,13 @@ def choose(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None, 
 
 
 def main(arguments: Sequence[str] | None = None, repository: Path = REPOSITORY) -> int:
-    """Try mutants; 0 when each was seen by its test."""
+    """Run mutants; return 0 if each was detected by its test."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="these only")
-    parser.add_argument("--sample", type=int, help="so many of them, by chance")
-    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="of the chance")
-    asked = parser.parse_args(arguments)
-    chosen = choose(read_mutants(repository / _LIST), asked.names, asked.sample, asked.seed)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="run only these mutants")
+    parser.add_argument("--sample", type=int, help="run a random sample of this size")
+    parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="seed of the sample")
+    options = parser.parse_args(arguments)
+    chosen = choose(read_mutants(repository / _LIST), options.names, options.sample, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvbaton-mutants-") as folder:
         copy = _copy_repository(repository, Path(folder))
         healthy = run_tests(list(dict.fromkeys(mutant.test for mutant in chosen)), copy)
@@ -202,13 +204,14 @@ def main(arguments: Sequence[str] | None = None, repository: Path = REPOSITORY) 
             print(f"{healthy.output}\nmutants: these tests must pass before a law is broken")
             return 1
         num_seen = sum([_report(try_mutant(mutant, copy)) for mutant in chosen])
-    print(f"mutants: {num_seen} of {len(chosen)} were seen by their test")
+    print(f"mutants: {num_seen} of {len(chosen)} were detected by their tests")
     return 0 if num_seen == len(chosen) else 1
 
 
 def _report(verdict: Verdict) -> bool:
-    """Print what became of a mutant; True when it was seen."""
-    mutant, is_seen = verdict.mutant, verdict.problem is None
+    """Print the result of a mutant; return True if it was detected."""
+    mutant = verdict.mutant
+    is_seen = verdict.problem is None
     print(f"{'seen' if is_seen else 'UNSEEN':6} {verdict.seconds:5.1f} s  {mutant.name}: {mutant.law}")
     print(f"        {verdict.problem or verdict.reason} ({mutant.test})", flush=True)
     return is_seen

@@ -1,1 +1,1 @@
-"""Translates between contract objects and the messages of the internal protocol (``protos/worker.proto``)."""
+"""Converts contract objects to messages of the internal protocol (``protos/worker.proto``) and back."""

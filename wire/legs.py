@@ -1,6 +1,6 @@
-"""Translates the calls that start a leg on a worker, and the call that cancels a request there.
+"""Converts the calls that start a leg on a worker, and the call that cancels a request.
 
-A leg's message holds the task and where its KV goes to or comes from; ``EngineRequest`` holds both.
+A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both.
 """
 
 from contract.errors import InvalidRequestError
@@ -38,7 +38,7 @@ def decode_from_proto(message: pb.DecodeRequest) -> EngineRequest:
 
 
 def source_to_proto(transfer: ReceiveTransfer) -> pb.TransferSource:
-    """Translate where the KV of a decode leg comes from."""
+    """Translate the source of a decode leg's KV."""
     return pb.TransferSource(
         transfer_id=transfer.transfer_id,
         worker_id=transfer.peer_worker_id,
@@ -48,7 +48,7 @@ def source_to_proto(transfer: ReceiveTransfer) -> pb.TransferSource:
 
 
 def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
-    """Translate where the KV of a decode leg comes from.
+    """Translate the source of a decode leg's KV.
 
     Raises InvalidRequestError without a ``transfer_id`` or a ``control_address``.
     """
@@ -63,7 +63,7 @@ def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
 
 
 def embed_to_proto(request: EngineRequest, session: str) -> pb.EmbedLegRequest:
-    """Translate an embedding. How to pool is not sent: the worker reads it from its model's folder."""
+    """Translate an embedding. The pooling is not sent: the worker reads it from its model's folder."""
     return pb.EmbedLegRequest(task=task_to_proto(request, session))
 
 

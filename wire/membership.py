@@ -1,4 +1,4 @@
-"""Translates what a worker and its router exchange about themselves: registration, welcome, load and credit."""
+"""Converts the messages between a worker and its router about themselves: registration, acceptance, load and credit."""
 
 from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration, Welcome
@@ -6,7 +6,7 @@ from protos import worker_pb2 as pb
 
 
 def registration_to_proto(registration: Registration) -> pb.Registration:
-    """Translate a worker's description of itself."""
+    """Translate a worker's registration."""
     return pb.Registration(
         protocol_min=registration.protocol_min,
         protocol_max=registration.protocol_max,
@@ -28,7 +28,7 @@ def registration_to_proto(registration: Registration) -> pb.Registration:
 
 
 def registration_from_proto(message: pb.Registration) -> Registration:
-    """Translate a worker's description of itself, complete or not: the registry checks it."""
+    """Translate a worker's registration, complete or not: the registry checks it."""
     return Registration(
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
@@ -82,14 +82,14 @@ def welcome_from_proto(message: pb.Welcome) -> Welcome:
 
 
 def load_to_proto(load: Load) -> pb.Load:
-    """Translate how busy a worker is."""
+    """Translate the load of a worker."""
     return pb.Load(
         num_running=load.num_running, num_waiting=load.num_waiting, kv_cache_usage=load.kv_cache_usage
     )
 
 
 def load_from_proto(message: pb.Load) -> Load:
-    """Translate how busy a worker is."""
+    """Translate the load of a worker."""
     return Load(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
@@ -98,10 +98,10 @@ def load_from_proto(message: pb.Load) -> Load:
 
 
 def credit_to_proto(credit: Credit) -> pb.Credit:
-    """Translate how much a worker takes on."""
+    """Translate the credit of a worker."""
     return pb.Credit(max_requests=credit.max_requests, max_tokens=credit.max_tokens)
 
 
 def credit_from_proto(message: pb.Credit) -> Credit:
-    """Translate how much a worker takes on."""
+    """Translate the credit of a worker."""
     return Credit(max_requests=message.max_requests, max_tokens=message.max_tokens)

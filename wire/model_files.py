@@ -1,4 +1,4 @@
-"""Translates the model's small files, which a router without the folder fetches in pieces."""
+"""Converts the model's small files, which a router without the folder fetches in pieces."""
 
 from protos import worker_pb2 as pb
 

@@ -1,9 +1,9 @@
-"""Translates sampling parameters and grammars."""
+"""Converts sampling parameters and grammars."""
 
 import msgspec
 
 from contract.errors import InvalidRequestError
-from contract.requests import Grammar, SamplingParams
+from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 
 
@@ -67,6 +67,4 @@ def grammar_from_proto(message: pb.Grammar) -> Grammar:
     try:
         return msgspec.convert({"kind": message.kind, "text": message.text}, Grammar)
     except msgspec.ValidationError as error:
-        raise InvalidRequestError(
-            f"this worker knows no grammar of kind {message.kind!r}", param="grammar"
-        ) from error
+        raise InvalidRequestError(f"unknown kind of grammar {message.kind!r}", param="grammar") from error

@@ -1,7 +1,8 @@
-"""Translates ``EngineRequest``: what a worker computes for one choice, or several choices of one prompt."""
+"""Converts ``EngineRequest``, the task of a worker for one or several choices of one prompt."""
 
 from contract.errors import InvalidRequestError
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
 from wire.sampling import sampling_from_proto, sampling_to_proto
 
@@ -9,8 +10,8 @@ from wire.sampling import sampling_from_proto, sampling_to_proto
 def task_to_proto(request: EngineRequest, session: str) -> pb.Task:
     """Translate a request. ``session`` names the stream on which the router expects the tokens.
 
-    The leg's own message holds the transfer. An embedding's task has no sampling; how to pool is not sent either, since
-    the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
+    The leg's own message contains the transfer. An embedding's task has no sampling, and its pooling is not sent either,
+    since the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
     ``multi_modal_inputs`` are not part of the protocol.
     """
     return pb.Task(

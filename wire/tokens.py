@@ -1,9 +1,9 @@
-"""Translates what a worker's engine emits: ``EngineOutput`` with log probabilities and timings."""
+"""Converts the output of a worker's engine: ``EngineOutput`` with log probabilities and timings."""
 
 from collections.abc import Iterable
 
 from contract.membership import Load
-from contract.requests import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
+from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from wire.membership import load_to_proto
 
@@ -11,7 +11,7 @@ from wire.membership import load_to_proto
 def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.StepOutput:
     """Translate all outputs of one step, with the load if it has changed.
 
-    The router translates back entry by entry (``output_from_proto``), once it knows that a request waits for it.
+    The router converts each entry back (``output_from_proto``) only if a request waits for it.
     """
     return pb.StepOutput(
         entries=[output_to_proto(output) for output in outputs],
@@ -20,7 +20,7 @@ def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.Step
 
 
 def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
-    """Translate one choice's new tokens of one step. ``is_leg_finished`` is the worker's own and not sent."""
+    """Translate one choice's new tokens of one step. ``is_leg_finished`` is not sent."""
     return pb.TokenEntry(
         request_id=output.request_id,
         choice=output.choice,
@@ -41,7 +41,7 @@ def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
 
 
 def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
-    """Translate one choice's new tokens of one step; what is empty on the wire becomes None.
+    """Translate one choice's new tokens of one step; empty fields become None.
 
     Raises ValueError for an unknown finish reason.
     """
@@ -87,7 +87,7 @@ def logprobs_from_proto(message: pb.PositionLogprobs) -> TokenLogprobs:
 
 
 def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
-    """Translate what one worker spent on a request."""
+    """Translate one worker's timings of a request."""
     return pb.LegTimings(
         queue_seconds=timings.queue_seconds,
         prefill_seconds=timings.prefill_seconds,
@@ -100,7 +100,7 @@ def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
 
 
 def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
-    """Translate what one worker spent on a request."""
+    """Translate one worker's timings of a request."""
     return RequestTimings(
         queue_seconds=message.queue_seconds,
         prefill_seconds=message.prefill_seconds,

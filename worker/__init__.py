@@ -1,1 +1,1 @@
-"""An engine and a connector wired for a role."""
+"""A worker process: an engine and a connector, set up for one role."""

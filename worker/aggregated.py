@@ -1,4 +1,4 @@
-"""A worker that computes prompts and decodes them itself: the baseline, and the form that needs no hand-over."""
+"""A worker that computes prompts and decodes them itself, without a hand-over."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from worker.servicer import WorkerServicer
 
 
 class AggregatedServicer(WorkerServicer):
-    """Decode without a source: prompt and answer on this worker. Serves Embed."""
+    """Accepts Decode without a source, prompt and answer on this worker, and Embed."""
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Accept a whole request."""
         if request.HasField("source"):
             await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both fetches no KV in this version"
+                grpc.StatusCode.INVALID_ARGUMENT, "a worker of role both does not fetch KV in this version"
             )
         return await self._accept(decode_from_proto, request, context)
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Accept a prompt of which only the embedding is wanted."""
+        """Accept a prompt for an embedding."""
         return await self._accept_embedding(request, context)

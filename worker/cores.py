@@ -1,4 +1,4 @@
-"""Which cores of the machine a worker runs on."""
+"""The cores that a worker runs on."""
 
 import os
 from collections.abc import Iterable
@@ -6,11 +6,11 @@ from collections.abc import Iterable
 from contract.errors import SettingError
 
 _MAX_DIGITS = 6
-"""Of a core's number: a range is made whole before it is compared with those that are there."""
+"""Limit of a core number's length: a range is expanded before it is compared with the existing cores."""
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Cores in taskset's words, as "0-3,8", in order, each once. Raises ValueError for other text."""
+    """Return the cores of a list in taskset's format ("0-3,8"), in order, each once. Raises ValueError for other text."""
     cores: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -23,23 +23,23 @@ def parse_cores(text: str) -> tuple[int, ...]:
 
 
 def show_cores(cores: Iterable[int]) -> str:
-    """The text that ``parse_cores`` reads."""
+    """Return the text that ``parse_cores`` reads."""
     return ",".join(map(str, cores))
 
 
 def run_on(cores: tuple[int, ...]) -> None:
-    """Keep this process, and the threads and processes that it starts from now on, to these cores; none: to any.
+    """Bind this process, and the threads and processes that it starts later, to these cores; empty: do nothing.
 
-    Raises SettingError where the system cannot, or this process may not use one of them.
+    Raises SettingError if the system cannot do that, or if this process may not use one of the cores.
     """
     if not cores:
         return
     if not hasattr(os, "sched_setaffinity"):
-        raise SettingError("cores: this system cannot keep a process to cores; leave it unset", param="cores")
+        raise SettingError("cores: this system cannot bind a process to cores; leave it unset", param="cores")
     allowed = os.sched_getaffinity(0)
     if missing := sorted(set(cores) - allowed):
         raise SettingError(
-            f"cores: core {missing[0]} is not there for this process, which may use {show_cores(sorted(allowed))}",
+            f"cores: core {missing[0]} is not available to this process, which may use {show_cores(sorted(allowed))}",
             param="cores",
         )
     os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""Ends a service process whose event loop hangs: its ports would go on to accept, and its peers would wait for ever."""
+"""Ends a service process whose event loop hangs: its ports would still accept, and its peers would wait for ever."""
 
 import asyncio
 import faulthandler
@@ -12,7 +12,7 @@ from typing import Self
 
 logger = logging.getLogger(__name__)
 EXIT_CODE = 70
-"""EX_SOFTWARE: the supervisor starts the process again."""
+"""EX_SOFTWARE: the supervisor restarts the process."""
 _LOOKS_PER_PATIENCE = 10
 
 
@@ -22,10 +22,10 @@ def _exit() -> None:
 
 
 class LoopWatch:
-    """For as long as the block lasts: end the process once its event loop has done nothing for ``patience_seconds``.
+    """Within the block, end the process if its event loop does nothing for ``patience_seconds``.
 
-    Enter it in the loop that is watched. gRPC answers pings in threads of its own, so that peers do not notice. A thread
-    asks the loop to count, and looks whether it has. end: what to do then; it does not come back.
+    Enter it in the loop to watch. Peers cannot notice the hang, since gRPC answers pings in its own threads. A thread
+    asks the loop to increment a counter and checks whether it did. end: ends the process; must not return.
     """
 
     def __init__(self, patience_seconds: float, end: Callable[[], None] = _exit) -> None:
@@ -37,12 +37,12 @@ class LoopWatch:
         self._thread = threading.Thread(target=self._watch, name="loop-watch", daemon=True)
 
     def __enter__(self) -> Self:
-        """Begin."""
+        """Start the watch."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End the watch."""
+        """Stop the watch."""
         self._is_over.set()
 
     def _count(self) -> None:
@@ -56,14 +56,16 @@ class LoopWatch:
         while not self._is_over.wait(interval):
             now = time.monotonic()
             num_turns = self._num_turns
-            was_away = now - looked_at > 2 * interval  # then this process was stopped, or the machine slept
+            was_away = now - looked_at > 2 * interval  # this process was stopped, or the machine slept
             looked_at = now
             if was_away or num_turns != seen:
                 seen = num_turns
                 since = now
                 self._ask()
             elif now - since >= self._patience:
-                logger.critical("the event loop has done nothing for %.1f s; this process ends", now - since)
+                logger.critical(
+                    "the event loop has done nothing for %.1f s; ending this process", now - since
+                )
                 self._end()
                 return
 

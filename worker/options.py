@@ -1,6 +1,6 @@
-"""The settings of a worker that do not say which worker it is: ``kvbaton up`` gives the same to each of its workers.
+"""The settings that all workers of ``kvbaton up`` share.
 
-A new one is declared here, or in the group of the part that it is for (``engine.options``, ``kv_transfer.options``).
+Declare a new one here, or in the group of the part that uses it (``engine.options``, ``kv_transfer.options``).
 """
 
 from typing import Literal
@@ -13,15 +13,15 @@ from kv_transfer.options import TransferOptions
 
 
 class DeviceOptions(Options):
-    """The kind of device that computes."""
+    """The device that the model runs on."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs."""
+    """Device that the model runs on."""
 
 
 # Help texts list the fields of the last base first.
 class WorkerOptions(TransferOptions, EngineOptions, DeviceOptions):
-    """All that a user says of how a worker runs, wherever it runs."""
+    """Everything that a user can set about how workers run."""
 
     max_queued_tokens: int | None = Field(default=None, ge=1)
-    """Prompt tokens up to which a prefill worker is given more requests; two steps' worth where unset."""
+    """Limit of prompt tokens queued at a prefill worker; unset: enough for two steps."""

@@ -1,4 +1,4 @@
-"""How a model's prompts are pooled into embeddings: what its sentence-transformers configuration says."""
+"""The pooling of a model's hidden states into embeddings, from its sentence-transformers configuration."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +16,10 @@ _SERVED: dict[str, Literal["last", "mean"]] = {"lasttoken": "last", "mean_tokens
 
 
 def pooling_of(folder: Path) -> PoolingParams:
-    """The last token's state, unless the folder's ``1_Pooling/config.json`` asks for the mean.
+    """Return the model's pooling: the last token's state, or the mean if ``1_Pooling/config.json`` asks for it.
 
-    The vector has length 1, with ``2_Normalize`` and without. Raises UnsupportedFieldError where another kind is asked for,
-    several at once, or a further module behind them.
+    The vector is normalized to length 1 with or without ``2_Normalize``. Raises UnsupportedFieldError for another kind of
+    pooling, for several at once, and for further modules after it.
     """
     _check_modules(folder)
     try:
@@ -30,15 +30,15 @@ def pooling_of(folder: Path) -> PoolingParams:
         return PoolingParams()
     if len(modes) > 1 or modes[0] not in _SERVED:
         raise UnsupportedFieldError(
-            f"the model's {_FILE} asks for pooling by {' and '.join(modes)}; this version pools by "
-            f"{' or by '.join(_SERVED)}",
+            f"the model's {_FILE} asks for pooling by {' and '.join(modes)}; this version supports "
+            f"{' or '.join(_SERVED)}",
             param="model",
         )
     return PoolingParams(kind=_SERVED[modes[0]])
 
 
 def _modes(config: dict[str, Any]) -> list[str]:
-    """One flag for each mode, or (newer) the names under one field."""
+    """Return the names of the pooling modes: one flag per mode, or (newer) a list in one field."""
     if named := config.get(_MODE):
         return [str(name) for name in (named if isinstance(named, list) else [named])]
     flags = f"{_MODE}_"
@@ -46,7 +46,7 @@ def _modes(config: dict[str, Any]) -> list[str]:
 
 
 def _check_modules(folder: Path) -> None:
-    """Raises UnsupportedFieldError for a module that would change the vector, as ``2_Dense`` does."""
+    """Raise UnsupportedFieldError for a module that would change the vector, as ``2_Dense`` does."""
     try:
         modules = read_json_value(folder / _MODULES)
         names = [str(module["type"]).rpartition(".")[2] for module in modules or ()]
@@ -56,6 +56,6 @@ def _check_modules(folder: Path) -> None:
         ) from error
     if unknown := [name for name in names if name not in _SERVED_MODULES]:
         raise UnsupportedFieldError(
-            f"the model's {_MODULES} asks for {unknown[0]}; this version has {', '.join(_SERVED_MODULES)}",
+            f"the model's {_MODULES} asks for {unknown[0]}; this version supports {', '.join(_SERVED_MODULES)}",
             param="model",
         )

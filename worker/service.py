@@ -1,4 +1,4 @@
-"""Brings one worker up in order (engine, gRPC, admin, router) and takes it down again."""
+"""Starts one worker in order (engine, gRPC, admin, router) and stops it again."""
 
 import asyncio
 import logging
@@ -25,10 +25,11 @@ from serving.signals import until_stopped
 from worker.aggregated import AggregatedServicer
 from worker.cores import run_on
 from worker.loop_watch import LoopWatch
-from worker.priority import give_way
+from worker.niceness import set_niceness
+from worker.registration import WorkerIdentity
 from worker.servicer import WorkerServicer
 from worker.settings import WorkerSettings
-from worker.worker import Worker, WorkerIdentity
+from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,11 @@ async def serve_worker(
 ) -> None:
     """Run a worker until SIGTERM or SIGINT; ``on_ready`` gets its addresses once a router is attached.
 
-    A service whose event loop hangs ends its process. Raises KvbatonError when the engine cannot start or dies, or when
+    Ends the process if its event loop hangs. Raises KvbatonError when the engine cannot start or dies, or when
     the router refuses the worker.
     """
     run_on(settings.core_numbers)
-    give_way(settings.nice)
+    set_niceness(settings.nice)
     with LoopWatch(settings.step_timeout_seconds):
         await _serve_until_stopped(role, settings, servicer, on_ready)
 
@@ -81,7 +82,7 @@ async def _serve_until_stopped(
 async def running_worker(
     role: Role, settings: WorkerSettings, servicer: ServicerFactory
 ) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
-    """A worker with its engine, gRPC port and admin port up; everything is closed on the way out."""
+    """Run a worker with its engine, gRPC port and admin port within the block."""
     identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
     log_settings(logger, settings)
     engine = await _start_engine(identity, settings)
@@ -97,7 +98,10 @@ async def running_worker(
 async def exposed(
     worker: Worker, settings: WorkerSettings, servicer: ServicerFactory
 ) -> AsyncIterator[dict[str, Any]]:
-    """A worker's ports: ``grpc`` (as others dial it) and ``admin``. On the way out its requests are aborted."""
+    """Open a worker's ports within the block and yield their addresses, ``grpc`` (as others dial it) and ``admin``.
+
+    The worker's requests are aborted when the block ends.
+    """
     most = internal_connections(raise_descriptor_limit(), num_open_descriptors())
     server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds, most))
     worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)

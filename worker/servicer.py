@@ -1,4 +1,4 @@
-"""The part of the Worker service that every role shares; a role adds the legs that it runs."""
+"""The part of the Worker service that all roles share; a role adds the legs that it runs."""
 
 import asyncio
 import logging
@@ -24,21 +24,21 @@ Leg = TypeVar("Leg", pb.PrefillRequest, pb.DecodeRequest)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Cancel and GetModelFiles; Prefill, Decode and Embed are refused by name until a role overrides them."""
+    """Serves Cancel and GetModelFiles; refuses Prefill, Decode and Embed unless a role overrides them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Refuse: this role computes no prompts for others."""
+        """Refuse: this role does not compute prompts for other workers."""
         return await self._refuse("Prefill", context)
 
     async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Refuse: this role decodes nothing."""
+        """Refuse: this role does not decode."""
         return await self._refuse("Decode", context)
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Refuse: this role computes no prompts alone."""
+        """Refuse: this role does not compute embeddings."""
         return await self._refuse("Embed", context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
@@ -48,12 +48,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def GetModelFiles(  # noqa: N802
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
-        """The small files of the model folder."""
+        """Stream the small files of the model folder."""
         async for name, data in self._worker.model_files():
             yield piece_to_proto(name, data)
 
     async def _accept(self, read: Callable[[Leg], EngineRequest], message: Leg, context: Any) -> pb.Accepted:
-        """Translate a leg by ``read`` and accept it. A refusal becomes the status of the call."""
+        """Convert a leg with ``read`` and accept it. A refusal becomes the status of the call."""
 
         async def accept() -> None:
             await self._worker.accept(read(message), message.task.session)

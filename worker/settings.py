@@ -1,4 +1,4 @@
-"""The settings of one worker process, and the parts of them that its engine and its connector get."""
+"""The settings of one worker process, and the parts that its engine and its connector use."""
 
 from pathlib import Path
 from typing import Self
@@ -16,7 +16,7 @@ from worker.options import WorkerOptions
 
 
 class PlaceSettings(Settings):
-    """Which worker it is, and where it is reached."""
+    """The settings that identify a worker and its addresses."""
 
     model: Path
     """Folder of the Hugging Face checkpoint."""
@@ -25,9 +25,9 @@ class PlaceSettings(Settings):
     secret_file: Path | None = None
     """File with the cluster secret (mode 0600)."""
     worker_id: str | None = None
-    """Name of this worker, unique in the cluster; made from role and process id where unset."""
+    """Name of this worker, unique in the cluster; unset: made from its role and a random id."""
     served_model_name: str | None = None
-    """Name under which clients ask for the model; the folder's name where unset."""
+    """Model name for clients; unset: the folder's name."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the worker's gRPC service; 0 picks a free one."""
     admin: Address = "127.0.0.1:0"
@@ -35,17 +35,19 @@ class PlaceSettings(Settings):
 
 
 class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
-    """One prefill, decode or aggregated worker."""
+    """The settings of one prefill, decode or aggregated worker."""
 
     cores: str | None = None
-    """Cores that the worker's processes are kept to, as 0-3,8; each thread that computes has one of them. Unset: any."""
+    """Cores that the worker's processes are bound to, as in 0-3,8; each compute thread gets one of them. Unset: all."""
     nice: int = Field(default=0, ge=0, le=19)
-    """How far the worker gives way to other processes on the same cores, as nice(1) counts it."""
+    """Niceness (nice(1)) of the worker: the higher, the more CPU time other processes on the same cores get."""
 
     @model_validator(mode="after")
     def _check_advertise_host(self) -> Self:
         if self.host in ("0.0.0.0", "::", "") and not self.advertise_host:
-            raise ValueError(f"host is {self.host!r}: set advertise_host to the name that others dial")
+            raise ValueError(
+                f"host is {self.host!r}: set advertise_host to a name that other workers can connect to"
+            )
         return self
 
     @model_validator(mode="after")
@@ -53,7 +55,7 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
         num_cores = len(self.core_numbers)
         if self.cores is not None and num_cores < self.num_threads:
             raise ValueError(
-                f"cores is {self.cores!r}, {num_cores} for num_threads {self.num_threads}: name more"
+                f"cores is {self.cores!r}, which is {num_cores} for num_threads {self.num_threads}: list more cores"
             )
         return self
 
@@ -62,21 +64,21 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
         if self.lease_seconds < self.peer_timeout_seconds:
             raise ValueError(
                 f"lease_seconds is {self.lease_seconds}: it must be peer_timeout_seconds"
-                f" ({self.peer_timeout_seconds}) or more, else leases end between two signs of life"
+                f" ({self.peer_timeout_seconds}) or more, else leases expire between two renewals"
             )
         return self
 
     @property
     def core_numbers(self) -> tuple[int, ...]:
-        """The cores to run on; empty: any."""
+        """The cores to run on; empty: all."""
         return () if self.cores is None else parse_cores(self.cores)
 
     def read_secret(self) -> str:
-        """The cluster secret; raises SettingError where there is none."""
+        """Return the cluster secret. Raises SettingError if there is none."""
         return read_secret_file(self.secret_file)
 
     def engine(self) -> EngineSettings:
-        """The engine's part."""
+        """Return the engine's settings."""
         return EngineSettings(
             **EngineOptions.values_in(self),
             **HostOptions.values_in(self),
@@ -86,7 +88,7 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
         )
 
     def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:
-        """The connector's part."""
+        """Return the connector's settings."""
         return TransferSettings(
             **TransferOptions.values_in(self),
             **PortOptions.values_in(self),

@@ -1,1 +1,1 @@
-"""C that finds the limits of the machine; compiled when a benchmark first needs it (``benchmarks/ceilings.py``)."""
+"""C code that measures the machine's limits; compiled at first use (``benchmarks/ceilings.py``)."""

@@ -28,12 +28,12 @@ _WHOLE = {
 
 
 def write_gguf(model: Path, target: Path) -> None:
-    """Raises ValueError for another family or dtype. Whoever opens ``target`` sees all of it or none."""
+    """Write ``target`` atomically. Raises ValueError for another family or dtype."""
     import gguf
 
     config = json.loads((model / "config.json").read_text())
     if config["model_type"] != "qwen2":
-        raise ValueError(f"{model} is a {config['model_type']} model; only qwen2 is written as GGUF")
+        raise ValueError(f"{model} is a {config['model_type']} model; only qwen2 can be written as GGUF")
     target.parent.mkdir(parents=True, exist_ok=True)
     unready = target.with_suffix(".new")
     writer = gguf.GGUFWriter(str(unready), "qwen2")
@@ -42,7 +42,7 @@ def write_gguf(model: Path, target: Path) -> None:
     _write_tokenizer(writer, json.loads((model / "tokenizer.json").read_text()), config, gguf.TokenType)
     for file in sorted(model.glob("*.safetensors")):
         for name, values in _tensors(file):
-            if values.ndim == 1:  # norms and biases are float32 there
+            if values.ndim == 1:  # norms and biases are float32 in GGUF
                 writer.add_tensor(_renamed(name), (values.astype(np.uint32) << 16).view(np.float32))
             else:
                 writer.add_tensor(
@@ -89,14 +89,14 @@ def _write_tokenizer(writer: Any, found: dict[str, Any], config: dict[str, Any],
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, "np.ndarray[Any, np.dtype[np.uint16]]"]]:
-    """Name and bits of every tensor. Raises ValueError where one is not bfloat16."""
+    """Yield name and bits of every tensor. Raises ValueError if one is not bfloat16."""
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         (length,) = struct.unpack("<Q", mapped[:8])
         header: dict[str, Any] = json.loads(mapped[8 : 8 + length])
         header.pop("__metadata__", None)
         for name, tensor in header.items():
             if tensor["dtype"] != "BF16":
-                raise ValueError(f"{name} is {tensor['dtype']}; only BF16 is written as GGUF")
+                raise ValueError(f"{name} is {tensor['dtype']}; only BF16 can be written as GGUF")
             begin, end = (8 + length + offset for offset in tensor["data_offsets"])
             yield name, np.frombuffer(mapped[begin:end], dtype=np.uint16).reshape(tensor["shape"])
 

@@ -1,4 +1,4 @@
-"""Our own engine in one process, with the shipped defaults but for the number of threads."""
+"""kvbaton's engine in one process, with default settings except the number of threads."""
 
 import logging
 from collections.abc import Iterator
@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.work import Generate, Load, Prompts, run_peer
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.settings import EngineSettings
 
 
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
-    """See ``Start``."""
+    """Load the engine; see ``Start``."""
     settings = EngineSettings(model=Path(load.model), dtype="bfloat16", num_threads=load.num_threads)
-    with _log_of("engine.compute.forward") as told:
+    with _log_of("engine.compute.forward") as messages:
         core = EngineCore(settings)
     numbers = count()
 
@@ -32,18 +33,19 @@ def start(load: Load) -> tuple[Generate, dict[str, Any]]:
                 answers[output.request_id] += output.token_ids
         return list(answers.values())
 
-    return generate, {"computes_with": told, "num_threads": load.num_threads}
+    return generate, {"computes_with": messages, "num_threads": load.num_threads}
 
 
 @contextmanager
 def _log_of(name: str) -> Iterator[list[str]]:
-    """What this logger says meanwhile: the engine tells there what computes the model."""
-    told: list[str] = []
-    logger, handler = logging.getLogger(name), logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    """Collect the records of this logger, in which the engine names the implementation of the model."""
+    messages: list[str] = []
+    logger = logging.getLogger(name)
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)
-    yield told
+    yield messages
     logger.removeHandler(handler)
 
 

@@ -1,7 +1,6 @@
-"""llama.cpp by the low-level API of llama-cpp-python: every ``llama_decode`` carries one token of each sequence.
+"""llama.cpp with the low-level API of llama-cpp-python: every ``llama_decode`` has one token of each sequence.
 
-The checkpoint is written as a GGUF file in bfloat16 once (``gguf_checkpoint.py``). Drawing the most likely token with numpy
-is part of the time.
+The checkpoint is converted to a bfloat16 GGUF file once (``gguf_checkpoint.py``). The time includes the argmax in numpy.
 """
 
 from pathlib import Path
@@ -12,14 +11,15 @@ import numpy as np
 from benchmarks.peers.gguf_checkpoint import write_gguf
 from benchmarks.peers.work import Generate, Load, Prompts, run_peer
 
-_BATCH, _MICRO_BATCH = 4096, 512
+_BATCH = 4096
+_MICRO_BATCH = 512
 _MIN_CONTEXT = 256
 Token = tuple[int, int, int, bool]
-"""Token id, position, sequence, and whether its logits are wanted."""
+"""(token id, position, sequence, whether its logits are needed)."""
 
 
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
-    """See ``Start``."""
+    """Load the engine; see ``Start``."""
     import llama_cpp
 
     engine = _Engine(llama_cpp, load)
@@ -57,12 +57,14 @@ class _Engine:
         self._vocab_size = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
         wanted = library.llama_context_default_params()
         wanted.n_ctx = max(load.max_num_seqs * _MIN_CONTEXT, 4 * load.max_model_len)
-        wanted.n_batch, wanted.n_ubatch, wanted.n_seq_max = _BATCH, _MICRO_BATCH, load.max_num_seqs
+        wanted.n_batch = _BATCH
+        wanted.n_ubatch = _MICRO_BATCH
+        wanted.n_seq_max = load.max_num_seqs
         wanted.n_threads = wanted.n_threads_batch = load.num_threads
         wanted.kv_unified = True
         self._context = library.llama_init_from_model(model, wanted)
         if not self._context:
-            raise RuntimeError("llama.cpp has no room for its context")
+            raise RuntimeError("llama.cpp could not allocate its context")
         self._batch = library.llama_batch_init(_BATCH, 0, 1)
 
     def forget(self) -> None:
@@ -70,7 +72,7 @@ class _Engine:
         self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
 
     def decode(self, tokens: list[Token]) -> list[int]:
-        """The most likely next token behind each token whose logits are wanted."""
+        """Return the most likely next token after each token whose logits are needed."""
         found = []
         for begin in range(0, len(tokens), _BATCH):
             found += self._decode(tokens[begin : begin + _BATCH])
@@ -80,8 +82,11 @@ class _Engine:
         batch = self._batch
         batch.n_tokens = len(tokens)
         for index, (token, place, row, wants_logits) in enumerate(tokens):
-            batch.token[index], batch.pos[index], batch.logits[index] = token, place, wants_logits
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, row
+            batch.token[index] = token
+            batch.pos[index] = place
+            batch.logits[index] = wants_logits
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = row
         failed = self._library.llama_decode(self._context, batch)
         if failed:
             raise RuntimeError(f"llama_decode gave {failed}")

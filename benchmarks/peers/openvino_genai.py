@@ -1,6 +1,6 @@
-"""OpenVINO GenAI: continuous batching on the CPU plugin, from a model that ``optimum-cli`` exports once.
+"""OpenVINO GenAI: continuous batching with the CPU plugin, of a model that ``optimum-cli`` exports once.
 
-The export keeps 16-bit floats; the plugin is told to compute in bfloat16. Its KV precision is its own default.
+The export keeps 16-bit floats; the plugin is set to compute in bfloat16. Its KV precision is the default.
 """
 
 import subprocess
@@ -10,11 +10,12 @@ from typing import Any
 
 from benchmarks.peers.work import Generate, Load, Prompts, run_peer
 
-_CACHE_GIB, _BATCHED_TOKENS = 2, 4096
+_CACHE_GIB = 2
+_BATCHED_TOKENS = 4096
 
 
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
-    """See ``Start``."""
+    """Load the engine; see ``Start``."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -35,7 +36,8 @@ def start(load: Load) -> tuple[Generate, dict[str, Any]]:
     def generate(prompts: Prompts, num_tokens: int) -> Prompts:
         how = openvino_genai.GenerationConfig()
         how.max_new_tokens = how.min_new_tokens = num_tokens
-        how.ignore_eos, how.do_sample = True, False
+        how.ignore_eos = True
+        how.do_sample = False
         tensors = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in prompts]
         results = pipeline.generate(tensors, [how] * len(prompts))
         return [list(map(int, result.m_generation_ids[0])) for result in results]

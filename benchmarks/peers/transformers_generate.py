@@ -9,7 +9,7 @@ from benchmarks.peers.work import Generate, Load, Prompts, run_peer
 
 
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
-    """See ``Start``."""
+    """Load the engine; see ``Start``."""
     torch.set_num_threads(load.num_threads)
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(load.model, dtype=torch.bfloat16)
     model.eval()

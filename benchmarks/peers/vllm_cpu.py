@@ -1,4 +1,4 @@
-"""vLLM's CPU build, offline: ``LLM.generate``, its engine in this process.
+"""vLLM's CPU build, offline: ``LLM.generate`` with the engine in this process.
 
 ``VLLM_CPU_KVCACHE_SPACE`` (GiB) and ``VLLM_CPU_OMP_THREADS_BIND`` come from the environment (``environment_of``).
 """
@@ -11,7 +11,7 @@ _BATCHED_TOKENS = 4096
 
 
 def start(load: Load) -> tuple[Generate, dict[str, Any]]:
-    """See ``Start``."""
+    """Load the engine; see ``Start``."""
     import torch
     import vllm
 

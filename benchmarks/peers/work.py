@@ -1,8 +1,8 @@
-"""What the programs of this folder share: orders as lines of JSON on standard input, an answer to each on standard output.
+"""The common part of this folder's programs: orders as lines of JSON on standard input, answers on standard output.
 
 The first order is the ``Load``, answered with facts about the engine; every other one is a ``Batch``, answered with the
-seconds and the tokens that it took. Standard output is kept for answers: what a library prints goes to standard error.
-Only the standard library is used here, since every environment must have it.
+seconds and the tokens. Standard output is reserved for answers: output of libraries goes to standard error. Only the
+standard library is used here, since the module runs in every environment.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class Load:
-    """A checkpoint's folder, how many threads may compute, and the most that will be asked: tokens and prompts at once.
+    """A checkpoint's folder, the number of threads, and the maximum number of tokens and concurrent prompts.
 
-    artefact: a folder that the program may fill with the checkpoint in its own format, and finds again the next time.
+    artefact: a folder in which the program may store the checkpoint in its own format for later runs.
     """
 
     model: str
@@ -34,9 +34,9 @@ class Load:
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], Prompts]
-"""(prompts as token ids, number of new tokens) → the new tokens of each; greedy, end tokens do not end an answer."""
+"""Maps (prompts as token ids, number of new tokens) to the new tokens; greedy, end tokens do not end an answer."""
 Start = Callable[[Load], tuple[Generate, dict[str, Any]]]
-"""A load → the engine, ready to answer, and facts: versions, and what it computes with."""
+"""Maps a load to the loaded engine and facts: versions and implementation."""
 
 
 def run_peer(start: Start) -> None:
@@ -51,19 +51,19 @@ def run_peer(start: Start) -> None:
 
 
 def _timed(generate: Generate, order: dict[str, Any]) -> dict[str, Any]:
-    """The seconds of all batches of an order, one after the other. Raises ValueError for a wrong number of tokens."""
+    """Run the batches of an order in sequence and return their seconds. Raises ValueError for a wrong number of tokens."""
     num_tokens: int = order["num_tokens"]
     begin = time.perf_counter()
     found = [generate(batch, num_tokens) for batch in order["batches"]]
     seconds = time.perf_counter() - begin
     lengths = {len(tokens) for batch in found for tokens in batch}
     if lengths != {num_tokens}:
-        raise ValueError(f"asked for {num_tokens} tokens, got {sorted(lengths)}")
+        raise ValueError(f"expected {num_tokens} tokens, got {sorted(lengths)}")
     return {"seconds": seconds, "token_ids": found if order["wants_tokens"] else None}
 
 
 def _die_with_parent() -> None:
-    """A stopped process would stay for ever where the one that lets it go on was killed."""
+    """End with the parent: a stopped process would stay for ever if the process that resumes it was killed."""
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
 

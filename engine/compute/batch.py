@@ -9,7 +9,8 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from contract.errors import InternalError
-from contract.requests import PoolingParams, SamplingParams, choice_seed
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams, choice_seed
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 

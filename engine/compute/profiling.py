@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams
 from engine.compute.inputs import PreparedInputs
 from engine.models.info import ModelInfo
 from engine.outputs import NewRequestData, SchedulerOutput

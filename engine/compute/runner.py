@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.forward import ForwardPass, forward_pass
 from engine.compute.inputs import Outline, PreparedInputs, outline_next, prepare_inputs

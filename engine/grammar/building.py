@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from llguidance import LLTokenizer
 
-from contract.requests import EngineRequest, Grammar
+from contract.requests import EngineRequest
+from contract.sampling import Grammar
 from engine.grammar.library_form import build_matcher
 from engine.grammar.live_machines import LiveMachines
 from engine.grammar.machine import Machine

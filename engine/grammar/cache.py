@@ -4,7 +4,7 @@ from collections import OrderedDict
 from concurrent.futures import Future
 
 from contract.errors import KvbatonError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.machine import Machine
 
 Compiled = Future[Machine | KvbatonError]

@@ -16,7 +16,8 @@ from typing import TypeVar
 from llguidance import LLTokenizer
 
 from contract.errors import InternalError, KvbatonError
-from contract.requests import MAX_GRAMMAR_BYTES, EngineRequest, Grammar
+from contract.requests import EngineRequest
+from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 from engine.grammar.building import MachineBuilder
 from engine.grammar.cache import Compiled, CompiledGrammars
 from engine.grammar.limits import MAX_CACHED, MAX_CACHED_BYTES, MAX_ENTRY_BYTES, MAX_LIVE_BYTES

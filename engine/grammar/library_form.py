@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.gbnf import gbnf_to_lark
 from engine.grammar.json_schema import with_closed_objects
 from engine.grammar.lark import with_plain_schemas

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from contract.errors import ErrorKind, InternalError, InvalidRequestError, UnavailableError, error_from_kind
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.hosting.messages import CallResult, FromEngine, Health, Ready, StartFailed, StepOutputs, Stopped
 from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats

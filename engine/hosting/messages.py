@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.info import EngineInfo
 from engine.scheduling.stats import SchedulerStats
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.compute.staging import to_device
 
 NO_TOKENS: NDArray[np.int32] = np.zeros(0, dtype=np.int32)

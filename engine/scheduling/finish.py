@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from engine.scheduling.status import RequestStatus
 
 _REASONS = {

@@ -1,6 +1,6 @@
 """The requests that have not finished, and the one way in which all of them finish."""
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
 from engine.scheduling.finish import Finish

@@ -3,7 +3,8 @@
 from collections import defaultdict
 
 from contract.errors import KvbatonError
-from contract.requests import EngineOutput, EngineRequest, TokenLogprobs
+from contract.outputs import EngineOutput, TokenLogprobs
+from contract.requests import EngineRequest
 from engine.connector import FirstToken
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request

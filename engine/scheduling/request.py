@@ -4,13 +4,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from contract.block_hash import BlockHash
-from contract.requests import (
-    EngineRequest,
-    ReceiveTransfer,
-    RequestTimings,
-    SendTransfer,
-    TransferReport,
-)
+from contract.outputs import RequestTimings, TransferReport
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Received
 from engine.grammar.matcher import GrammarMatcher
 from engine.scheduling.hash_chain import HashChain

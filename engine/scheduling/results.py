@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from contract.errors import ErrorKind, TransferError
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from engine.outputs import ModelRunnerOutput
 from engine.scheduling.block_pool import BlockPool

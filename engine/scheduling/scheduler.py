@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 from contract.errors import ErrorKind, KvbatonError
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.connector import ReceiverConnector, SchedulerConnector
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.batching import Batcher

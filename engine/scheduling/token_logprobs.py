@@ -1,6 +1,7 @@
 """The tokens and log probabilities of one request, taken from the results of a step."""
 
-from contract.requests import EngineRequest, ReceiveTransfer, TokenLogprobs
+from contract.outputs import TokenLogprobs
+from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import FirstToken
 from engine.outputs import LogprobsLists, ModelRunnerOutput
 

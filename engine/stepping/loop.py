@@ -7,7 +7,7 @@ differ.
 import logging
 from queue import Empty
 
-from contract.requests import EngineOutput
+from contract.outputs import EngineOutput
 from engine.core import EngineCore
 from engine.hosting.messages import Health, StepOutputs
 from engine.hosting.watching import STEP_LOOP

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from contract.errors import SettingError
 from contract.layout import KVLayout
-from contract.requests import PoolingParams, SamplingParams, choice_seed
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams, choice_seed
 from engine.connector import RankConnector, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput

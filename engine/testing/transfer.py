@@ -12,7 +12,8 @@ from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
 from contract.layout import Side
-from contract.requests import EngineRequest, TransferReport
+from contract.outputs import TransferReport
+from contract.requests import EngineRequest
 from engine.connector import (
     ConnectorPair,
     Drained,

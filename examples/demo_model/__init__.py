@@ -1,1 +1,1 @@
-"""How the demo model was made: its data, its tokenizer, its training and its measured recall."""
+"""The demo model's data, tokenizer, training and evaluation."""

@@ -29,7 +29,8 @@ class RecallCircuit:
             raise ValueError(f"the circuit is made for head_dim {_COPY}, not {config.head_dim}")
         self._config = config
         self._random = torch.Generator().manual_seed(seed)
-        hidden, std = config.hidden_size, config.initializer_range
+        hidden = config.hidden_size
+        std = config.initializer_range
         self._words = slice(1, hidden - 2 * _COPY)
         self._one_back = slice(hidden - 2 * _COPY, hidden - _COPY)
         self._two_back = slice(hidden - _COPY, hidden)
@@ -88,7 +89,7 @@ class RecallCircuit:
                 output[self._words, head] = copy.T * self._norms[1] * self._gain * 3.0 / group
 
     def _rotated(self, distance: float) -> Tensor:
-        """A query or key ``[32]`` that the rotary embedding turns to face the token ``distance`` away."""
+        """Return a query or key ``[32]`` that the rotary embedding rotates towards the token ``distance`` away."""
         half = _COPY // 2
         angles = distance * ROPE_THETA ** (-torch.arange(half)[:_LOCAL_PAIRS].float() / half)
         facing = torch.zeros(_COPY)

@@ -1,6 +1,6 @@
-"""Measures held-out exact recall: ``python -m examples.demo_model.evaluate MODEL``, by transformers alone.
+"""Measures held-out exact recall with transformers: ``python -m examples.demo_model.evaluate MODEL``.
 
-Held out means: prompts are drawn from a stream of random numbers that no training step uses. An answer counts when its
+Held out: prompts are made from random numbers that no training step uses. An answer counts when its
 text is exactly ``key: value`` and then ends. Also the aims: repeating words, and sums of two digits.
 """
 
@@ -25,7 +25,7 @@ BATCH_TOKENS = 16_384
 def answers(
     model: torch.nn.Module, tokenizer: Tokenizer, prompts: list[list[int]], new_tokens: int
 ) -> list[str]:
-    """Greedy answers to prompts of one length, up to the end token; ``…`` marks an answer that did not end."""
+    """Return greedy answers to prompts of one length, up to the end token; ``…`` marks an answer that did not end."""
     texts = []
     num_rows = max(1, BATCH_TOKENS // len(prompts[0]))
     for start in range(0, len(prompts), num_rows):
@@ -44,15 +44,16 @@ def answers(
 
 
 def recall(model: torch.nn.Module, tokenizer: Tokenizer, length: int, num_prompts: int) -> float:
-    """Share of exact answers at prompts of ``length`` tokens."""
-    data, rng = DemoData(tokenizer), np.random.default_rng([HELD_OUT_SEED, length])
+    """Return the share of exact answers to prompts of ``length`` tokens."""
+    data = DemoData(tokenizer)
+    rng = np.random.default_rng([HELD_OUT_SEED, length])
     prompts = [data.recall_prompt(rng, length) for _ in range(num_prompts)]
     given = answers(model, tokenizer, [prompt.token_ids for prompt in prompts], 6)
     return sum(text == prompt.answer for text, prompt in zip(given, prompts, strict=True)) / num_prompts
 
 
 def skill(model: torch.nn.Module, tokenizer: Tokenizer, turns: list[tuple[str, str]]) -> float:
-    """Share of exact answers to (question, answer) turns."""
+    """Return the share of exact answers to (question, answer) turns."""
     right = 0
     for ask, say in turns:
         ids = tokenizer.encode(
@@ -63,7 +64,7 @@ def skill(model: torch.nn.Module, tokenizer: Tokenizer, turns: list[tuple[str, s
 
 
 def evaluate(folder: Path, num_prompts: int) -> dict[str, float]:
-    """All measures of the model in ``folder``, by name."""
+    """Return all measures of the model in ``folder``, by name."""
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))

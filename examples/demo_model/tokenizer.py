@@ -14,7 +14,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer() -> Tokenizer:
-    """The tokenizer, the same for every call: it learns from the word lists alone."""
+    """Train the tokenizer on the word lists; every call returns the same."""
     tokenizer = Tokenizer(models.BPE())
     split = Regex(r" ?\p{L}+| ?[^\s\p{L}\p{N}]+|\p{N}|\s+(?!\S)|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

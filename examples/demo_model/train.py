@@ -1,7 +1,7 @@
 """Trains the demo model: ``python -m examples.demo_model.train --out DIR`` (about 45 minutes on one core).
 
 The run is a function of its arguments: data by (seed, step), weights by the seed, one torch thread. It writes a
-checkpoint every ``--save-every`` steps and goes on from there when it is started again with the same ``--out``.
+checkpoint every ``--save-every`` steps and resumes from it when it is started again with the same ``--out``.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from examples.demo_model.tokenizer import CHAT_TEMPLATE, train_tokenizer
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of the curriculum: ``num_steps`` batches of ``num_rows`` sequences of ``length`` tokens."""
+    """A phase of the curriculum: ``num_steps`` batches of ``num_rows`` sequences of ``length`` tokens."""
 
     num_steps: int
     num_rows: int
@@ -36,7 +36,7 @@ WARMUP_STEPS = 100
 
 
 def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """The shape of the demo model: 4 layers, 6 query heads on 2 KV heads, 2,048 positions."""
+    """Return the configuration: 4 layers, 6 query heads on 2 KV heads, 2,048 positions."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=192,
@@ -56,7 +56,7 @@ def demo_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def learning_rate(step: int, total: int) -> float:
-    """Linear warm-up, then linear decay to a twentieth of the peak."""
+    """Return the rate: linear warm-up, then linear decay to a twentieth of the peak."""
     if step < WARMUP_STEPS:
         return PEAK_LEARNING_RATE * (step + 1) / WARMUP_STEPS
     left = (total - step) / max(total - WARMUP_STEPS, 1)
@@ -64,7 +64,7 @@ def learning_rate(step: int, total: int) -> float:
 
 
 def phase_at(curriculum: Sequence[Phase], step: int) -> Phase:
-    """The phase that step number ``step`` belongs to."""
+    """Return the phase of step number ``step``."""
     for phase in curriculum:
         if step < phase.num_steps:
             return phase
@@ -73,9 +73,10 @@ def phase_at(curriculum: Sequence[Phase], step: int) -> Phase:
 
 
 def loss_of(model: LlamaForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted cross entropy of the next token over ``[num_rows, length + 1]`` ids."""
+    """Return the weighted cross entropy of the next token over ``[num_rows, length + 1]`` ids."""
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits
-    targets, weight = ids[:, 1:].reshape(-1), weights[:, 1:].reshape(-1)
+    targets = ids[:, 1:].reshape(-1)
+    weight = weights[:, 1:].reshape(-1)
     each = F.cross_entropy(logits.reshape(-1, logits.shape[-1]).float(), targets, reduction="none")
     return (each * weight).sum() / weight.sum()
 

@@ -111,7 +111,7 @@ class ControlHalf:
         """Use a link whose peer has authenticated."""
         if ref.is_dialed:
             self.receiver.link_up(ref, session)
-        elif not self._sessions.begin(session.token, partial(self._links.let_go, ref, session.token)):
+        elif not self._sessions.begin(session.token, partial(self._links.release, ref, session.token)):
             self._links.hold(ref, session.token)
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
@@ -137,7 +137,7 @@ class ControlHalf:
                 self.sender.on_fetch(ref.boot_id, message)
             case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
                 self.sender.on_release(ref.boot_id, message)
-            case _ if isinstance(message, msg.SenderWord) and ref.is_dialed:
+            case _ if isinstance(message, msg.SenderMessage) and ref.is_dialed:
                 self.receiver.on_message(ref, message)
             case _:
                 self._counters.add("transfer_stale_messages_total")
@@ -149,6 +149,10 @@ class ControlHalf:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """See ``DataReports``."""
         self.sender.send_event(key, event)
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """See ``DataReports``."""
+        self.sender.announce_end(key, seconds)
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """See ``DataReports``."""

@@ -12,10 +12,10 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import NOT_NEEDED, RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import NOT_NEEDED, RetryStep
 from kv_transfer.transports.choosing import Alternatives
 
 Later = list[Callable[[], None]]
@@ -63,7 +63,7 @@ class FetchEffects:
     def order(self, incoming: IncomingTransfer, action: ev.FetchOrder, later: Later) -> None:
         """Post a job, or stop those that are posted."""
         match action:
-            case ev.Pull() | ev.ReadAhead():
+            case ev.PullBlocks() | ev.ReadAhead():
                 incoming.source = incoming.source or self._peers.source_of(incoming.ref)
                 job = incoming.job(action, self._block_bytes)
                 if job.is_here:  # it is verified, and reported, within the call
@@ -78,26 +78,26 @@ class FetchEffects:
             case ev.StopReads():
                 later.append(incoming.read.stop)
 
-    def report(self, incoming: IncomingTransfer, action: ev.FetchWord, now: float, later: Later) -> None:
+    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float, later: Later) -> None:
         """Send a message to the sender, or an event to the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
         match action:
-            case ev.AskRelease():  # after this worker's core is woken: the sender's core may take the processor
+            case ev.SendRelease():  # after this worker's core is woken: the sender's core may take the processor
                 later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
-            case ev.AskCancel():
+            case ev.SendCancel():
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
-            case ev.TellPublished():
+            case ev.ReportPublished():
                 terms = self._peers.terms_of(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
-            case ev.TellFailed():
+            case ev.ReportFailed():
                 if action.kind != NOT_NEEDED:
                     self._counters.add("transfer_failures_total", kind=action.kind)
                 self.events.append(Failed(incoming.key, action.kind, action.message))
-            case ev.TellDrained():
+            case ev.ReportDrained():
                 self.events.append(Drained(incoming.key))
-            case ev.TellReceived():
+            case ev.ReportReceived():
                 if incoming.source is not None:
                     self._peers.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)

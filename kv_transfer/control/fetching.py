@@ -20,10 +20,9 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol.fetch_side import FetchState, advance_fetch
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import FetchState
-from kv_transfer.protocol.transitions import advance_fetch
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +183,7 @@ class FetchTransfers(Transfers):
                     self._apply(incoming, ev.SenderFailed(kind, message))
         return source
 
-    def on_message(self, ref: PeerRef, message: msg.SenderWord) -> None:
+    def on_message(self, ref: PeerRef, message: msg.SenderMessage) -> None:
         """Process a sender's message; drop and count one about a transfer that is not being fetched (any more)."""
         now = self._clock()
         with self._acting():
@@ -216,7 +215,7 @@ class FetchTransfers(Transfers):
                 "transports": self._peers.alternatives.debug_state(),
             }
 
-    def _drop(self, ref: PeerRef, message: msg.SenderWord) -> None:
+    def _drop(self, ref: PeerRef, message: msg.SenderMessage) -> None:
         self._counters.add("transfer_stale_messages_total")
         # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
         if not isinstance(message, msg.TransferFailed):

@@ -5,23 +5,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InternalError
-from contract.requests import EngineRequest, ReceiveTransfer, TransferReport
+from contract.outputs import TransferReport
+from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.announced import (
+from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.events import RetryStep
+from kv_transfer.protocol.fetch_side import Fetch, FetchState
+from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
+from kv_transfer.protocol.plan import (
     AnnouncedBlocks,
+    PeerTerms,
     SourceRange,
     changed_lease,
     complete_event,
     failed_event,
     published_event,
 )
-from kv_transfer.protocol.digests import RunningDigests
-from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
-from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
-from kv_transfer.protocol.states import Fetch, FetchState, RetryStep
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
@@ -100,7 +102,7 @@ class IncomingTransfer:
             "peer": self.ref.boot_id,
         }
 
-    def event_of(self, message: msg.SenderWord, now: float, *, reads_ahead: bool) -> ev.FetchEvent | None:
+    def event_of(self, message: msg.SenderMessage, now: float, *, reads_ahead: bool) -> ev.FetchEvent | None:
         """Return what a message of the sender means for this fetch, and keep the grants that came with it."""
         match message:
             case msg.BlocksPublished():
@@ -115,7 +117,7 @@ class IncomingTransfer:
                 if self.lease != message.lease or not reads_ahead or self.announced is not None:
                     return None
                 self._add_grants(message.grants)
-                return ev.AnnouncedLayers(first, num_blocks, message.num_bytes)
+                return ev.LayerRange(first, num_blocks, message.num_bytes)
             case msg.TransferComplete():
                 return complete_event(self.announced, message, self.fetch.num_blocks)
             case msg.TransferFailed():
@@ -128,9 +130,13 @@ class IncomingTransfer:
         if self.announced is None and terms is not None:
             self.announced = AnnouncedBlocks.of(self.request, terms)
 
-    def job(self, action: ev.Pull | ev.ReadAhead, block_bytes: int) -> PullJob:
+    def job(self, action: ev.PullBlocks | ev.ReadAhead, block_bytes: int) -> PullJob:
         """Return the job for a read, once ``source`` is known. block_bytes: of this worker's blocks."""
-        return self._pull_job(action, block_bytes) if isinstance(action, ev.Pull) else self._ahead_job(action)
+        return (
+            self._pull_job(action, block_bytes)
+            if isinstance(action, ev.PullBlocks)
+            else self._ahead_job(action)
+        )
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
@@ -150,7 +156,7 @@ class IncomingTransfer:
         # A grant that came ahead with the layers is repeated with the announcement.
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def _pull_job(self, pull: ev.Pull, block_bytes: int) -> PullJob:
+    def _pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
         end = pull.first_block + len(pull.block_ids)
         blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
         conversion: Conversion | None = None

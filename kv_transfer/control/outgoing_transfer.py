@@ -9,9 +9,10 @@ from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
-from kv_transfer.protocol.states import Ending, Send, SendState
+from kv_transfer.protocol.send_side import Send, SendState
 
 TransferKey = tuple[str, int]
 """The transfer id and the attempt, by which the receiver's messages name a transfer."""
@@ -38,6 +39,21 @@ class OutgoingTransfer:
     num_requested: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     other_digests: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def parked(
+        cls, peer: str, message: msg.FetchBlocks, lease_seconds: float, now: float, deadline: float
+    ) -> "OutgoingTransfer":
+        """Return a transfer that is fetched before it is opened."""
+        send = Send(
+            state=SendState.PARKED,
+            lease_seconds=lease_seconds,
+            is_opened=False,
+            peer=peer,
+            from_block=message.from_block,
+            deadline=deadline,
+        )
+        return cls(message.transfer_id, message.attempt, send, now)
 
     @property
     def wire_key(self) -> TransferKey:
@@ -67,7 +83,7 @@ class OutgoingTransfer:
         num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
         self.num_requested = max(self.num_requested, num_blocks)
 
-    def order(self, num_parts: int, *, tells_end: bool) -> PublishOrder:
+    def order(self, num_parts: int, *, announces_end: bool) -> PublishOrder:
         """Return the order for the blocks that wait for one. The arguments apply to the prompt's last range.
 
         Only that one is split into parts: its receiver waits for it, while others are read during later steps.
@@ -79,9 +95,9 @@ class OutgoingTransfer:
         seeds = self.seeds[first : self.num_requested]
         is_last = self.num_requested == self.send.num_blocks
         num_parts = num_parts if is_last else 1
-        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and tells_end)
+        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and announces_end)
 
-    def note_range(self, ready: ev.RangeReady) -> None:
+    def note_range(self, ready: ev.BlockRange) -> None:
         """Keep a range's grants, and the digests of the ranks from 1 on."""
         first = ready.first_block
         num_blocks = len(ready.digests)
@@ -92,39 +108,31 @@ class OutgoingTransfer:
         for known, other in zip(self.other_digests, ready.others, strict=True):
             known.extend(other.digests)
 
-    def note_layers(self, ready: ev.LayersReady) -> None:
+    def note_layers(self, ready: ev.LayerRange) -> None:
         """Keep the grants: they are not repeated when the range is whole."""
         if ready.grants:
             self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
 
-    def message_of(
-        self,
-        action: ev.Announce
-        | ev.AnnounceStart
-        | ev.AnnounceLayers
-        | ev.AnnounceEnd
-        | ev.AnnounceComplete
-        | ev.Refuse,
-    ) -> msg.Message:
-        """Return the message to the peer that this action stands for."""
+    def message_of(self, action: ev.SendAction) -> msg.Message:
+        """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""
         wire = self.wire_key
         match action:
-            case ev.Announce(first, digests):
+            case ev.BlockRange(first, digests):
                 end = first + len(digests)
                 grants = grants_within(self.grants, first, end)
                 others = [other[first:end] for other in self.other_digests]
                 return msg.BlocksPublished(*wire, self.lease, first, list(digests), grants, others)
             case ev.AnnounceStart():
                 return msg.PromptStarted(*wire, self.lease)
-            case ev.AnnounceLayers(first, num_blocks, num_bytes):
+            case ev.LayerRange(first, num_blocks, num_bytes):
                 grants = grants_within(self.grants, first, first + num_blocks)
                 return msg.LayersReadable(*wire, self.lease, first, num_blocks, num_bytes, grants)
-            case ev.AnnounceEnd():
-                return msg.EndExpected(*wire, self.lease, action.seconds)
             case ev.AnnounceComplete():
                 return msg.TransferComplete(*wire, self.send.num_blocks, list(action.first_tokens))
             case ev.Refuse():
                 return msg.TransferFailed(*wire, action.kind, action.message)
+            case _:
+                raise InternalError(f"{type(action).__name__} stands for no message")
 
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the transfer as plain data."""
@@ -145,7 +153,7 @@ class AttemptHistory:
 
     def __init__(self) -> None:
         self._newest = OrderedDict[str, int]()
-        self._endings = OrderedDict[TransferKey, Ending]()
+        self._endings = OrderedDict[TransferKey, EndReason]()
 
     def begin(self, wire_key: TransferKey) -> None:
         """Record an attempt that is opened or parked."""
@@ -155,20 +163,25 @@ class AttemptHistory:
         while len(self._newest) > _MAX_REMEMBERED:
             self._newest.popitem(last=False)
 
-    def end(self, wire_key: TransferKey, ending: Ending) -> None:
+    def end(self, wire_key: TransferKey, ending: EndReason) -> None:
         """Record why an attempt ended."""
         self._endings[wire_key] = ending
         while len(self._endings) > _MAX_REMEMBERED:
             self._endings.popitem(last=False)
 
-    def refusal_of(self, wire_key: TransferKey) -> Ending | None:
+    def refusal_of(self, wire_key: TransferKey) -> EndReason | None:
         """Return why a fetch must be refused: a newer attempt is known, or this one has ended."""
         (transfer_id, attempt) = wire_key
         newest = self._newest.get(transfer_id, attempt)
         if attempt < newest:
             text = f"attempt {attempt} of transfer {transfer_id} is older than attempt {newest}, which is known here"
-            return Ending(ErrorKind.TRANSFER_FAILED, text)
+            return EndReason(ErrorKind.TRANSFER_FAILED, text)
         return self._endings.get(wire_key)
+
+
+def num_parked(transfers: Iterable[OutgoingTransfer], peer: str) -> int:
+    """Return the number of fetches of this peer that are parked."""
+    return sum(one.send.state is SendState.PARKED and one.send.peer == peer for one in transfers)
 
 
 def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:

@@ -4,9 +4,9 @@ import logging
 from dataclasses import dataclass
 
 from kv_transfer.links.link import PeerRef
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.choosing import Alternatives
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of
+from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of, num_parked
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
@@ -19,8 +19,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
-from kv_transfer.protocol.states import Send, SendState
-from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class SendTransfers(Transfers):
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
-                self._apply(outgoing, ev.Opened(len(block_ids), self._clock()))
+                self._apply(outgoing, ev.SendOpened(len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
             outgoing.request_blocks(num_cached_tokens, self._settings.block_size)
             self._outgoing.add(outgoing)
@@ -131,7 +130,7 @@ class SendTransfers(Transfers):
             for outgoing in self._outgoing:
                 if outgoing.num_to_order:
                     num_parts = self._settings.num_parts(outgoing.num_to_order)
-                    orders.append(outgoing.order(num_parts, tells_end=self._settings.estimates_ends))
+                    orders.append(outgoing.order(num_parts, announces_end=self._settings.estimates_ends))
                     self._apply(outgoing, ev.Ordered(outgoing.num_requested))
         return orders
 
@@ -144,11 +143,19 @@ class SendTransfers(Transfers):
         """Process a report of the data half."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            if isinstance(event, ev.RangeReady):
+            if isinstance(event, ev.BlockRange):
                 outgoing.note_range(event)
-            elif isinstance(event, ev.LayersReady):
+            elif isinstance(event, ev.LayerRange):
                 outgoing.note_layers(event)
             self._apply(outgoing, event)
+
+    def announce_end(self, key: str, seconds: float) -> None:
+        """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
+        with self._acting():
+            outgoing = self._outgoing.find(key)
+            send = outgoing.send
+            if send.peer is not None and not send.has_ended:
+                self._post(send.peer, msg.EndExpected(*outgoing.wire_key, outgoing.lease, seconds))
 
     def lease_idle(self, name: LeaseName) -> None:
         """Process the transport's answer to a release."""
@@ -176,7 +183,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get_by_wire((message.transfer_id, message.attempt))
             if outgoing is not None:
-                self._apply(outgoing, ev.LetGo(peer))
+                self._apply(outgoing, ev.Released(peer))
 
     def on_heartbeat(self, peer: str) -> None:
         """Renew the leases of a peer that is alive."""
@@ -205,23 +212,15 @@ class SendTransfers(Transfers):
             return [outgoing.debug_state(now) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
-        wire_key = (message.transfer_id, message.attempt)
-        max_parked = self._settings.max_parked
-        parked = [one for one in self._outgoing if one.send.state is SendState.PARKED]
-        if sum(one.send.peer == peer for one in parked) >= max_parked:
-            text = f"this worker already has {max_parked} fetches parked here, for transfers that are not open yet"
-            self._post(peer, msg.TransferFailed(*wire_key, ErrorKind.OVERLOADED, text))
+        settings = self._settings
+        deadline = now + settings.parked_seconds
+        parked = OutgoingTransfer.parked(peer, message, settings.lease_seconds, now, deadline)
+        if num_parked(self._outgoing, peer) >= settings.max_parked:
+            text = f"this worker already has {settings.max_parked} fetches parked here, for transfers that are not open yet"
+            self._post(peer, msg.TransferFailed(*parked.wire_key, ErrorKind.OVERLOADED, text))
             return
-        send = Send(
-            state=SendState.PARKED,
-            lease_seconds=self._settings.lease_seconds,
-            is_opened=False,
-            peer=peer,
-            from_block=message.from_block,
-            deadline=now + self._settings.parked_seconds,
-        )
-        self._outgoing.add(OutgoingTransfer(*wire_key, send, now))
-        self._history.begin(wire_key)
+        self._outgoing.add(parked)
+        self._history.begin(parked.wire_key)
 
     def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
         with self._acting():

@@ -89,7 +89,7 @@ class Publisher:
             unfinished.advance(self._memory, num_bytes)
             for start, end in self._ranges(order):
                 grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
-                ready = ev.LayersReady(order.first_block + start, end - start, num_bytes, grants)
+                ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
@@ -97,7 +97,7 @@ class Publisher:
     def _report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
         seconds = max(0.0, end - time.monotonic())
         for order in orders:
-            self._reports.send_event(order.key, ev.EndForeseen(seconds))
+            self._reports.end_expected(order.key, seconds)
 
     def _publish(self, order: PublishOrder) -> None:
         """Publish range by range: the receiver copies and verifies one while the next is being digested."""
@@ -117,14 +117,14 @@ class Publisher:
 
     def _publish_range(
         self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
-    ) -> ev.RangeReady:
+    ) -> ev.BlockRange:
         first = order.first_block + start
         if unfinished is not None:  # its blocks are lent already
-            return ev.RangeReady(first, unfinished.finish(self._memory, start, end))
+            return ev.BlockRange(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
         views = self._views.of(read_views(self._memory, block_ids))
         digests = digests_of(views, order.seeds[start:end])
-        return ev.RangeReady(first, digests, self._senders.publish(order.name, block_ids))
+        return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step = blocks_per_piece(self._memory.layout.block_bytes)
@@ -157,7 +157,7 @@ class PassWatch:
         for order in self._split:
             for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
                 self._due[num_layers].append(order)
-        self._last = [] if self._estimator is None else [order for order in orders if order.tells_end]
+        self._last = [] if self._estimator is None else [order for order in orders if order.announces_end]
         if self._last and self._estimator is not None:
             num_blocks = sum(len(order.block_ids) for order in orders)
             self._estimator.begin(num_blocks, partial(self._publisher.post_end, self._last))

@@ -167,7 +167,7 @@ class BlockReader:
     ) -> None:
         self.silences.check(source)
         try:
-            with read.telling(landing.landed):
+            with read.reporting(landing.landed):
                 self._receiver.fetch(source, request, views, read)
         except PeerSilentError as error:
             self.silences.record(source, error)

@@ -19,6 +19,9 @@ class DataReports(Protocol):
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """Report an event of a lent request."""
 
+    def end_expected(self, key: str, seconds: float) -> None:
+        """Report that a lent request's transfer will be complete in about ``seconds``."""
+
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """Report an event of a fetched request; every posted job ends with exactly one terminal event."""
 

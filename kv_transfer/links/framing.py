@@ -1,6 +1,6 @@
-"""Length-prefixed msgpack frames, and iovecs of bytes over sockets.
+"""Length-prefixed msgpack frames, and buffers sent and received over sockets.
 
-A frame over its bound is refused before it is read, and one that does not fit its checksum before it is understood.
+A frame over its bound is rejected before it is read, and one that does not match its checksum before it is decoded.
 """
 
 import socket
@@ -17,11 +17,13 @@ from contract.errors import TransferError
 
 HEADER = struct.Struct("<II")
 """The body's length in bytes and its xxh32."""
+_MAX_PORT = 65535
+_MAX_HOST_CHARACTERS = 255
 _T = TypeVar("_T")
 
 
 def encode_frame(message: Any, max_bytes: int) -> bytes:
-    """One frame. Raises TransferError when it would be over ``max_bytes``."""
+    """Encode a message as one frame. Raises TransferError if it is larger than ``max_bytes``."""
     body = msgspec.msgpack.encode(message)
     if len(body) > max_bytes:
         raise TransferError(f"a frame of {len(body)} bytes; the limit is {max_bytes}")
@@ -29,12 +31,12 @@ def encode_frame(message: Any, max_bytes: int) -> bytes:
 
 
 def as_frame(body: bytes) -> bytes:
-    """The frame of any body."""
+    """Put the header before a body."""
     return HEADER.pack(len(body), xxhash.xxh32_intdigest(body)) + body
 
 
 def length_in(header: bytes | bytearray, max_bytes: int) -> int:
-    """How long the body is. Raises TransferError for a length over the bound."""
+    """Return the body's length. Raises TransferError if it is over the bound."""
     length: int = HEADER.unpack_from(header)[0]
     if length > max_bytes:
         raise TransferError(f"the peer sent a frame of {length} bytes; the limit is {max_bytes}")
@@ -42,19 +44,23 @@ def length_in(header: bytes | bytearray, max_bytes: int) -> int:
 
 
 def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
-    """Raise TransferError for a body that is not the one that was sent."""
+    """Raise TransferError if the body does not match the header's checksum."""
     if xxhash.xxh32_intdigest(body) != HEADER.unpack_from(header)[1]:
-        raise TransferError(f"a frame of {len(body)} bytes does not fit its checksum")
+        raise TransferError(f"a frame of {len(body)} bytes does not match its checksum")
 
 
-_MAX_PORT = 65535
-_MAX_HOST_CHARACTERS = 255
-BACKLOG = 1024
-"""Of a listener. Where it is full the kernel drops what dials, and the dialer tries again after seconds."""
+def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
+    """Decode the body of a frame. Raises TransferError."""
+    message: _T = decode_outside(
+        partial(msgspec.msgpack.decode, type=message_type),
+        body,
+        lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
+    )
+    return message
 
 
 class FrameBuffer:
-    """Cuts a byte stream into frames. ``max_bytes`` may be raised once the peer has proved itself."""
+    """A byte stream that is cut into frames. ``max_bytes`` may be raised once the peer is authenticated."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -62,11 +68,11 @@ class FrameBuffer:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing of a frame is kept."""
+        """True if no part of a frame is buffered."""
         return not self._bytes
 
     def feed(self, data: bytes | bytearray) -> Iterator[bytes]:
-        """Add bytes and take the bodies that are whole now. Raises TransferError for one over the bound, or damaged."""
+        """Add bytes and yield the bodies that are complete. Raises TransferError for an oversized or damaged one."""
         self._bytes += data
         while len(self._bytes) >= HEADER.size:
             end = HEADER.size + length_in(self._bytes, self.max_bytes)
@@ -84,7 +90,7 @@ def write_frame(sock: socket.socket, message: Any, max_bytes: int) -> None:
 
 
 def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _T:
-    """Receive one frame over a blocking socket. Raises TransferError for a closed, oversized, damaged or malformed one."""
+    """Receive one frame over a blocking socket. Raises TransferError if it is cut off, oversized, damaged or malformed."""
     header = bytearray(HEADER.size)
     receive_all(sock, [memoryview(header)])
     body = bytearray(length_in(header, max_bytes))
@@ -93,18 +99,8 @@ def read_frame(sock: socket.socket, message_type: type[_T], max_bytes: int) -> _
     return decode_body(body, message_type)
 
 
-def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
-    """What a frame says. Raises TransferError."""
-    message: _T = decode_outside(
-        partial(msgspec.msgpack.decode, type=message_type),
-        body,
-        lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
-    )
-    return message
-
-
 class ShortReadError(TransferError):
-    """The stream ended early. ``num_bytes`` did arrive."""
+    """The stream ended early, after ``num_bytes`` bytes."""
 
     def __init__(self, num_bytes: int, wanted: int) -> None:
         super().__init__(f"the connection was closed after {num_bytes} of {wanted} bytes")
@@ -122,7 +118,7 @@ def send_all(sock: socket.socket, views: Sequence[memoryview]) -> None:
 
 
 def receive_all(sock: socket.socket, views: Sequence[memoryview], flags: int = 0) -> None:
-    """Fill all buffers, many per system call. flags: ``recvmsg``'s. Raises ShortReadError."""
+    """Fill all buffers, many per system call. flags: for ``recvmsg``. Raises ShortReadError."""
     wanted = left = sum(map(len, views))
     rest = views
     while left:
@@ -142,31 +138,17 @@ def _after(views: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """("host", port) of "host:port" or "[v6]:port". Raises TransferError."""
+    """Split "host:port" or "[v6]:port" into host and port. Raises TransferError."""
     host, _, port = address.rpartition(":")
     is_port = (
         port.isascii() and port.isdigit() and len(port) <= len(str(_MAX_PORT)) and int(port) <= _MAX_PORT
     )
     is_host = 0 < len(host) <= _MAX_HOST_CHARACTERS and host.isprintable()
     if not is_host or not is_port:
-        raise TransferError(f"{shown(address)!r} is no address; it must read host:port")
+        raise TransferError(f"invalid address {shown(address)!r}; it must read host:port")
     return host.strip("[]"), int(port)
 
 
 def format_address(host: str, port: int) -> str:
-    """The inverse of ``parse_address``."""
+    """Return "host:port", with brackets around an IPv6 host; the inverse of ``parse_address``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def listen_on(host: str, port: int) -> socket.socket:
-    """A listening TCP socket."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener

@@ -1,8 +1,9 @@
 """One control link: a non-blocking socket, its handshake, and its frames in both directions.
 
-It belongs to one thread. Only ``send_now`` and ``wants_write`` may be used by others.
+A link belongs to the I/O thread. Other threads may use only its outbox, and read ``wants_write``.
 """
 
+import math
 import os
 import socket
 import threading
@@ -19,10 +20,11 @@ from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, Message, decode_m
 _READ_BYTES = 262144
 _MAX_WAITING_FRAMES = 8
 """How many frames of the largest size may wait for a peer that does not read."""
+_PINGS_PER_TIMEOUT = 3
 
 
 class PeerRef(NamedTuple):
-    """Which link: the peer's boot id, and whether this side dialed it (a pair of workers may hold one each way)."""
+    """The name of a link: the peer's boot id, and which side dialed (two workers may hold one link each way)."""
 
     boot_id: str
     is_dialed: bool
@@ -32,11 +34,78 @@ class LinkClosedError(OSError):
     """The peer closed the link."""
 
 
-class Link:
-    """The bytes of one link; owns its socket.
+class Outbox:
+    """The bytes that wait to be sent on one socket. Thread-safe.
 
-    ref is None until an accepted link's handshake is through. Messages that are queued before wait for its end.
-    held_for: the token of a session that is not known everywhere: nothing is sent while that is so.
+    held_for: the token of a session that not every rank has yet: meanwhile nothing is sent.
+    """
+
+    def __init__(self, sock: socket.socket, max_frame_bytes: int, now: float) -> None:
+        self.is_open = False
+        self.held_for: str | None = None
+        self.sent_at = now
+        self._sock = sock
+        self._max_frame_bytes = max_frame_bytes
+        self._lock = threading.Lock()
+        self._bytes = bytearray()
+
+    @property
+    def wants_write(self) -> bool:
+        """True if bytes wait that may be sent."""
+        return bool(self._bytes) and self.held_for is None
+
+    def add(self, messages: list[Message]) -> None:
+        """Append messages. Raises TransferError if too many bytes wait already."""
+        with self._lock:
+            for message in messages:
+                self._append(message)
+
+    def send_now(self, message: Message) -> bool:
+        """Send a message behind all others, in the calling thread; what the socket does not take waits (``wants_write``).
+
+        Returns False, having done nothing, if the link is held or not open. Raises TransferError if too many bytes wait.
+        """
+        with self._lock:
+            if not self.is_open or self.held_for is not None:
+                return False
+            self._append(message)
+            with suppress(OSError):  # the I/O thread meets the error too, and ends the link
+                self._send(time.monotonic())
+            return True
+
+    def flush(self, now: float) -> None:
+        """Send as much as the socket takes."""
+        with self._lock:
+            if self.held_for is None:
+                self._send(now)
+
+    def open(self) -> None:
+        """Allow ``send_now``: the session was reported to the control half."""
+        with self._lock:
+            self.is_open = True
+
+    def close(self) -> None:
+        """Close the socket."""
+        with self._lock:
+            self.is_open = False
+            self._sock.close()
+
+    def _append(self, message: Message) -> None:
+        self._bytes += encode_frame(message, self._max_frame_bytes)
+        if len(self._bytes) > _MAX_WAITING_FRAMES * self._max_frame_bytes:
+            raise TransferError(f"{len(self._bytes)} bytes wait for a peer that does not read them")
+
+    def _send(self, now: float) -> None:
+        with suppress(BlockingIOError):
+            while self._bytes:
+                del self._bytes[: self._sock.send(self._bytes)]
+                self.sent_at = now
+
+
+class Link:
+    """One link; owns its socket.
+
+    ref: None until an accepted link's handshake is complete. host: the peer's address on an accepted link.
     """
 
     def __init__(
@@ -44,77 +113,61 @@ class Link:
     ) -> None:
         self.sock = sock
         self.ref: PeerRef | None = None
-        self.target: PeerTarget | None = None
-        self.is_connecting = False
-        self.held_for: str | None = None
-        self.heard_at = self.sent_at = now
         self.host = ""
+        self.is_connecting = False
+        self.heard_at = now
         self._handshake = handshake
         self._max_frame_bytes = max_frame_bytes
         self._frames = FrameBuffer(MAX_HANDSHAKE_BYTES)
-        self._outbox_lock = threading.Lock()
-        self._outbox = bytearray()
-        self._is_open = False
+        self.outbox = Outbox(sock, max_frame_bytes, now)
         self._waiting: list[Message] = []
-        self._write_all(handshake.begin())
+        self.outbox.add(handshake.begin())
 
     @property
     def session(self) -> Session | None:
-        """Set when the link is up."""
+        """The session; None until the handshake is complete."""
         return self._handshake.session
 
     @property
+    def target(self) -> PeerTarget | None:
+        """The worker that was dialed; None for an accepted link."""
+        return self._handshake.target if isinstance(self._handshake, Dialing) else None
+
+    @property
+    def worker_id(self) -> str:
+        """The peer's worker id, for logs and errors."""
+        known = self.session or self.target
+        return "(unknown)" if known is None else known.worker_id
+
+    @property
     def has_spoken(self) -> bool:
-        """Whether the peer's first message was in order."""
+        """True if the peer's first message was valid."""
         return self._handshake.has_begun
 
     @property
-    def is_up(self) -> bool:
-        """The handshake is through."""
-        return self._handshake.session is not None
-
-    @property
     def wants_write(self) -> bool:
-        """True while bytes wait to be sent (and may be), or the connection to be made."""
-        return self.is_connecting or (bool(self._outbox) and self.held_for is None)
+        """True while bytes wait that may be sent, or the socket is connecting."""
+        return self.is_connecting or self.outbox.wants_write
+
+    def ping_at(self, timeout_seconds: float) -> float:
+        """Return when an idle link needs a ping, by the shorter of the two sides' timeouts."""
+        if self.session is None or self.wants_write or self.outbox.held_for is not None:
+            return math.inf  # bytes that wait to be sent will serve as a ping
+        return self.outbox.sent_at + min(timeout_seconds, self.session.timeout_seconds) / _PINGS_PER_TIMEOUT
 
     def queue(self, message: Message) -> None:
-        """Send a message once the link is up. Raises TransferError when too much waits already."""
+        """Send a message once the handshake is complete. Raises TransferError if too many bytes wait already."""
         if self.session is None:
             self._waiting.append(message)
         else:
-            self._write_all([message])
-
-    def open(self) -> None:
-        """The peer is known everywhere: from now on ``send_now`` sends."""
-        with self._outbox_lock:
-            self._is_open = True
-
-    def close(self) -> None:
-        """Close the socket."""
-        with self._outbox_lock:
-            self._is_open = False
-            self.sock.close()
-
-    def send_now(self, message: Message) -> bool:
-        """Send a message behind all others, without its thread: what the socket does not take waits in ``wants_write``.
-
-        False: the link is not open (any more), and nothing was done. Raises TransferError when too much waits already.
-        """
-        with self._outbox_lock:
-            if not self._is_open or self.held_for is not None:
-                return False
-            self._append(message)
-            with suppress(OSError):  # what is left tells its thread
-                self._send_outbox(time.monotonic())
-            return True
+            self.outbox.add([message])
 
     def refuse(self, error: KvbatonError) -> None:
-        """Send why a link does not come up; what does not fit the socket's buffer is lost."""
-        self._write_all([self._handshake.refusal(error)])
+        """Send why the link is refused; what does not fit into the socket's buffer is lost."""
+        self.outbox.add([self._handshake.refusal(error)])
 
     def finish_connecting(self) -> None:
-        """The socket became writable: raise OSError when connecting failed."""
+        """Note that the socket is connected. Raises OSError if connecting failed."""
         code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, f"connecting failed: {os.strerror(code)}")
@@ -122,12 +175,11 @@ class Link:
 
     def flush(self, now: float) -> None:
         """Send as much as the socket takes."""
-        with self._outbox_lock:
-            if not self.is_connecting and self.held_for is None:
-                self._send_outbox(now)
+        if not self.is_connecting:
+            self.outbox.flush(now)
 
     def receive(self, now: float) -> Iterator[Message]:
-        """Take what arrived: handshake messages are answered here, others are given out.
+        """Receive what has arrived: answer handshake messages and yield all others.
 
         Raises LinkClosedError, OSError, TransferError (malformed) or the error that the handshake fails with.
         """
@@ -137,32 +189,16 @@ class Link:
             return
         if not data:
             raise LinkClosedError("closed by the peer")
-        if self.is_up:  # the handshake as a whole has to be over in time, not its next byte
+        if self.session is not None:  # before that, the deadline is for the handshake as a whole
             self.heard_at = now
         for frame in self._frames.feed(data):
             message = decode_message(frame)
-            if self.is_up:
+            if self.session is not None:
                 yield message
                 continue
-            self._write_all(self._handshake.receive(message))
-            if self.session is not None:
+            self.outbox.add(self._handshake.receive(message))
+            if self._handshake.session is not None:
                 self.heard_at = now
                 self._frames.max_bytes = self._max_frame_bytes
-                self._write_all(self._waiting)
+                self.outbox.add(self._waiting)
                 self._waiting.clear()
-
-    def _write_all(self, messages: list[Message]) -> None:
-        with self._outbox_lock:
-            for message in messages:
-                self._append(message)
-
-    def _append(self, message: Message) -> None:
-        self._outbox += encode_frame(message, self._max_frame_bytes)
-        if len(self._outbox) > _MAX_WAITING_FRAMES * self._max_frame_bytes:
-            raise TransferError(f"{len(self._outbox)} bytes wait for a peer that does not read them")
-
-    def _send_outbox(self, now: float) -> None:
-        with suppress(BlockingIOError):
-            while self._outbox:
-                del self._outbox[: self.sock.send(self._outbox)]
-                self.sent_at = now

@@ -1,1 +1,1 @@
-"""The protocol between two workers, without I/O and threads: states, messages, orders, and the rules as pure functions."""
+"""The protocol between two workers, without I/O and threads: messages, orders, states, and the rules as pure functions."""

@@ -1,4 +1,4 @@
-"""The digests of blocks: what they are seeded with, how they are computed, and what a rank announces of them."""
+"""The digests of blocks: their seeds, and how they are computed."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,20 +12,20 @@ _DIGESTED_AT_ONCE = 2**20
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What a rank of the sender's announced of a range of its blocks. rank: which of its ranks."""
+    """The digests that one rank of the sender announced of a range of its blocks."""
 
     rank: int
     digests: tuple[int, ...]
 
 
 def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:
-    """One seed per block of the prompt, from the block's canonical hash: right bytes of a wrong prompt fail too."""
+    """Return one seed per block of the prompt, from the block's hash: right bytes of a wrong prompt fail too."""
     hashes = all_block_hashes(request.hash_root(model_fingerprint), request.prompt_token_ids, block_size)
     return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]
 
 
 class RunningDigests:
-    """Owns the digests of blocks whose bytes come part by part, each block's in order. Used from one thread."""
+    """Owns the digests of blocks whose bytes arrive in parts, each block's in order. Used from one thread."""
 
     def __init__(self, seeds: Sequence[int]) -> None:
         self._digests = [xxhash.xxh3_64(seed=seed) for seed in seeds]
@@ -41,13 +41,13 @@ class RunningDigests:
 
 
 def update(digest: xxhash.xxh3_64, content: memoryview) -> None:
-    """Add content to a digest. Other threads can take Python's lock after every mebibyte."""
+    """Add content to a digest; other threads can take Python's lock after every mebibyte."""
     for start in range(0, content.nbytes, _DIGESTED_AT_ONCE):
         digest.update(content[start : start + _DIGESTED_AT_ONCE])
 
 
 def digest_of(block: memoryview, seed: int) -> int:
-    """Return the digest with which a block is announced and verified."""
+    """Return the digest by which a block is announced and verified."""
     if block.nbytes <= _DIGESTED_AT_ONCE:
         return int(xxhash.xxh3_64_intdigest(block, seed=seed))
     digest = xxhash.xxh3_64(seed=seed)
@@ -56,7 +56,7 @@ def digest_of(block: memoryview, seed: int) -> int:
 
 
 def digests_of(blocks: Sequence[memoryview], seeds: Sequence[int]) -> tuple[int, ...]:
-    """Return ``digest_of`` each block; there is one at least, and all have one size."""
+    """Return ``digest_of`` each block. There must be at least one, and all must have the same size."""
     if blocks[0].nbytes > _DIGESTED_AT_ONCE:
         return tuple(map(digest_of, blocks, seeds))
     return tuple(map(xxhash.xxh3_64_intdigest, blocks, seeds))  # no Python for each of thousands

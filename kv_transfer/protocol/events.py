@@ -1,52 +1,81 @@
-"""What can happen to a transfer, and what a transition asks to be done. Plain data; see ``transitions``."""
+"""The events of a transfer, and the actions that its rules ask for. Plain data; see ``send_side`` and ``fetch_side``."""
+
+from enum import StrEnum
 
 import msgspec
 
+from contract.errors import InternalError
 from engine.connector import FirstToken
-from kv_transfer.protocol.states import RetryStep
 
-# What happens to a Send.
-
-
-class Opened(msgspec.Struct, frozen=True):
-    """The scheduler lends the prompt's blocks; a fetch was parked."""
-
-    num_blocks: int
-    now: float
+NOT_NEEDED = "not_needed"
+"""The kind with which a sender abandons a transfer whose answer ended with its first token."""
 
 
-class FetchArrived(msgspec.Struct, frozen=True):
-    """A receiver asks for the blocks from ``from_block`` on."""
-
-    peer: str
-    from_block: int
-    now: float
+class ImpossibleEventError(InternalError):
+    """An event that no correct caller or peer can cause in this state."""
 
 
-class Ordered(msgspec.Struct, frozen=True):
-    """The ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
+class EndReason(msgspec.Struct, frozen=True):
+    """The reason why a transfer ended unused. kind: an ErrorKind value or NOT_NEEDED."""
 
-    num_blocks: int
-
-
-class RankRange(msgspec.Struct, frozen=True):
-    """What one rank has of a range of blocks. grants: see ``transport.RangeGrant``; (transport, bytes)."""
-
-    digests: tuple[int, ...]
-    grants: tuple[tuple[str, bytes], ...] = ()
+    kind: str
+    message: str
 
 
-class RangeReady(msgspec.Struct, frozen=True, tag=True):
-    """These blocks are computed, digested and readable: rank 0's digests and grants, and those of the ``others``."""
+class RetryStep(StrEnum):
+    """A way to read blocks again whose read failed: over another transport of the same link, or over the same one."""
+
+    OTHER_TRANSPORT = "other_transport"
+    SAME_TRANSPORT = "same_transport"
+
+    @property
+    def words(self) -> str:
+        """The step for log lines."""
+        return self.value.replace("_", " ")
+
+
+class SendEvent(msgspec.Struct, frozen=True):
+    """The root of what happens to a ``Send``."""
+
+
+class SendAction(msgspec.Struct, frozen=True):
+    """The root of what a ``Send`` asks for."""
+
+
+class FetchEvent(msgspec.Struct, frozen=True):
+    """The root of what happens to a ``Fetch``."""
+
+
+class FetchOrder(msgspec.Struct, frozen=True):
+    """The root of what a ``Fetch`` asks of this worker's data half."""
+
+
+class FetchNotice(msgspec.Struct, frozen=True):
+    """The root of what a ``Fetch`` sends to the sender or reports to the scheduler."""
+
+
+FetchAction = FetchOrder | FetchNotice
+
+
+class BlockRange(SendEvent, SendAction, frozen=True, tag=True):
+    """Blocks of a transfer that can be read and verified.
+
+    As an event: the sender's data half has computed, digested and lent them. As an action: announce them to the peer.
+    digests: of rank 0, one per block. grants: (transport, bytes), see ``RangeGrant``. others: the same blocks in the ranks
+    from 1 on.
+    """
 
     first_block: int
     digests: tuple[int, ...]
     grants: tuple[tuple[str, bytes], ...] = ()
-    others: tuple[RankRange, ...] = ()
+    others: tuple["BlockRange", ...] = ()
 
 
-class LayersReady(msgspec.Struct, frozen=True):
-    """The first ``num_bytes`` bytes of these blocks are computed and readable; grants: as in ``RangeReady``, said once."""
+class LayerRange(SendEvent, SendAction, FetchEvent, frozen=True):
+    """Blocks of which the first ``num_bytes`` bytes can be read. Their digests follow in a ``BlockRange``.
+
+    As an event: the sender's data half lends them, or the receiver learns so. As an action: announce them to the peer.
+    """
 
     first_block: int
     num_blocks: int
@@ -54,13 +83,31 @@ class LayersReady(msgspec.Struct, frozen=True):
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
-class EndForeseen(msgspec.Struct, frozen=True):
-    """The forward pass that computes the last blocks will be over in about so many seconds."""
-
-    seconds: float
+# Events of a Send.
 
 
-class RangeFailed(msgspec.Struct, frozen=True, tag=True):
+class SendOpened(SendEvent, frozen=True):
+    """The scheduler lends the prompt's blocks, for which a fetch was parked."""
+
+    num_blocks: int
+    now: float
+
+
+class FetchArrived(SendEvent, frozen=True):
+    """A receiver asks for the blocks from ``from_block`` on."""
+
+    peer: str
+    from_block: int
+    now: float
+
+
+class Ordered(SendEvent, frozen=True):
+    """The ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
+
+    num_blocks: int
+
+
+class RangeFailed(SendEvent, frozen=True, tag=True):
     """An ordered range could not be digested."""
 
     first_block: int
@@ -69,166 +116,115 @@ class RangeFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class SendFinished(msgspec.Struct, frozen=True):
-    """The scheduler's ``finish_send``."""
+class SendFinished(SendEvent, frozen=True):
+    """The scheduler called ``finish_send``."""
 
     first_tokens: tuple[FirstToken, ...]
     now: float
 
 
-class Abandoned(msgspec.Struct, frozen=True):
-    """The scheduler's ``abandon_send``."""
+class Abandoned(SendEvent, frozen=True):
+    """The scheduler called ``abandon_send``."""
 
     kind: str
     message: str
 
 
-class LetGo(msgspec.Struct, frozen=True):
-    """The receiver needs the blocks no more: RELEASE or CANCEL."""
+class Released(SendEvent, frozen=True):
+    """The receiver does not need the blocks any more."""
 
     peer: str
 
 
-class PeerGone(msgspec.Struct, frozen=True):
+class PeerGone(SendEvent, frozen=True):
     """The receiver died."""
 
     peer: str
     message: str
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
-    """The receiver lives."""
+class Heartbeat(SendEvent, frozen=True):
+    """The receiver is alive."""
 
     peer: str
     now: float
 
 
-class Tick(msgspec.Struct, frozen=True):
-    """Time passes."""
+class Tick(SendEvent, frozen=True):
+    """Time has passed."""
 
     now: float
 
 
-class ReadersGone(msgspec.Struct, frozen=True):
+class ReadersGone(SendEvent, frozen=True):
     """The answer to one ``Revoke``: no thread reads the blocks."""
 
 
-SendEvent = (
-    Opened
-    | FetchArrived
-    | Ordered
-    | RangeReady
-    | LayersReady
-    | EndForeseen
-    | RangeFailed
-    | SendFinished
-    | Abandoned
-    | LetGo
-    | PeerGone
-    | Heartbeat
-    | Tick
-    | ReadersGone
-)
-
-# What a Send asks for.
+# Actions of a Send.
 
 
-class Announce(msgspec.Struct, frozen=True):
-    """Tell the fetching peer that these blocks can be read."""
-
-    first_block: int
-    digests: tuple[int, ...]
+class AnnounceStart(SendAction, frozen=True):
+    """Announce to the fetching peer that the prompt is being computed."""
 
 
-class AnnounceStart(msgspec.Struct, frozen=True):
-    """Tell the fetching peer that the prompt is being computed."""
-
-
-class AnnounceLayers(msgspec.Struct, frozen=True):
-    """Tell the peer how far these blocks can be read, ahead of their digests."""
-
-    first_block: int
-    num_blocks: int
-    num_bytes: int
-
-
-class AnnounceEnd(msgspec.Struct, frozen=True):
-    """Tell the fetching peer in about how many seconds the transfer will be complete."""
-
-    seconds: float
-
-
-class AnnounceComplete(msgspec.Struct, frozen=True):
-    """Tell the fetching peer that all blocks are announced, with token 0 of every choice."""
+class AnnounceComplete(SendAction, frozen=True):
+    """Announce to the fetching peer the end of the transfer, with the first token of every choice."""
 
     first_tokens: tuple[FirstToken, ...]
 
 
-class Refuse(msgspec.Struct, frozen=True):
-    """Tell ``peer`` that it gets nothing (more), and why."""
+class Refuse(SendAction, frozen=True):
+    """Refuse ``peer`` the transfer, or the rest of it."""
 
     peer: str
     kind: str
     message: str
 
 
-class Revoke(msgspec.Struct, frozen=True):
+class Revoke(SendAction, frozen=True):
     """Serve no more reads of this lease; answered by one ``ReadersGone``."""
 
 
-class ReportSent(msgspec.Struct, frozen=True):
-    """The key goes to ``finished_sending``."""
+class ReportSent(SendAction, frozen=True):
+    """Report the key in ``finished_sending``."""
 
 
-SendAction = (
-    Announce | AnnounceStart | AnnounceLayers | AnnounceEnd | AnnounceComplete | Refuse | Revoke | ReportSent
-)
-
-# What happens to a Fetch.
+# Events of a Fetch.
 
 
-class Announced(msgspec.Struct, frozen=True):
+class Announced(FetchEvent, frozen=True):
     """The sender published these blocks."""
 
-    first_block: int
-    digests: tuple[int, ...]
+    blocks: BlockRange
     now: float
 
 
-class Started(msgspec.Struct, frozen=True):
-    """The sender computes the prompt, in blocks that it has: it will publish them without waiting for anybody."""
+class Started(FetchEvent, frozen=True):
+    """The sender computes the prompt, in blocks that it has: it will publish them without waiting for anything."""
 
 
-class AnnouncedLayers(msgspec.Struct, frozen=True):
-    """The sender says that the first ``num_bytes`` bytes of these blocks, whose digests will follow, are readable."""
-
-    first_block: int
-    num_blocks: int
-    num_bytes: int
-
-
-class Completed(msgspec.Struct, frozen=True):
+class Completed(FetchEvent, frozen=True):
     """The sender published everything."""
 
     num_blocks: int
     first_tokens: tuple[FirstToken, ...]
 
 
-class SenderFailed(msgspec.Struct, frozen=True):
-    """The sender says that there is nothing (more) to get, or it is dead."""
+class SenderFailed(FetchEvent, frozen=True):
+    """The sender gives up the transfer, or is dead."""
 
     kind: str
     message: str
 
 
-class Reserved(msgspec.Struct, frozen=True):
-    """The scheduler's ``receive_into``."""
+class Reserved(FetchEvent, frozen=True):
+    """The scheduler called ``receive_into``."""
 
     block_ids: tuple[int, ...]
     num_cached: int
 
 
-class PieceLanded(msgspec.Struct, frozen=True, tag=True):
+class PieceLanded(FetchEvent, frozen=True, tag=True):
     """All bytes of one posted pull are in place; the job goes on."""
 
     num_blocks: int
@@ -236,17 +232,17 @@ class PieceLanded(msgspec.Struct, frozen=True, tag=True):
     end: float
 
 
-class PieceVerified(msgspec.Struct, frozen=True, tag=True):
+class PieceVerified(FetchEvent, frozen=True, tag=True):
     """The digests of one posted pull match; the job is terminal."""
 
     num_blocks: int
     now: float
 
 
-class JobFailed(msgspec.Struct, frozen=True, tag=True):
-    """A posted pull or commit ended without success; the job is terminal. Pulls end in the order in which they were posted.
+class JobFailed(FetchEvent, frozen=True, tag=True):
+    """A posted pull or commit failed; the job is terminal. Pulls end in the order in which they were posted.
 
-    may_heal: another read may succeed. retry_steps: those that are possible here, best first; ``FetchTransfers`` says which.
+    may_heal: another read may succeed. retry_steps: those that are possible here, best first (set by ``FetchTransfers``).
     """
 
     kind: str
@@ -255,58 +251,41 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True):
     retry_steps: tuple[RetryStep, ...] = ()
 
 
-class ReadAheadOver(msgspec.Struct, frozen=True):
-    """A posted read ahead is terminal. copy: (begin, end) of what it copied; None: nothing, it failed."""
+class ReadAheadOver(FetchEvent, frozen=True):
+    """A posted read ahead is terminal. copy: (begin, end) of what it copied; None if it failed."""
 
     copy: tuple[float, float] | None
 
 
-class JobStopped(msgspec.Struct, frozen=True, tag=True):
-    """A posted pull or commit ended because it was told to; the job is terminal."""
+class JobStopped(FetchEvent, frozen=True, tag=True):
+    """A posted pull or commit was stopped; the job is terminal."""
 
 
-class CommitDone(msgspec.Struct, frozen=True, tag=True):
+class CommitDone(FetchEvent, frozen=True, tag=True):
     """The blocks are visible to the device; the job is terminal."""
 
 
-class Cancelled(msgspec.Struct, frozen=True):
-    """The scheduler's ``cancel_fetch``."""
+class Cancelled(FetchEvent, frozen=True):
+    """The scheduler called ``cancel_fetch``."""
 
 
-class Acknowledged(msgspec.Struct, frozen=True):
-    """The scheduler has taken the last event (or ``take_received``)."""
+class Acknowledged(FetchEvent, frozen=True):
+    """The scheduler has taken the last event (or called ``take_received``)."""
 
 
-FetchEvent = (
-    Announced
-    | Started
-    | AnnouncedLayers
-    | Completed
-    | SenderFailed
-    | Reserved
-    | PieceLanded
-    | PieceVerified
-    | JobFailed
-    | ReadAheadOver
-    | JobStopped
-    | CommitDone
-    | Cancelled
-    | Acknowledged
-)
-
-# What a Fetch asks for.
+# Actions of a Fetch.
 
 
-class Pull(msgspec.Struct, frozen=True):
-    """Post a read: the transfer's blocks from ``first_block`` into ``block_ids``, then verify."""
+class PullBlocks(FetchOrder, frozen=True):
+    """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them."""
 
     first_block: int
     block_ids: tuple[int, ...]
     digests: tuple[int, ...]
 
 
-class ReadAhead(msgspec.Struct, frozen=True):
-    """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks, which are not announced yet; verify nothing."""
+class ReadAhead(FetchOrder, frozen=True):
+    """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks before they are announced; verify nothing."""
 
     first_block: int
     block_ids: tuple[int, ...]
@@ -314,49 +293,44 @@ class ReadAhead(msgspec.Struct, frozen=True):
     end_byte: int
 
 
-class ReadAgain(msgspec.Struct, frozen=True):
-    """A retry begins and no read is posted any more: what is pulled from now on is read by this step."""
+class ReadAgain(FetchOrder, frozen=True):
+    """Read by this step from now on: a retry begins, and no read is posted any more."""
 
     retry_step: RetryStep
 
 
-class CommitBlocks(msgspec.Struct, frozen=True):
+class CommitBlocks(FetchOrder, frozen=True):
     """Post a commit of these blocks."""
 
     block_ids: tuple[int, ...]
 
 
-class StopReads(msgspec.Struct, frozen=True):
+class StopReads(FetchOrder, frozen=True):
     """Make every posted job of this fetch terminal soon."""
 
 
-class AskRelease(msgspec.Struct, frozen=True):
-    """Tell the sender that everything is verified."""
+class SendRelease(FetchNotice, frozen=True):
+    """Send to the sender that everything is verified."""
 
 
-class AskCancel(msgspec.Struct, frozen=True):
-    """Tell the sender that nothing of it is wanted."""
+class SendCancel(FetchNotice, frozen=True):
+    """Send to the sender that nothing more is needed."""
 
 
-class TellPublished(msgspec.Struct, frozen=True):
-    """``Published`` to the scheduler."""
+class ReportPublished(FetchNotice, frozen=True):
+    """Report ``Published`` to the scheduler."""
 
 
-class TellFailed(msgspec.Struct, frozen=True):
-    """``Failed`` to the scheduler."""
+class ReportFailed(FetchNotice, frozen=True):
+    """Report ``Failed`` to the scheduler."""
 
     kind: str
     message: str
 
 
-class TellDrained(msgspec.Struct, frozen=True):
-    """``Drained`` to the scheduler."""
+class ReportDrained(FetchNotice, frozen=True):
+    """Report ``Drained`` to the scheduler."""
 
 
-class TellReceived(msgspec.Struct, frozen=True):
-    """The key goes to ``finished_recving``."""
-
-
-FetchOrder = Pull | ReadAhead | ReadAgain | CommitBlocks | StopReads
-FetchWord = AskRelease | AskCancel | TellPublished | TellFailed | TellDrained | TellReceived
-FetchAction = FetchOrder | FetchWord
+class ReportReceived(FetchNotice, frozen=True):
+    """Report the key in ``finished_recving``."""

@@ -1,62 +1,64 @@
-"""What two workers say on their control link: tagged msgpack maps, one per frame.
+"""The messages on a control link: tagged msgpack maps, one per frame.
 
-The dialer speaks first: Hello → Challenge → Prove → Welcome (or Refused, and the link closes). From the Challenge on,
-each carries a proof over all that both sides have said so far, itself included (``handshake``). Afterwards the dialer
-(which fetches) sends FetchBlocks, ReleaseLease, CancelFetch, the acceptor (which lends) PromptStarted, LayersReadable,
-BlocksPublished, TransferComplete, TransferFailed, and both send Ping.
+The dialer begins: ``Hello`` → ``Challenge`` → ``Prove`` → ``Welcome`` (or ``Refused``, and the link closes). From the
+challenge on, each carries a proof (``Transcript``). Afterwards the dialer (which fetches) sends ``ReceiverMessage``, the
+acceptor (which lends) ``SenderMessage``, and both send ``Ping``.
 """
 
-from typing import Annotated, Any
+import hmac
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from contract.decoding import decode_outside
-from contract.errors import TransferError
-from contract.layout import KVLayout, Side
+from contract.errors import KvbatonError, TransferError
+from contract.layout import KVLayout
+from contract.proofs import derive_key, make_proof
 from engine.connector import FirstToken
 from kv_transfer.protocol.reads import RangeGrant
 
-PROTOCOL_MIN = 8
-"""Proofs up to version 7 could be forged: such a peer is refused by name."""
-PROTOCOL_MAX = 8
+TRANSFER_PROTOCOL_MIN = 8
+"""Proofs up to version 7 could be forged: such a peer is refused with its version."""
+TRANSFER_PROTOCOL_MAX = 8
 MAX_HANDSHAKE_BYTES = 65536
 NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
-    """The root of everything on a control link."""
+    """The root of all messages."""
 
 
-class Hello(Message, frozen=True, tag="hello"):
-    """Who dials whom, and a nonce for the acceptor to prove itself over.
+class Introduction(Message, frozen=True):
+    """The protocol versions and the identity of a worker, and a nonce for the other one's proof."""
+
+    protocol_min: int
+    protocol_max: int
+    nonce: str
+    worker_id: str
+    boot_id: str
+    role: str
+
+
+class Hello(Introduction, frozen=True, tag="hello"):
+    """The dialer's introduction, and the worker that it dials.
 
     target_worker_id, target_boot_id: empty from peers of a version that is refused anyway.
     """
 
-    protocol_min: int
-    protocol_max: int
-    nonce: str
-    worker_id: str
-    boot_id: str
-    role: str
     target_worker_id: str = ""
     target_boot_id: str = ""
 
 
-class Challenge(Message, frozen=True, tag="challenge"):
-    """Who was dialed, its proof over both hellos, and a nonce for the dialer."""
+class Challenge(Introduction, frozen=True, tag="challenge"):
+    """The acceptor's introduction and proof."""
 
-    protocol_min: int
-    protocol_max: int
-    nonce: str
-    worker_id: str
-    boot_id: str
-    role: str
     proof: str
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A transport over which a worker lends its blocks, and where. other_addresses: of its ranks from 1 on."""
+    """A transport over which a worker lends its blocks, and its address. other_addresses: of its ranks from 1 on."""
 
     transport: str
     address: str
@@ -64,14 +66,15 @@ class Offer(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """Of how many ranks it says where."""
+        """The number of ranks that it has an address of."""
         return 1 + len(self.other_addresses)
 
 
 class Prove(Message, frozen=True, tag="prove"):
     """The dialer's proof, and what both must agree on.
 
-    layout: of one rank. transports: what it can read over, best first. timeout_seconds: silence that it takes for death.
+    layout: of one rank. transports: those that it can read over, best first. timeout_seconds: after so long a silence the
+    peer is dead.
     """
 
     proof: str
@@ -81,14 +84,9 @@ class Prove(Message, frozen=True, tag="prove"):
     timeout_seconds: float
     num_ranks: NumRanks = 1
 
-    @property
-    def side(self) -> Side:
-        """How the dialer keeps its KV."""
-        return Side(self.layout, self.num_ranks)
-
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The link is up. protocol: the version to speak. offers: where the blocks are read, best first."""
+    """The link is up. protocol: the version that both use. offers: where the blocks are read, best first."""
 
     protocol: int
     model_fingerprint: str
@@ -98,14 +96,9 @@ class Welcome(Message, frozen=True, tag="welcome"):
     num_ranks: NumRanks = 1
     proof: str = ""
 
-    @property
-    def side(self) -> Side:
-        """How the acceptor keeps its KV."""
-        return Side(self.layout, self.num_ranks)
-
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The link will not come up; ``kind`` is an ErrorKind value. proof: empty from a side that cannot make one yet."""
+    """The link is refused. kind: an ErrorKind value. proof: empty from a side that cannot make one yet."""
 
     kind: str
     message: str
@@ -113,112 +106,146 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class Ping(Message, frozen=True, tag="ping"):
-    """I live. Renews the leases of whoever sends it."""
+    """The sender of this is alive: its leases are renewed."""
 
 
-class FetchBlocks(Message, frozen=True, tag="fetch"):
-    """Announce this transfer's blocks to me, from ``from_block`` on."""
+class TransferMessage(Message, frozen=True):
+    """The root of messages about one transfer."""
 
     transfer_id: str
     attempt: int
+
+
+class LeaseMessage(TransferMessage, frozen=True):
+    """The root of messages about blocks that are lent under ``lease``."""
+
+    lease: str
+
+
+class FetchBlocks(TransferMessage, frozen=True, tag="fetch"):
+    """Ask for this transfer's blocks to be announced, from ``from_block`` on."""
+
     from_block: int = 0
 
 
-class BlocksPublished(Message, frozen=True, tag="published"):
-    """These blocks can be read under ``lease``. digests: xxh3_64 per block, seeded with its canonical hash.
+class BlocksPublished(LeaseMessage, frozen=True, tag="published"):
+    """These blocks can be read. digests: xxh3_64 per block, seeded with the block's hash; of rank 0.
 
-    grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any. other_digests: as
-    ``digests``, which are rank 0's, of the sender's ranks from 1 on.
+    grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any.
+    other_digests: of the sender's ranks from 1 on.
     """
 
-    transfer_id: str
-    attempt: int
-    lease: str
     first_block: int
     digests: list[int]
     grants: list[RangeGrant] = []
     other_digests: list[list[int]] = []
 
 
-class PromptStarted(Message, frozen=True, tag="started"):
-    """The prompt is being computed, into blocks that will be lent under ``lease``: time to have room for it."""
-
-    transfer_id: str
-    attempt: int
-    lease: str
+class PromptStarted(LeaseMessage, frozen=True, tag="started"):
+    """The prompt is being computed: the receiver should reserve blocks for it."""
 
 
-class LayersReadable(Message, frozen=True, tag="layers"):
-    """The first ``num_bytes`` bytes of these blocks can be read under ``lease``; their digests follow when they are whole.
+class LayersReadable(LeaseMessage, frozen=True, tag="layers"):
+    """The first ``num_bytes`` bytes of these blocks can be read; their digests follow when they are complete.
 
-    To read them now only saves time. grants: as in ``BlocksPublished``.
+    A hint: to read them now only saves time. grants: as in ``BlocksPublished``.
     """
 
-    transfer_id: str
-    attempt: int
-    lease: str
     first_block: int
     num_blocks: Annotated[int, msgspec.Meta(ge=1)]
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
     grants: list[RangeGrant] = []
 
 
-class EndExpected(Message, frozen=True, tag="due"):
-    """The prompt's last blocks are being computed: the transfer will be complete in about so many seconds.
+class EndExpected(LeaseMessage, frozen=True, tag="due"):
+    """The prompt's last blocks are being computed: the transfer will be complete in about so many seconds. A hint."""
 
-    A guess, of use to a receiver that can choose when to begin a step.
-    """
-
-    transfer_id: str
-    attempt: int
-    lease: str
     seconds: Annotated[float, msgspec.Meta(ge=0, le=1e6)]
 
 
-class TransferComplete(Message, frozen=True, tag="complete"):
-    """Everything is published; token 0 of every choice."""
+class TransferComplete(TransferMessage, frozen=True, tag="complete"):
+    """Everything is published; the first token of every choice."""
 
-    transfer_id: str
-    attempt: int
     num_blocks: int
     first_tokens: list[FirstToken]
 
 
-class TransferFailed(Message, frozen=True, tag="failed"):
-    """There is nothing (more) to fetch; ``kind`` is an ErrorKind value or "not_needed"."""
+class TransferFailed(TransferMessage, frozen=True, tag="failed"):
+    """Nothing (more) can be fetched. kind: an ErrorKind value or "not_needed"."""
 
-    transfer_id: str
-    attempt: int
     kind: str
     message: str
 
 
-class ReleaseLease(Message, frozen=True, tag="release"):
-    """Everything is verified: the blocks are yours again."""
-
-    transfer_id: str
-    attempt: int
+class ReleaseLease(TransferMessage, frozen=True, tag="release"):
+    """Everything is verified: the receiver does not need the blocks any more."""
 
 
-class CancelFetch(Message, frozen=True, tag="cancel"):
-    """I want nothing (more) of this transfer."""
-
-    transfer_id: str
-    attempt: int
+class CancelFetch(TransferMessage, frozen=True, tag="cancel"):
+    """The receiver needs nothing (more) of this transfer."""
 
 
-SenderWord = (
+SenderMessage = (
     PromptStarted | LayersReadable | EndExpected | BlocksPublished | TransferComplete | TransferFailed
 )
-TransferMessage = FetchBlocks | SenderWord | ReleaseLease | CancelFetch
-AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | TransferMessage
+ReceiverMessage = FetchBlocks | ReleaseLease | CancelFetch
+AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | SenderMessage | ReceiverMessage
 
 _decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def decode_message(frame: bytes) -> Message:
-    """Raises TransferError for anything but a well-formed message of this protocol."""
+    """Decode a message. Raises TransferError for anything but a well-formed message of this protocol."""
     message: Message = decode_outside(
         _decoder.decode, frame, lambda why: TransferError(f"the peer sent a malformed message: {why}")
     )
     return message
+
+
+Mac = Callable[[bytes, str, Sequence[Message]], str]
+"""(key, label, messages) → MAC."""
+_P = TypeVar("_P", Challenge, Prove, Welcome, Refused)
+
+
+def mac_of(key: bytes, label: str, messages: Sequence[Message]) -> str:
+    """Compute production's MAC, over all fields of all messages."""
+    return make_proof(key, label, *map(msgspec.msgpack.encode, messages))
+
+
+class Transcript:
+    """Owns the messages of one handshake, on one side, and makes and checks the proofs over them.
+
+    Every proof covers every field of every message up to itself, in order, under a label that names its message. So a proof
+    is valid in one place of one session only: it cannot be replayed, reflected, moved to another message, or completed with
+    other fields. Both sides also derive the session's token from all messages. mac: tests pass weak ones.
+    """
+
+    def __init__(self, secret: str, mac: Mac = mac_of) -> None:
+        self._key = derive_key(secret, "control link")
+        self._mac = mac
+        self._messages: list[Message] = []
+
+    def add(self, message: Message) -> None:
+        """Cover this message by every later proof."""
+        self._messages.append(message)
+
+    def proved(self, label: str, message: _P) -> _P:
+        """Return the message with its proof: over all that was added, and the rest of it."""
+        return replace(message, proof=self._proof(label, message))
+
+    def is_proved(self, label: str, message: _P) -> bool:
+        """Compare the message's proof, in constant time."""
+        return hmac.compare_digest(
+            self._proof(label, message).encode(), message.proof.encode("utf-8", "replace")
+        )
+
+    def refusal(self, label: str, error: KvbatonError) -> Refused:
+        """Return the proved refusal that carries ``error``."""
+        return self.proved(label, Refused(error.kind, error.message))
+
+    def token(self) -> str:
+        """Derive the session's token, which is never sent on the link."""
+        return self._mac(self._key, "session token", self._messages)
+
+    def _proof(self, label: str, message: Challenge | Prove | Welcome | Refused) -> str:
+        return self._mac(self._key, label, [*self._messages, replace(message, proof="")])

@@ -1,4 +1,4 @@
-"""What the control half orders from the data half. ``TransferMetadata`` is plain data: it may cross processes."""
+"""The orders of the control half to the data half. ``TransferMetadata`` is plain data: it may cross processes."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, S
 
 
 class PublishOrder(msgspec.Struct, frozen=True):
-    """After the forward pass: digest these blocks of a lease, then make them readable.
+    """Digest these blocks of a lease after the forward pass, then make them readable.
 
-    first_block: index of ``block_ids[0]`` in the transfer. seeds: what each block's digest is seeded with. num_parts: into
-    how many groups of layers the forward pass is cut, which are made readable while it runs; 1: none is. tells_end: nothing
-    follows, and the receiver wants to know when to expect the end.
+    first_block: index of ``block_ids[0]`` in the transfer. seeds: of the blocks' digests. num_parts: number of groups of
+    layers that are made readable one by one while the pass runs; 1: all at its end. announces_end: this is the last range,
+    and the receiver should get an estimate of when it will be complete.
     """
 
     key: str
@@ -25,19 +25,19 @@ class PublishOrder(msgspec.Struct, frozen=True):
     block_ids: list[int]
     seeds: list[int]
     num_parts: int = 1
-    tells_end: bool = False
+    announces_end: bool = False
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):
-    """One step's orders to the ranks."""
+    """The orders of one step to the ranks."""
 
     orders: list[PublishOrder]
 
 
 class Conversion(msgspec.Struct, frozen=True):
-    """The blocks ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``, by our count, come out of others.
+    """Blocks of ours that are made from the sender's: ``first_block``..``end_block`` - 1 of a prompt of ``num_tokens``.
 
-    our_rank: whose share of the heads is made.
+    our_rank: the rank whose share of the heads is made.
     """
 
     plan: TransferPlan
@@ -47,24 +47,24 @@ class Conversion(msgspec.Struct, frozen=True):
     our_rank: int = 0
 
     def sources_of(self, our_first: int, our_end: int) -> range:
-        """Which of their blocks these come out of."""
+        """Return the sender's blocks that these are made from."""
         return self.plan.source_blocks(our_first, our_end, self.num_tokens)
 
     @property
     def source_bytes(self) -> int:
-        """Bytes of one of their blocks, of all ranks that are read."""
+        """Bytes of one of the sender's blocks, over all ranks that are read."""
         return self.plan.theirs.layout.block_bytes * len(self.plan.ranks_of(self.our_rank))
 
     def in_rank(self, our_rank: int) -> "Conversion":
-        """The same for another rank of ours."""
+        """Return the conversion for another rank of ours."""
         return replace(self, our_rank=our_rank)
 
 
 class Ahead(msgspec.Struct):
-    """What was read of the blocks ``first_block``..``end_block`` - 1 before they were announced: their first bytes.
+    """The first bytes of the blocks ``first_block``..``end_block`` - 1, read before the blocks were announced.
 
     num_read: bytes of each block that have arrived. digests: of these bytes. has_failed: nothing of it is used any more.
-    But for the blocks, all of it is written and read in the pull thread of one source alone.
+    All but the blocks' numbers is written and read by the pull thread of one source alone.
     """
 
     first_block: int
@@ -74,27 +74,27 @@ class Ahead(msgspec.Struct):
     has_failed: bool = False
 
     def goes_on_with(self, first_block: int, num_blocks: int, start_byte: int) -> bool:
-        """A read of these blocks from there on takes up where the one before it ended."""
+        """Return whether a read of these blocks from ``start_byte`` on continues the one before it."""
         is_same = (first_block, first_block + num_blocks) == (self.first_block, self.end_block)
         return is_same and start_byte == self.num_read and not self.has_failed
 
     def has_all(self, block_bytes: int) -> bool:
-        """Nothing is left to be read."""
+        """Return True if nothing is left to be read."""
         return self.num_read == block_bytes and not self.has_failed
 
     @property
     def is_of_use(self) -> bool:
-        """The rest of the blocks is all that is still to be read."""
+        """True if only the rest of the blocks must still be read."""
         return self.num_read > 0 and not self.has_failed
 
 
 class PullJob(msgspec.Struct, frozen=True, tag=True):
-    """Read blocks ``first_block``... of a peer's lease, verify them, and have them in ``block_ids``.
+    """Read blocks ``first_block``... of a peer's lease into ``block_ids``, and verify them.
 
-    first_block, digests, seeds, grants: by the sender's blocks. conversion: None where those are ours, one for one.
-    digests: of the sender's rank ``rank``; others: of further ranks that are read. grants: of all of them. ahead: what of
-    these blocks is here already; is_here: all of it, and no read of it is open: verify only. part: read this part ahead of
-    the digests, which are empty, and verify nothing.
+    first_block, digests, seeds, grants: by the sender's blocks. conversion: None if those are ours, one for one.
+    digests: of the sender's rank ``rank``; others: of further ranks that are read. grants: of all of them. ahead: the part
+    of these blocks that was read before; is_here: it is all of them, and no read of it is open: verify only. part: read
+    this part ahead of the digests, which are empty, and verify nothing.
     """
 
     key: str
@@ -115,11 +115,11 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def shares(self) -> list[Share]:
-        """What is read of each rank of the sender's, in order."""
+        """The digests of each rank of the sender that is read, in order."""
         return [Share(self.rank, self.digests), *self.others]
 
     def in_rank(self, our_rank: int) -> "PullJob":
-        """What our rank of several has to read of it: its own share of the heads."""
+        """Return what one of our ranks has to read: its own share of the heads."""
         conversion = self.conversion
         ranks = [our_rank]
         if conversion is not None:
@@ -146,7 +146,7 @@ class CommitJob(msgspec.Struct, frozen=True, tag=True):
 
 
 def orders_of(metadata: Any) -> list[PublishOrder]:
-    """Return the orders in what the scheduler's half made for a step. Raises InternalError for anything else."""
+    """Return the orders in a step's metadata. Raises InternalError for metadata of another type."""
     if not isinstance(metadata, TransferMetadata):
         raise InternalError(f"orders of type {type(metadata).__name__}; they must be TransferMetadata")
     return metadata.orders

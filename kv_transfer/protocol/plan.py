@@ -1,19 +1,25 @@
-"""How KV gets from a peer's blocks into ours when the two sides cut it differently: geometry only, no bytes, no I/O.
+"""The plan by which a peer's blocks become ours if the two sides cut the KV differently. No bytes, no I/O.
 
 A plan is made once per peer pair, at the handshake. *Their* blocks are the sender's, *our* blocks the receiver's. Both
-sides number a transfer's blocks from 0 at the prompt's first token.
+sides number a transfer's blocks from 0 at the prompt's first token. ``AnnouncedBlocks`` applies a plan to the sender's
+announcements of one prompt.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from contract.errors import ErrorKind, TransferError
 from contract.layout import Side, received_fingerprint
+from contract.requests import EngineRequest
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.digests import Share, digest_seeds
 
 
 @dataclass(frozen=True)
 class HeadRun:
-    """``num_heads`` heads from ``their_first`` on in a block of their rank, from ``our_first`` on in our rank's."""
+    """``num_heads`` heads: from ``their_first`` on in their rank's block, from ``our_first`` on in our rank's."""
 
     their_rank: int
     their_first: int
@@ -23,7 +29,7 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class TokenRun:
-    """``num_tokens`` tokens that lie together on both sides; the offsets count tokens within a block."""
+    """``num_tokens`` tokens that are contiguous on both sides; the offsets count tokens within a block."""
 
     their_block: int
     their_offset: int
@@ -41,11 +47,11 @@ class TransferPlan:
 
     @cached_property
     def is_direct(self) -> bool:
-        """Their blocks are ours byte by byte (rank by rank), so they are read straight into the pool."""
+        """True if their blocks equal ours byte by byte (rank by rank), so that they are read straight into the pool."""
         return self.ours == self.theirs
 
     def describe(self) -> str:
-        """What is converted, as "block_size 16 → 32, dtype bfloat16 → float32"; empty for a direct plan."""
+        """Describe what is converted, as "block_size 16 → 32, dtype bfloat16 → float32"; empty for a direct plan."""
         ours = self.ours.layout
         theirs = self.theirs.layout
         changes = [
@@ -56,7 +62,7 @@ class TransferPlan:
         return ", ".join(f"{name} {old} → {new}" for name, old, new in changes if old != new)
 
     def source_blocks(self, our_first: int, our_end: int, num_tokens: int) -> range:
-        """Which of their blocks hold tokens of our blocks ``our_first``..``our_end`` - 1 of a prompt of ``num_tokens``."""
+        """Return their blocks with tokens of our blocks ``our_first``..``our_end`` - 1 of a prompt of ``num_tokens``."""
         ours = self.ours.layout.block_size
         theirs = self.theirs.layout.block_size
         first = our_first * ours
@@ -64,7 +70,7 @@ class TransferPlan:
         return range(first // theirs, -(-end // theirs))
 
     def num_covered(self, num_their_blocks: int, num_tokens: int) -> int:
-        """How many of our first blocks lie within their first ``num_their_blocks``."""
+        """Return how many of our first blocks are within their first ``num_their_blocks``."""
         covered = num_their_blocks * self.theirs.layout.block_size
         if covered >= num_tokens:
             return self.ours.num_blocks(num_tokens)
@@ -73,7 +79,7 @@ class TransferPlan:
     def pieces(self, our_first: int, our_end: int, max_source_blocks: int) -> Iterator[tuple[int, int]]:
         """Cut our blocks into (first, end) that need at most so many of theirs each, or are one block of ours.
 
-        No block of theirs is needed by two pieces where our blocks are the smaller ones.
+        If our blocks are the smaller ones, no two pieces need the same block of theirs.
         """
         ours = self.ours.layout.block_size
         theirs = self.theirs.layout.block_size
@@ -84,7 +90,7 @@ class TransferPlan:
             our_first = end
 
     def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[TokenRun]:
-        """All tokens of these blocks of ours, in order; nothing behind the prompt's end."""
+        """Yield all tokens of these blocks of ours, in order, up to the prompt's end."""
         ours = self.ours.layout.block_size
         theirs = self.theirs.layout.block_size
         token = our_first * ours
@@ -97,7 +103,7 @@ class TransferPlan:
             token += count
 
     def head_runs(self, our_rank: int = 0) -> list[HeadRun]:
-        """Where the heads of our rank come from, in order; the ranks in it are those that it reads from."""
+        """Return the sources of our rank's heads, in order."""
         head = self.ours.first_head(our_rank)
         runs = []
         end = head + self.ours.layout.num_kv_heads
@@ -109,24 +115,24 @@ class TransferPlan:
         return runs
 
     def ranks_of(self, our_rank: int = 0) -> list[int]:
-        """The peer's ranks that our rank reads from, in order."""
+        """Return the peer's ranks that our rank reads from, in order."""
         if self.is_direct:
             return [our_rank]
         return [run.their_rank for run in self.head_runs(our_rank)]
 
     @cached_property
     def crossing_bytes(self) -> int:
-        """What crosses for one of their blocks: a rank of ours reads a rank's block whole, to verify it, or not at all."""
+        """Bytes that cross for one of their blocks: a rank of ours reads their rank's whole block, to verify it, or none."""
         num_reads = sum(len(self.ranks_of(our_rank)) for our_rank in range(self.ours.num_ranks))
         return num_reads * self.theirs.layout.block_bytes
 
 
 @dataclass(frozen=True)
 class PeerTerms:
-    """What a link agreed on where the two sides are not alike, or have several ranks.
+    """The terms of a link between sides that differ, or have several ranks.
 
     model_fingerprint: the peer's, which its digests are seeded with. kv_fingerprint: what hashes of its KV start from
-    here; None: it is the KV that would be computed here, cut otherwise at most.
+    here; None if it is the KV that would be computed here.
     """
 
     plan: TransferPlan
@@ -135,7 +141,7 @@ class PeerTerms:
 
 
 def terms_between(ours: Side, our_fingerprint: str, theirs: Side, their_fingerprint: str) -> PeerTerms | None:
-    """The terms of a peer that was found compatible; None where nothing differs and each side is one rank."""
+    """Return the terms with a compatible peer; None if nothing differs and each side is one rank."""
     plan = TransferPlan(ours, theirs)
     if plan.is_direct and ours.num_ranks == 1 and our_fingerprint == their_fingerprint:
         return None
@@ -143,3 +149,132 @@ def terms_between(ours: Side, our_fingerprint: str, theirs: Side, their_fingerpr
     is_computed_alike = their_kv == f"{our_fingerprint}/{ours.layout.dtype}"
     kv_fingerprint = None if is_computed_alike else received_fingerprint(our_fingerprint, their_kv)
     return PeerTerms(plan, their_fingerprint, kv_fingerprint)
+
+
+@dataclass(frozen=True)
+class SourceRange:
+    """Consecutive blocks of the sender's from ``first_block`` on, and what each is verified with.
+
+    digests: of the sender's rank 0; others: of its ranks from 1 on.
+    """
+
+    first_block: int
+    digests: tuple[int, ...]
+    seeds: tuple[int, ...]
+    others: tuple[Share, ...] = ()
+
+    @property
+    def end_block(self) -> int:
+        """The first block behind them."""
+        return self.first_block + len(self.digests)
+
+
+class AnnouncedBlocks:
+    """Owns the digests that the sender announced, by its blocks and ranks. Not thread-safe.
+
+    seeds: one per block that the prompt has on the sender's side.
+    """
+
+    def __init__(self, plan: TransferPlan, num_tokens: int, seeds: Sequence[int]) -> None:
+        self.plan = plan
+        self.num_tokens = num_tokens
+        self._seeds = tuple(seeds)
+        self._digests: list[list[int]] = [[] for _ in range(plan.theirs.num_ranks)]
+
+    @classmethod
+    def of(cls, request: EngineRequest, terms: PeerTerms) -> "AnnouncedBlocks":
+        """Create it for a prompt, with the seeds that a sender of these terms uses."""
+        block_size = terms.plan.theirs.layout.block_size
+        seeds = digest_seeds(request, terms.model_fingerprint, block_size)
+        return cls(terms.plan, len(request.prompt_token_ids), seeds)
+
+    def add(
+        self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()
+    ) -> tuple[int, tuple[int, ...]]:
+        """Add announced blocks; return (first, digests) of our blocks that are complete now, maybe none.
+
+        others: the digests of the sender's ranks from 1 on. A block of ours gets rank 0's digest of the sender's block
+        that completed it. Raises TransferError for blocks that do not follow those announced before, or that the prompt
+        does not have, or if digests of a rank are missing.
+        """
+        known = len(self._digests[0])
+        total = len(self._seeds)
+        if first_block != known or not digests or known + len(digests) > total:
+            raise TransferError(
+                f"the sender announced {len(digests)} blocks from {first_block}; {known} of {total} were announced"
+            )
+        by_rank = [digests, *others]
+        if [len(each) for each in by_rank] != [len(digests)] * len(self._digests):
+            raise TransferError(
+                f"the sender announced {len(digests)} blocks of rank 0, and not as many of each other rank:"
+                f" it has {self.plan.theirs.num_ranks} ranks"
+            )
+        before = self.plan.num_covered(known, self.num_tokens)
+        for announced, each in zip(self._digests, by_rank, strict=True):
+            announced.extend(each)
+        after = self.plan.num_covered(known + len(digests), self.num_tokens)
+        lasts = (
+            self.plan.source_blocks(block, block + 1, self.num_tokens)[-1] for block in range(before, after)
+        )
+        return before, tuple(self._digests[0][last] for last in lasts)
+
+    def check_end(self, num_blocks: int) -> None:
+        """Raise TransferError unless the transfer has ``num_blocks`` blocks and all were announced."""
+        known = len(self._digests[0])
+        if not num_blocks == len(self._seeds) == known:
+            raise TransferError(
+                f"the sender ended with {num_blocks} blocks, {known} announced;"
+                f" the prompt has {len(self._seeds)} blocks there"
+            )
+
+    def sources_of(self, our_first: int, our_end: int) -> SourceRange:
+        """Return what to read for these blocks of ours, which are complete."""
+        blocks = self.plan.source_blocks(our_first, our_end, self.num_tokens)
+        chosen = slice(blocks.start, blocks.stop)
+        first, *others = (tuple(digests[chosen]) for digests in self._digests)
+        shares = tuple(Share(rank, digests) for rank, digests in enumerate(others, start=1))
+        return SourceRange(blocks.start, first, self._seeds[chosen], shares)
+
+
+def changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
+    """Return the failure of a ``published`` that names another lease than earlier messages."""
+    text = f"the sender changed the lease of transfer {message.transfer_id} in the middle"
+    return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
+
+
+def failed_event(message: msg.TransferFailed) -> ev.SenderFailed:
+    """Convert a ``failed``. An unknown kind becomes INTERNAL: the scheduler gets NOT_NEEDED or an ErrorKind."""
+    is_known = message.kind == ev.NOT_NEEDED or message.kind in set(ErrorKind)
+    return ev.SenderFailed(message.kind if is_known else ErrorKind.INTERNAL, message.message)
+
+
+def published_event(
+    announced: AnnouncedBlocks | None, message: msg.BlocksPublished, now: float
+) -> ev.Announced | ev.SenderFailed | None:
+    """Convert a ``published`` to our blocks; None if no further block of ours is complete.
+
+    announced: None if the sender's blocks are ours.
+    """
+    if announced is None:
+        if message.other_digests:
+            text = f"the sender announced blocks of {1 + len(message.other_digests)} ranks; it has one"
+            return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
+        return ev.Announced(ev.BlockRange(message.first_block, tuple(message.digests)), now)
+    try:
+        first, digests = announced.add(message.first_block, message.digests, message.other_digests)
+    except TransferError as error:
+        return ev.SenderFailed(error.kind, error.message)
+    return ev.Announced(ev.BlockRange(first, digests), now) if digests else None
+
+
+def complete_event(
+    announced: AnnouncedBlocks | None, message: msg.TransferComplete, our_num_blocks: int
+) -> ev.Completed | ev.SenderFailed:
+    """Convert a ``complete`` for the prompt, which has ``our_num_blocks`` blocks here."""
+    if announced is None:
+        return ev.Completed(message.num_blocks, tuple(message.first_tokens))
+    try:
+        announced.check_end(message.num_blocks)
+    except TransferError as error:
+        return ev.SenderFailed(error.kind, error.message)
+    return ev.Completed(our_num_blocks, tuple(message.first_tokens))

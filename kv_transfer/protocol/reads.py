@@ -1,7 +1,7 @@
-"""What a read of lent blocks names, how it is stopped, and what it raises.
+"""Reads of lent blocks: what they name, how they are stopped, and what they raise.
 
 A *lease* is a list of pool blocks lent under (transfer id, attempt, lease token). Reads name blocks by their index
-in that list, so nobody can ask for a block outside it. A read counts only when the lease was valid after its last byte.
+in that list, so no read can name a block outside it. A read counts only if the lease was valid after its last byte.
 """
 
 import errno
@@ -20,47 +20,47 @@ MAX_GRANT_BYTES = 65536
 
 
 def blocks_per_piece(block_bytes: int) -> int:
-    """How many blocks are published, asked for or verified at once: MAX_PIECE_BYTES at most, or one block."""
+    """Return how many blocks are published, requested or verified at once: at most MAX_PIECE_BYTES, or one block."""
     return max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // block_bytes))
 
 
 class StaleLeaseError(TransferError):
-    """The lease is over or was never given: nothing of the read may be used."""
+    """The lease is over or never existed: nothing of the read may be used."""
 
 
 class PeerSilentError(PeerUnreachableError):
-    """Nothing came from the peer for as long as the read waits: another try would take as long."""
+    """The peer was silent for as long as a read waits: another try would take as long."""
 
 
 _NO_WAY = frozenset({errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT})
-"""What a system reports after it has waited for packets by itself."""
+"""Errors that the system reports after it has waited for packets itself."""
 
 
 def broken_connection(error: OSError, message: str) -> PeerUnreachableError:
-    """Return the error that a read ends with whose connection failed so: silence is told from an end."""
+    """Return the error of a read whose connection failed with ``error``; silence has its own class."""
     is_silent = isinstance(error, TimeoutError) or error.errno in _NO_WAY
     return PeerSilentError(message) if is_silent else PeerUnreachableError(message)
 
 
 class ReadStoppedError(TransferError):
-    """The read was told to stop, and is terminal."""
+    """The read was stopped, and is terminal."""
 
 
 def may_heal(error: KvbatonError) -> bool:
-    """Another read of the same blocks, or one over another transport, may succeed: the lease may be valid yet."""
+    """Return True if another read of the same blocks may succeed: the lease may still be valid."""
     is_over = isinstance(error, (StaleLeaseError, ReadStoppedError))
     return isinstance(error, (TransferError, WorkerLostError)) and not is_over
 
 
 class BlockPart(msgspec.Struct, frozen=True):
-    """The bytes ``start_byte``..``start_byte + num_bytes`` - 1 of a block, the same of every block of a read."""
+    """The bytes ``start_byte``..``start_byte + num_bytes`` - 1 of every block of a read."""
 
     start_byte: Annotated[int, msgspec.Meta(ge=0)]
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
 class LeaseName(msgspec.Struct, frozen=True):
-    """Which lease: a transfer, its attempt, and a token that no other lease ever had."""
+    """The name of a lease: a transfer, its attempt, and a token that no other lease ever had."""
 
     transfer_id: str
     attempt: int
@@ -68,10 +68,10 @@ class LeaseName(msgspec.Struct, frozen=True):
 
 
 class RangeGrant(msgspec.Struct, frozen=True):
-    """What the sender's transports handed out with the blocks ``first_block``... of a transfer.
+    """The grants that the sender's transports handed out with the blocks ``first_block``... of a transfer.
 
-    by_transport: bytes that only the transport of that name understands; it reads the blocks by them without asking.
-    rank: whose transports they are, where the sender has several ranks.
+    by_transport: bytes by which the transport of that name reads the blocks without asking; opaque to all others.
+    rank: the rank of the sender whose transports they are.
     """
 
     first_block: Annotated[int, msgspec.Meta(ge=0)]
@@ -86,15 +86,15 @@ class RangeGrant(msgspec.Struct, frozen=True):
 
 
 def grants_within(grants: Iterable[RangeGrant], first_block: int, end_block: int) -> list[RangeGrant]:
-    """Those of ranges that have a block in ``first_block``..``end_block`` - 1."""
+    """Return those of ranges with a block in ``first_block``..``end_block`` - 1."""
     return [grant for grant in grants if grant.first_block < end_block and first_block < grant.end_block]
 
 
 class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """The blocks ``first_block``..``end_block`` - 1 of a lease, by their index in it.
 
-    grants: of the ranges that these blocks are in, in order and without a gap; they are not said to the sender.
-    part: of each of the blocks; None is all of it.
+    grants: of the ranges that these blocks are in, in order and without a gap; not sent to the sender.
+    part: of each block; None is all of it.
     """
 
     name: LeaseName
@@ -109,9 +109,9 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.first_block + self.num_blocks
 
     def pieces(self, num_bytes: int) -> Iterator[tuple[int, "ReadRequest"]]:
-        """(how many blocks before it, request) of at most MAX_PIECE_BYTES (at least one block) each.
+        """Yield (number of blocks before it, request), of at most MAX_PIECE_BYTES or one block each.
 
-        num_bytes: what is read of each block.
+        num_bytes: bytes that are read of each block.
         """
         step = blocks_per_piece(num_bytes)
         for start in range(0, self.num_blocks, step):
@@ -119,10 +119,7 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
             yield start, ReadRequest(self.name, self.first_block + start, size, part=self.part)
 
     def within(self, num_lent: int, base: int = 0) -> slice:
-        """Where these blocks stand among ``num_lent`` that are lent, of which the first is block ``base``.
-
-        Raises StaleLeaseError.
-        """
+        """Return where these blocks are among ``num_lent`` lent blocks from ``base`` on. Raises StaleLeaseError."""
         start = self.first_block - base
         end = self.end_block - base
         if start < 0 or end > num_lent:
@@ -134,10 +131,10 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where a peer's blocks can be read, as agreed on the control link.
+    """A peer whose blocks can be read, as agreed on the control link.
 
-    token: proves the link to the peer's sender. transport: the name of the one that was chosen; address is its own.
-    other_addresses: of the peer's ranks from 1 on, where it has several; a transport reads from one rank (``of_rank``).
+    token: proves the link to the peer's sender. transport: the name of the chosen one. address: that of its sender in rank
+    0; other_addresses: in the ranks from 1 on. A transport reads from one rank (``of_rank``).
     """
 
     worker_id: str
@@ -149,11 +146,11 @@ class Source(msgspec.Struct, frozen=True):
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the peer has."""
+        """The number of the peer's ranks."""
         return 1 + len(self.other_addresses)
 
     def of_rank(self, rank: int) -> "Source":
-        """Where the blocks of one of the peer's ranks can be read."""
+        """Return the source of one rank of the peer."""
         if not self.other_addresses:
             return self
         address = (self.address, *self.other_addresses)[rank]
@@ -162,12 +159,12 @@ class Source(msgspec.Struct, frozen=True):
 
 
 def rank_boot_id(boot_id: str, rank: int, num_ranks: int) -> str:
-    """What the transports of one rank call their process: names that they make of it are not another rank's."""
+    """Return the boot id of one rank's transports: names that are derived from it differ between ranks."""
     return boot_id if num_ranks == 1 else f"{boot_id}.{rank}"
 
 
 class Read:
-    """One fetch's reads, which any thread may stop. Once stopped it stays stopped."""
+    """The reads of one fetch, which any thread may stop, for good."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -182,13 +179,13 @@ class Read:
             self.is_stopped = True
             if self._interrupt is not None:
                 self._interrupt()
-            told = self._on_stop
+            callbacks = self._on_stop
             self._on_stop = []
-        for callback in told:
+        for callback in callbacks:
             callback()
 
     def when_stopped(self, callback: Callable[[], None]) -> None:
-        """Have the first ``stop`` call ``callback`` (which must not block); at once where that has been."""
+        """Call ``callback`` (which must not block) at the first ``stop``, or now if that has been."""
         with self._lock:
             if not self.is_stopped:
                 self._on_stop.append(callback)
@@ -201,11 +198,11 @@ class Read:
             raise ReadStoppedError("the read was stopped")
 
     def interruptible(self, interrupt: Callable[[], None]) -> AbstractContextManager[None]:
-        """Within, ``stop`` calls ``interrupt`` (which must not block). Raises ReadStoppedError if stopped before."""
+        """Have ``stop`` call ``interrupt`` (which must not block) within. Raises ReadStoppedError if stopped before."""
         return _Interruptible(self, interrupt)
 
     def interrupt_by(self, interrupt: Callable[[], None] | None) -> None:
-        """What ``stop`` calls from now on; None: nothing. Raises ReadStoppedError if stopped before, but not for None."""
+        """Set or clear what ``stop`` calls. Raises ReadStoppedError if it is set after a stop."""
         with self._lock:
             if interrupt is not None:
                 self.check()
@@ -213,21 +210,21 @@ class Read:
 
     @property
     def is_followed(self) -> bool:
-        """Somebody wants to hear how far it has come."""
+        """True if progress is reported to a caller."""
         return self._on_landed is not None
 
     def landed(self, num_blocks: int) -> None:
-        """Called by a transport, in the thread that fetches: the request's first ``num_blocks`` have their bytes.
+        """Report that the request's first ``num_blocks`` have their bytes and are not written to any more.
 
-        They are not written to any more; whether the lease was valid is told by the end of the read. Raises TransferError
-        when they are not what they should be: the transport must end the read. To say nothing is allowed.
+        A transport may call it, in the thread that fetches. Only the end of the read shows if the lease was valid.
+        Raises TransferError if the bytes are wrong: the transport must end the read.
         """
         if self._on_landed is not None:
             self._on_landed(num_blocks)
 
     @contextmanager
-    def telling(self, on_landed: Callable[[int], None]) -> Iterator[None]:
-        """Within, in this thread, ``on_landed`` hears what a transport says by ``landed``; nobody else does."""
+    def reporting(self, on_landed: Callable[[int], None]) -> Iterator[None]:
+        """Have ``landed`` call ``on_landed``, and nothing else, within."""
         before = self._on_landed
         self._on_landed = on_landed
         try:
@@ -237,7 +234,7 @@ class Read:
 
 
 class _Interruptible:
-    """See ``Read.interruptible``. No generator: every read enters this, mostly with cold caches."""
+    """The context of ``Read.interruptible``. Not a generator: every read enters it, mostly with cold caches."""
 
     def __init__(self, read: Read, interrupt: Callable[[], None]) -> None:
         self._read = read

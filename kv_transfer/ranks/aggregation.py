@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import ImpossibleEventError
+from kv_transfer.protocol.events import ImpossibleEventError
 
-Range = ev.RangeReady | ev.RangeFailed
+Range = ev.BlockRange | ev.RangeFailed
 
 
 @dataclass
@@ -143,19 +143,19 @@ class _Ranges:
         self.ends[rank] = _end_of(popped)
         return popped
 
-    def _join(self, ranges: list[Range]) -> ev.RangeReady:
-        ready = [each for each in ranges if isinstance(each, ev.RangeReady)]
+    def _join(self, ranges: list[Range]) -> ev.BlockRange:
+        ready = [each for each in ranges if isinstance(each, ev.BlockRange)]
         first, *others = ready
         if any((_end_of(each), each.first_block) != (_end_of(first), self.first) for each in ready):
             raise ImpossibleEventError(
                 f"the ranks have digested different ranges from {first.first_block} on"
             )
         self.first = _end_of(first)
-        return replace(first, others=tuple(ev.RankRange(each.digests, each.grants) for each in others))
+        return replace(first, others=tuple(others))
 
 
 def _end_of(each: Range) -> int:
-    count = len(each.digests) if isinstance(each, ev.RangeReady) else each.num_blocks
+    count = len(each.digests) if isinstance(each, ev.BlockRange) else each.num_blocks
     return each.first_block + count
 
 

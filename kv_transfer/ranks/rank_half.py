@@ -82,8 +82,11 @@ class RankHalf:
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         """See DataReports."""
-        if isinstance(event, (ev.RangeReady, ev.RangeFailed)):
+        if isinstance(event, (ev.BlockRange, ev.RangeFailed)):
             self._socket.send(messages.RangeReport(key, event))
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """See DataReports: an engine of several ranks does not estimate ends."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """See DataReports."""

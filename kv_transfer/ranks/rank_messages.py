@@ -89,7 +89,7 @@ class RangeReport(RankMessage, frozen=True):
     """This rank has digested and lent a range of a request's blocks, or has failed to."""
 
     key: str
-    event: ev.RangeReady | ev.RangeFailed
+    event: ev.BlockRange | ev.RangeFailed
 
 
 class JobReport(RankMessage, frozen=True):

@@ -28,7 +28,7 @@ from kv_transfer.links.framing import (
     read_frame,
     write_frame,
 )
-from kv_transfer.links.unauthenticated import giving_way, host_of, max_unauthenticated
+from kv_transfer.links.listening import choose_displaced, host_of, max_unauthenticated
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.leases import Sessions, session_name
 
@@ -217,7 +217,7 @@ class PendingHandshakes:
     def add(self, sock: socket.socket) -> None:
         """Receive from a new connection, which becomes the data of its selector key. At the limit, drop another one."""
         if len(self._pending) >= self._limit:
-            self.drop(giving_way(self._pending))
+            self.drop(choose_displaced(self._pending))
         sock.setblocking(False)
         now = time.monotonic()
         connection = UnauthenticatedConnection(sock, self._new_proofs(), now, now + self._timeout_seconds)

@@ -16,8 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from functools import partial
 
 from contract.errors import TransferError, UnauthenticatedError
-from kv_transfer.links.framing import format_address, listen_on
-from kv_transfer.links.listening import Listener
+from kv_transfer.links.framing import format_address
+from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.transports.data_handshake import (
     UNKNOWN_SESSION,
     DataStatus,

@@ -6,7 +6,7 @@ import msgspec
 
 from contract.errors import InvalidRequestError
 from contract.grammars import reduced
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from protos import inference_pb2 as pb
 from router.request import GenerationRequest
 

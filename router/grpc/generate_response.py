@@ -1,6 +1,6 @@
 """``GenerateResponse`` messages, made of the pipeline's deltas."""
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from protos import inference_pb2 as pb
 from router.answer import Delta
 from router.delivery import Token

@@ -3,7 +3,7 @@
 from collections.abc import Sized
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_GRAMMAR_BYTES
+from contract.sampling import MAX_GRAMMAR_BYTES
 from protos import inference_pb2 as pb
 from router.limits import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from protos import worker_pb2 as pb
 from router.testing.script import Script
 

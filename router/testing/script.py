@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from contract.errors import KvbatonError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from protos import worker_pb2 as pb
 
 

@@ -1,4 +1,4 @@
-"""What the benchmarks make of their samples."""
+"""The figures that benchmarks compute from their samples."""
 
 import json
 import sys
@@ -152,7 +152,7 @@ class SteadyRunner:
 def test_a_sample_is_repeated_when_the_machine_has_changed(
     row: Row, readings: tuple[float, ...], num_samples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where memory decides; a sample's limit is that of its own moment."""
+    """A memory-bound row; a sample's limit is that of its own time."""
     monkeypatch.setattr("benchmarks.rows.watch_use", lambda: nullcontext(Use(wall_seconds=1.0)))
     weights, runner = Weights(num_bytes=20, num_multiplied=10, num_in_head=0), SteadyRunner()
     machine = NeighboursMachine(100.0, *readings)

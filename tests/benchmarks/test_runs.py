@@ -1,4 +1,4 @@
-"""Whole runs of the benchmarks at the smallest size; nothing is said of how fast anything is."""
+"""Complete runs of the benchmarks at the smallest size, without checks of speed."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -100,7 +100,7 @@ def test_engines_side_by_side(tmp_path: Path) -> None:
     assert len(found["packed_linears_of_onednn"]["8 at once"]["samples"]) == 2
     text = engine.table({"threads": {"1": json.loads(json.dumps(found))}})
     assert "| equal greedy tokens | 100% | 100% |" in text
-    assert "vllm is left out: vllm ended" in text
+    assert "vllm is omitted: vllm ended" in text
     assert set(PEERS) == {"vllm", "openvino", "llama", "transformers"}
 
 
@@ -131,7 +131,7 @@ async def scripted(_: Path, role: Role = Role.AGGREGATED) -> AsyncIterator[Serve
 
 async def test_a_stream_counts_its_tokens() -> None:
     async with scripted(Path()) as server, aiohttp.ClientSession() as session:
-        found = await stream(session, server.url, MODEL, [1, 2, 3], 5, wants_timings=True)
+        found = await stream(session, server.url, MODEL, [1, 2, 3], 5, with_timings=True)
         assert (found.num_tokens, len(found.arrivals)) == (5, 5)
         assert found.timings is not None
         assert len(found.gaps) == 4
@@ -214,7 +214,7 @@ async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_steps_without_the_kernels_are_refused(tmp_path: Path) -> None:
     small = make_checkpoint(tmp_path / "small", dtype=torch.bfloat16, hidden_size=64, intermediate_size=64)
-    with pytest.raises(SettingError, match="the kernels do not compute this model here"):
+    with pytest.raises(SettingError, match="the kernels do not support this model here"):
         steps.measure_steps(small, 1, num_steps=6, rounds=1, vocab_size=VOCAB_SIZE)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import sample
 from tests.chaos.clients import Answer, Client, draw_questions, reference_answers

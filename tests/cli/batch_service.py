@@ -1,4 +1,4 @@
-"""A small real OpenAI service for tests of ``kvbaton batch``, which says what its script says to each request."""
+"""A small real OpenAI service for tests of ``kvbaton batch``, with scripted replies."""
 
 import json
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from serving.http_server import start_http
 
 @dataclass
 class Reply:
-    """status 0 breaks the connection off."""
+    """A scripted reply; status 0 closes the connection."""
 
     status: int = 200
     body: str = '{"ok": true}'
@@ -23,7 +23,7 @@ class Reply:
 
 @dataclass
 class BatchService:
-    """replies: what is said to the next requests; behind them everything is answered 200. asked: what came, in order."""
+    """replies: those of the next requests; later requests are answered 200. asked: the requests received, in order."""
 
     url: str = ""
     replies: list[Reply] = field(default_factory=list)
@@ -34,7 +34,7 @@ class BatchService:
     max_at_once: int = 0
 
     async def answer(self, request: web.Request) -> web.Response:
-        """POST of any path."""
+        """Answer POST of any path."""
         self.num_at_once += 1
         self.max_at_once = max(self.max_at_once, self.num_at_once)
         self.raw.append(await request.read())
@@ -55,7 +55,7 @@ class BatchService:
 
 @asynccontextmanager
 async def running_batch_service() -> AsyncIterator[BatchService]:
-    """The service on a port of its own."""
+    """Run the service on a free port."""
     service = BatchService()
     app = web.Application()
     for path in PATHS:

@@ -1,4 +1,4 @@
-"""A small real OpenAI service for tests of ``kvbaton chat``: it answers with what the last message asks for."""
+"""A small real OpenAI service for tests of ``kvbaton chat``; the last message selects the answer."""
 
 import asyncio
 import json
@@ -14,9 +14,9 @@ TIMINGS = {"queue": 0.001, "prefill": 0.002, "transfer": 0.003, "end_to_end": 0.
 
 
 class ChatService:
-    """bodies: what it was asked, in order. cancelled: set when a client left in the middle of the answer to "wait".
+    """bodies: the requests received, in order. cancelled: set when a client left in the middle of the answer to "wait".
 
-    "wait" says one word and then nothing, "busy" is answered 429, "bad" 400, "broken" breaks off, "escape" answers a
+    "wait" sends one word and then nothing, "busy" is answered 429, "bad" 400, "broken" breaks off, "escape" answers a
     control sequence; everything else is repeated in capitals, in two pieces.
     """
 
@@ -73,7 +73,7 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
 
 @asynccontextmanager
 async def running_chat_service() -> AsyncIterator[ChatService]:
-    """The service on a port of its own."""
+    """Run the service on a free port."""
     service = ChatService()
     app = web.Application()
     app.router.add_get("/v1/models", service.models)

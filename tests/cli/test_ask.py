@@ -68,7 +68,7 @@ async def grpc_address() -> AsyncIterator[str]:
     await server.stop(None)
 
 
-async def test_a_chat_over_http_comes_back_with_its_split(server: HttpServer) -> None:
+async def test_a_chat_over_http_returns_its_latency_breakdown(server: HttpServer) -> None:
     endpoint = Endpoint(f"http://{server.address}")
     model = await served_model(endpoint)
     answer = await ask_http(
@@ -79,13 +79,13 @@ async def test_a_chat_over_http_comes_back_with_its_split(server: HttpServer) ->
     assert answer.timings == TIMINGS
 
 
-async def test_an_openai_error_is_told_with_its_message(server: HttpServer) -> None:
+async def test_an_openai_error_is_raised_with_its_message(server: HttpServer) -> None:
     endpoint = Endpoint(f"http://{server.address}")
     with pytest.raises(KvbatonError, match="answered 404: there is no such model"):
         await ask_http(endpoint, "chat/completions", {"model": "two"})
 
 
-async def test_nobody_there_is_unavailable(server: HttpServer) -> None:
+async def test_an_unreachable_service_is_unavailable(server: HttpServer) -> None:
     await server.close()
     with pytest.raises(UnavailableError, match="does not answer as an OpenAI service"):
         await served_model(Endpoint(f"http://{server.address}"))
@@ -109,13 +109,13 @@ async def test_a_reply_of_another_shape_is_unavailable(reply: Any) -> None:
         await server.close()
 
 
-async def test_a_grpc_answer_is_put_together(grpc_address: str) -> None:
+async def test_a_grpc_answer_is_assembled(grpc_address: str) -> None:
     answer = await ask_grpc(Endpoint(""), grpc_address, pb.GenerateRequest(text="count"))
     assert (answer.text, answer.finish_reason, answer.num_completion_tokens) == ("one two", "length", 2)
     assert answer.timings == pytest.approx(TIMINGS)
 
 
-async def test_a_grpc_error_is_told_with_its_details(grpc_address: str) -> None:
+async def test_a_grpc_error_is_raised_with_its_details(grpc_address: str) -> None:
     with pytest.raises(UnavailableError, match="INVALID_ARGUMENT, the prompt is empty"):
         await ask_grpc(Endpoint(""), grpc_address, pb.GenerateRequest())
 

@@ -1,4 +1,4 @@
-"""``kvbaton batch`` (A23): its files, what it asks again, what is left when it is stopped."""
+"""``kvbaton batch`` (A23): its files, its retries, its state after a stop."""
 
 import asyncio
 import codecs
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cli.batch_asking import retry_after_seconds
+from cli.batch_client import retry_after_seconds
 from contract.identity import Role
 from protos import worker_pb2
 from router.testing.script import Script
@@ -48,7 +48,7 @@ class Files:
         self.input.write_text("\n".join(lines) + "\n")
 
     def results(self) -> list[dict[str, Any]]:
-        """The lines of the output; the file ends with a whole one."""
+        """Return the lines of the output; the file ends with a complete one."""
         text = self.output.read_text()
         assert text.endswith("\n")
         return [json.loads(one) for one in text.splitlines()]
@@ -75,7 +75,7 @@ async def started(files: Files, url: str, *flags: str, **environment: str) -> as
 
 
 async def run(files: Files, url: str, *flags: str, **environment: str) -> tuple[int | None, str]:
-    """One batch to its end: exit code and standard error."""
+    """Run one batch; return its exit code and standard error."""
     process = await started(files, url, *flags, **environment)
     output, errors = await asyncio.wait_for(process.communicate(), WAIT_SECONDS)
     assert output == b""
@@ -96,7 +96,7 @@ async def test_a_line_is_answered_as_http_answers_its_body(files: Files) -> None
         1,
         [
             "kvbaton: 3 lines: 2 answered now, 0 earlier, 1 failed",
-            f"kvbaton: 1 of 3 lines have no answer; {files.output} says why",
+            f"kvbaton: 1 of 3 lines have no answer; see {files.output} for the reasons",
         ],
     )
     found = files.by_id()
@@ -111,8 +111,8 @@ async def test_a_line_is_answered_as_http_answers_its_body(files: Files) -> None
     assert found["bad"]["response"]["body"]["error"]["param"] == "n"
 
 
-async def test_embeddings_and_responses_are_lines_too(files: Files) -> None:
-    """Answered as HTTP answers them, refused as HTTP refuses them, and not asked again once they are answered."""
+async def test_embeddings_and_responses_are_served_in_batches(files: Files) -> None:
+    """They get the answers and errors of HTTP, and are not sent again once answered."""
     embedding, response = {"input": ["ab", "c"]}, {"input": "hi", "max_output_tokens": 9}
     async with running_cluster(Script(tokens=[*byte_ids(b"yes"), END])) as cluster:
         files.ask(
@@ -135,7 +135,7 @@ async def test_embeddings_and_responses_are_lines_too(files: Files) -> None:
         assert found["bad embedding"]["response"]["status_code"] == 400
         assert found["bad embedding"]["response"]["body"]["error"]["param"] == "input"
         assert found["streamed"]["error"]["message"] == (
-            "line 4: body.stream is true; a batch has whole answers"
+            "line 4: body.stream is true; a batch returns complete answers only"
         )
         num_embeds = len(cluster.workers["prefill-0"].received.embeds)
         code, errors = await run(files, cluster.url(""))
@@ -147,7 +147,7 @@ async def test_embeddings_and_responses_are_lines_too(files: Files) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses"])
-async def test_every_kind_of_line_is_asked_again_while_the_service_is_busy(
+async def test_every_kind_of_line_is_retried_while_the_service_is_busy(
     files: Files, service: BatchService, path: str
 ) -> None:
     at_once = {"Retry-After": "0"}
@@ -194,23 +194,23 @@ async def test_bad_lines_are_reported_with_their_number_and_the_others_answered(
         "line 6: url is '/v1/models'; it must be one of "
         "/v1/chat/completions, /v1/completions, /v1/embeddings, /v1/responses"
     )
-    assert problems[10][1]["message"] == "line 10: custom_id is that of line 1 too"
+    assert problems[10][1]["message"] == "line 10: custom_id is also that of line 1"
 
 
-async def test_a_body_is_sent_as_it_stands_in_the_line(files: Files, service: BatchService) -> None:
+async def test_a_body_is_sent_unchanged(files: Files, service: BatchService) -> None:
     body = '{"prompt": "\\u00e9 \\ud83d\\ude00", "seed": 12345678901234567890, "x": 1.0e2}'
     files.ask('{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": ' + body + "}")
     assert (await run(files, service.url))[0] == 0
     assert service.raw == [body.encode()]
 
 
-async def test_a_file_as_windows_writes_it_is_read(files: Files, service: BatchService) -> None:
+async def test_a_file_with_windows_line_ends_is_read(files: Files, service: BatchService) -> None:
     files.input.write_bytes(codecs.BOM_UTF8 + f"{line('a')}\r\n\r\n{line('b')}".encode())
     assert (await run(files, service.url))[0] == 0
     assert files.by_id().keys() == {"a", "b"}
 
 
-async def test_a_terminal_sees_how_far_it_is(files: Files, service: BatchService) -> None:
+async def test_a_terminal_shows_a_progress_bar(files: Files, service: BatchService) -> None:
     files.ask(*(line(str(number)) for number in range(3)))
     master, slave = pty.openpty()
     process = await asyncio.create_subprocess_exec(
@@ -229,7 +229,7 @@ async def test_a_terminal_sees_how_far_it_is(files: Files, service: BatchService
     assert b"3/3" in seen
 
 
-async def test_an_answered_line_is_not_asked_again(files: Files, service: BatchService) -> None:
+async def test_an_answered_line_is_not_sent_again(files: Files, service: BatchService) -> None:
     files.ask(line("a", "1"), line("b", "2"), line("c", "3"))
     service.replies = [Reply(), Reply(500, '{"error": {"message": "broken"}}'), Reply()]
     code, _ = await run(files, service.url, "--max-concurrency", "1")
@@ -271,7 +271,7 @@ async def test_a_file_that_no_batch_wrote_is_left_alone(files: Files, service: B
     files.output.write_text("my notes\nof years\n")
     code, errors = await run(files, service.url)
     assert code == 2
-    assert "out.jsonl has something else in line 1 than a batch's answer" in errors
+    assert "out.jsonl is not an answer of a batch" in errors
     assert files.output.read_text() == "my notes\nof years\n"
     files.output.unlink()
     files.output.hardlink_to(files.input)
@@ -279,7 +279,7 @@ async def test_a_file_that_no_batch_wrote_is_left_alone(files: Files, service: B
     assert service.asked == []
 
 
-async def test_a_busy_service_is_asked_again_after_the_pause_it_wants(
+async def test_a_busy_service_is_retried_after_the_requested_pause(
     files: Files, service: BatchService
 ) -> None:
     at_once = {"Retry-After": "0"}
@@ -290,7 +290,7 @@ async def test_a_busy_service_is_asked_again_after_the_pause_it_wants(
     assert files.by_id()["a"]["response"]["request_id"] == "req-4"
 
 
-async def test_a_service_that_stays_busy_is_the_answer(files: Files, service: BatchService) -> None:
+async def test_the_last_reply_of_a_busy_service_is_the_answer(files: Files, service: BatchService) -> None:
     service.replies = [Reply(429, "{}", {"Retry-After": "0"})] * 3
     files.ask(line("a"))
     assert (await run(files, service.url, "--max-retries", "2"))[0] == 1
@@ -298,18 +298,18 @@ async def test_a_service_that_stays_busy_is_the_answer(files: Files, service: Ba
     assert files.by_id()["a"]["response"]["status_code"] == 429
 
 
-async def test_a_service_that_goes_away_ends_the_batch_with_what_it_has(
+async def test_a_lost_service_ends_the_batch_and_keeps_its_answers(
     files: Files, service: BatchService
 ) -> None:
     service.replies = [Reply(), Reply(0)]
     files.ask(line("a"), line("b"), line("c"))
     code, errors = await run(files, service.url, "--max-retries", "0", "--max-concurrency", "1")
     assert code == 1
-    assert "does not answer any more" in errors
+    assert "no longer answers" in errors
     assert files.by_id().keys() == {"a"}
 
 
-async def test_the_key_and_the_bound_reach_the_service(files: Files, service: BatchService) -> None:
+async def test_the_key_is_sent_and_the_concurrency_is_bounded(files: Files, service: BatchService) -> None:
     files.ask(*(line(str(number)) for number in range(20)))
     code, errors = await run(
         files, service.url, "--max-concurrency", "3", KVBATON_API_KEY="the key", KVBATON_LOG_LEVEL="debug"
@@ -320,7 +320,7 @@ async def test_the_key_and_the_bound_reach_the_service(files: Files, service: Ba
     assert service.max_at_once <= 3
 
 
-async def test_an_answer_that_is_no_json_is_a_string(files: Files, service: BatchService) -> None:
+async def test_an_answer_that_is_not_json_becomes_a_string(files: Files, service: BatchService) -> None:
     service.replies = [Reply(502, "<html>\nBad gateway"), Reply(200, '{\n  "pretty": [1,\n 2]\n}')]
     files.ask(line("a"), line("b"))
     assert (await run(files, service.url, "--max-concurrency", "1"))[0] == 1
@@ -330,7 +330,9 @@ async def test_an_answer_that_is_no_json_is_a_string(files: Files, service: Batc
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-async def test_what_a_signal_stops_goes_on_with_the_same_command(files: Files, number: int) -> None:
+async def test_a_batch_stopped_by_a_signal_is_continued_by_the_same_command(
+    files: Files, number: int
+) -> None:
     def stalling(task: worker_pb2.Task) -> Script:
         is_last = task.prompt_token_ids[-1] == byte_ids(b"z")[0]
         return Script(tokens=[*byte_ids(b"yes"), END], stall_at=1 if is_last else None)
@@ -343,7 +345,7 @@ async def test_what_a_signal_stops_goes_on_with_the_same_command(files: Files, n
         process.send_signal(number)
         _, errors = await asyncio.wait_for(process.communicate(), WAIT_SECONDS)
         assert process.returncode == 130
-        told = "stopped. 3 lines: 2 answered now, 0 earlier; the same command goes on from there"
+        told = "stopped. 3 lines: 2 answered now, 0 earlier; run the same command again to continue"
         assert errors.decode() == f"kvbaton: {told}\n"
         assert files.by_id().keys() == {"a", "b"}
         await cluster.until(lambda state: not any(state["requests"].values()))
@@ -377,7 +379,7 @@ def test_the_pause_is_seconds_or_a_date_and_a_minute_at_most() -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 async def test_a_batch_starts_and_ends_a_model_of_its_own(files: Files) -> None:
-    """A23 without a service: the demo model, here with its default pools."""
+    """A23 without a running service: the demo model, here with its default pools."""
     files.ask(*(line(str(number), "Once", body={"prompt": "Once", "temperature": 0}) for number in range(8)))
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cli.main", "batch", "--input", str(files.input)),

@@ -28,7 +28,7 @@ async def service() -> AsyncIterator[ChatService]:
 
 
 async def piped(service: ChatService, text: str, *flags: str) -> tuple[int, str, str]:
-    """Run a chat on these lines: exit code, standard output, standard error."""
+    """Run a chat on these lines; return the exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cli.main", "chat", "--url", service.url, *flags),
         stdin=asyncio.subprocess.PIPE,
@@ -41,7 +41,7 @@ async def piped(service: ChatService, text: str, *flags: str) -> tuple[int, str,
 
 
 class Screen:
-    """The far end of a pseudo terminal: what a person sees and types."""
+    """The user's end of a pseudo terminal."""
 
     def __init__(self, fd: int, process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> None:
         self.process = process
@@ -50,7 +50,7 @@ class Screen:
         self._seen = ""
 
     async def expect(self, pattern: str) -> str:
-        """Read on until ``pattern`` shows, and return all up to its end."""
+        """Read until ``pattern`` appears, and return the text up to its end."""
         while not (match := re.search(pattern, self._seen)):
             try:
                 data = await asyncio.wait_for(self._reader.read(4096), WAIT_SECONDS)
@@ -62,11 +62,11 @@ class Screen:
         return told
 
     def type(self, text: str) -> None:
-        """Press keys."""
+        """Type keys."""
         os.write(self._fd, text.encode())
 
     async def code(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for the end of the process and return its exit code."""
         return await asyncio.wait_for(self.process.wait(), WAIT_SECONDS)
 
 
@@ -104,7 +104,7 @@ async def test_a_pipe_gets_the_answers_and_nothing_else(service: ChatService) ->
     assert service.bodies[1]["messages"][1]["content"] == "HELLO"
 
 
-async def test_flags_go_with_every_question(service: ChatService) -> None:
+async def test_flags_apply_to_every_question(service: ChatService) -> None:
     flags = ("--temperature", "0.5", "--max-tokens", "9", "--seed", "4", "--served-model-name", "two")
     await piped(service, "hello\n", *flags, "--system", "be brief")
     (body,) = service.bodies
@@ -136,23 +136,23 @@ async def test_a_message_over_several_lines(service: ChatService) -> None:
     [
         ("busy", "answered 429: the queue is full; try again in 3 s"),
         ("bad", "answered 400: that is no question"),
-        ("broken", "the answer broke off: the worker is gone"),
-        ("/stat", "/stat is no command (did you mean /stats?); /help lists them"),
-        ("/stats", "there is no whole answer yet"),
+        ("broken", "the answer was interrupted: the worker is gone"),
+        ("/stat", "unknown command /stat (did you mean /stats?); /help lists the commands"),
+        ("/stats", "there is no complete answer yet"),
     ],
 )
-async def test_an_error_is_one_line_and_the_session_goes_on(
+async def test_an_error_is_one_line_and_the_session_continues(
     service: ChatService, asked: str, told: str
 ) -> None:
     code, output, errors = await piped(service, f"{asked}\nhello\n")
     assert output.splitlines()[-1] == "HELLO"
     first, last = errors.splitlines()
     assert told in first
-    assert (code, last) == (1, "kvbaton: 1 of the lines above got no answer")
+    assert (code, last) == (1, "kvbaton: 1 of the messages above got no answer")
     assert [message["content"] for message in service.bodies[-1]["messages"]] == ["hello"]
 
 
-async def test_nobody_there_is_one_line(service: ChatService) -> None:
+async def test_an_unreachable_service_is_one_line(service: ChatService) -> None:
     service.url = "http://127.0.0.1:1"
     code, output, errors = await piped(service, "hello\n")
     assert (code, output, len(errors.splitlines())) == (1, "", 1)
@@ -178,7 +178,7 @@ async def test_ctrl_c_stops_the_answer_and_not_the_session(service: ChatService)
     assert contents == ["wait", "first", "hello"]
 
 
-async def test_ctrl_c_at_the_prompt_takes_back_what_was_typed(service: ChatService) -> None:
+async def test_ctrl_c_at_the_prompt_discards_the_typed_text(service: ChatService) -> None:
     async with on_a_terminal(service.url) as screen:
         await screen.expect(PROMPT)
         screen.type("rubbish")
@@ -207,14 +207,14 @@ async def test_a_paste_of_several_lines_is_one_message(service: ChatService) -> 
     assert [body["messages"][-1]["content"] for body in service.bodies] == ["one\ntwo"]
 
 
-async def test_an_answer_cannot_steer_the_terminal(service: ChatService) -> None:
+async def test_an_answer_cannot_control_the_terminal(service: ChatService) -> None:
     async with on_a_terminal(service.url) as screen:
         await screen.expect(PROMPT)
         screen.type("escape\n")
         assert "\x1b[2J" not in await screen.expect("gone")
 
 
-async def test_a_signal_ends_it_in_order(service: ChatService) -> None:
+async def test_a_signal_ends_it_cleanly(service: ChatService) -> None:
     async with on_a_terminal(service.url) as screen:
         await screen.expect(PROMPT)
         screen.process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""``kvbaton check``: what it says of a model folder, and its exit codes."""
+"""``kvbaton check``: its report about a model folder, and its exit codes."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.text.tiny_model import model_files, write_model
 
 
 def checked(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
-    """Return the exit code and what was printed."""
+    """Return the exit code and the printed text."""
     try:
         code = run_command(["check", *arguments])
     except SystemExit as exit_:
@@ -55,7 +55,7 @@ def test_a_good_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("{% if %}", "cannot be compiled"),
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "2 s of processor time",
+            "2 s of CPU time",
         ),
     ],
 )
@@ -81,6 +81,6 @@ def test_a_broken_tokenizer_is_a_problem(tmp_path: Path, capsys: pytest.CaptureF
     assert "tokenizer" in json.loads(text)["problems"][0]
 
 
-def test_what_is_no_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(capsys, str(tmp_path))[0] == 2
     assert checked(capsys, str(tmp_path / "none"))[0] == 2

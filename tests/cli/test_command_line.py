@@ -1,4 +1,4 @@
-"""The command line as its users see it: exit code, standard output, standard error."""
+"""The command line: exit code, standard output, standard error."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def kvbaton(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
 
 
 def refusal(*arguments: str, **variables: str) -> str:
-    """The one line, below the log, with which a command line is refused."""
+    """Return the line, below the log, that rejects a command line."""
     result = kvbaton(*arguments, **variables)
     assert (result.returncode, result.stdout) == (2, "")
     *logged, line = result.stderr.splitlines()
@@ -40,7 +40,7 @@ def test_help_lists_every_command() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_of_a_command_says_what_it_does_and_how_to_set_everything(command: str) -> None:
+def test_help_of_a_command_describes_it_and_lists_its_settings(command: str) -> None:
     result = kvbaton(command, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"usage: kvbaton {command} ")
@@ -62,10 +62,10 @@ def test_version() -> None:
     assert re.fullmatch(r"kvbaton \d+\.\d+\.\d+\n", kvbaton("--version").stdout)
 
 
-def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
+def test_an_unknown_command_is_answered_with_the_list_of_commands() -> None:
     choice = f"choose one of {', '.join(COMMANDS)}"
-    assert refusal("upp") == f"'upp' is no command (did you mean up?); {choice}"
-    assert refusal("zzzz") == f"'zzzz' is no command; {choice}"
+    assert refusal("upp") == f"unknown command 'upp' (did you mean up?); {choice}"
+    assert refusal("zzzz") == f"unknown command 'zzzz'; {choice}"
 
 
 @pytest.mark.parametrize(
@@ -75,16 +75,16 @@ def test_an_unknown_command_gets_the_list_of_right_ones() -> None:
         (("up", "--prefill"), "argument --prefill: expected one argument (see kvbaton up --help)"),
         (("up", "--prefill", "900"), "prefill is '900': .*allowed: at least 0, at most 64 "),
         (("up", "--device", "tpu"), "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
-        (("up", "--http", "here"), "http is 'here': 'here' is no HOST:PORT"),
+        (("up", "--http", "here"), "http is 'here': 'here' is not HOST:PORT"),
         (("up", "--http", "127.0.0.1:70000"), r"http is .* \(port 0..65535; 0 picks a free one\)"),
-        (("up", "--prefill", "1"), "prefill is 1 but decode is 0; the two need each other"),
-        (("up", "--decode", "2"), "decode is 2 but prefill is 0; the two need each other"),
+        (("up", "--prefill", "1"), "prefill is 1 but decode is 0; each needs the other"),
+        (("up", "--decode", "2"), "decode is 2 but prefill is 0; each needs the other"),
         (("up", "--both", "0"), "prefill, decode and both are all 0; there must be at least one worker"),
         (("up", "--ready-file", "/no/such/folder/f"), "ready_file is '/no/such/folder/f': it must be a file"),
-        (("up", "--ready-file", "/"), "ready_file is '/': it must be a file in a folder that exists"),
-        (("up", "--model", "/no/such/folder"), "model is '/no/such/folder': no such folder"),
+        (("up", "--ready-file", "/"), "ready_file is '/': it must be a file in an existing, writable folder"),
+        (("up", "--model", "/no/such/folder"), "model is '/no/such/folder': neither an existing folder"),
         (("prefill", "--max-num-seqs", "0", "--model", "."), "max_num_seqs is '0': .*allowed: at least 1"),
-        (("decode", "--model", "."), "model is '.': .* holds no config.json"),
+        (("decode", "--model", "."), "model is '.': .* contains no config.json"),
         (("run",), "the following arguments are required: PROMPT (see kvbaton run --help)"),
         (("run", "hi", "--temperature", "3"), "temperature is '3': .*allowed: at least 0, at most 2"),
     ],
@@ -103,11 +103,11 @@ def test_a_bad_variable_is_named_like_a_flag() -> None:
 def test_an_unknown_variable_is_refused() -> None:
     line = refusal("up", KVBATON_PREFIL="2")
     assert line.startswith(
-        "KVBATON_PREFIL in the environment is no setting of kvbaton (did you mean KVBATON_PREFILL?)"
+        "unknown setting KVBATON_PREFIL in the environment (did you mean KVBATON_PREFILL?)"
     )
 
 
-def test_a_variable_of_another_command_is_no_error() -> None:
+def test_a_variable_of_another_command_is_accepted() -> None:
     assert kvbaton("--version", KVBATON_LEASE_SECONDS="9").returncode == 0
     assert "model is" in refusal("up", "--model", "/none", KVBATON_LEASE_SECONDS="9", KVBATON_MAX_QUEUE="5")
 
@@ -121,14 +121,14 @@ def test_the_flag_wins_over_the_variable() -> None:
 def test_flags_that_start_a_service_contradict_the_url_of_one(command: tuple[str, ...]) -> None:
     line = refusal(*command, "--url", "127.0.0.1:1", "--model", "demo", "--both", "2")
     assert line.startswith(
-        "url is http://127.0.0.1:1, a service that runs already, so --both 2, --model demo would change nothing"
+        "url is http://127.0.0.1:1, a running service, so --both 2, --model demo would have no effect"
     )
     line = refusal(*command, "--http", "127.0.0.1:0", KVBATON_URL="127.0.0.1:1")
-    assert "--http 127.0.0.1:0 would change nothing" in line
+    assert "--http 127.0.0.1:0 would have no effect" in line
 
 
 def test_a_url_of_another_kind_is_refused() -> None:
-    assert "url is 'ftp://x': it must be http://HOST:PORT" in refusal("chat", "--url", "ftp://x")
+    assert "url is 'ftp://x': use http://HOST:PORT" in refusal("chat", "--url", "ftp://x")
 
 
 def test_a_router_without_a_secret_is_refused() -> None:
@@ -145,7 +145,7 @@ def test_a_router_without_a_secret_is_refused() -> None:
         ("--secrets", "sk-not-to-be-told", "--verbose"),
     ],
 )
-def test_what_follows_a_mistyped_flag_is_not_told(words: tuple[str, ...]) -> None:
+def test_the_value_of_a_mistyped_flag_is_not_printed(words: tuple[str, ...]) -> None:
     """L10: it may be a key; the flag's name is enough to find the mistake."""
     line = refusal("router", *words)
     assert "sk-not-to-be-told" not in line

@@ -1,4 +1,4 @@
-"""Keys and certificates of the commands that ask: a service at --url, and their own."""
+"""Keys and certificates of the client commands, for a service at --url and for a service that they start."""
 
 import asyncio
 import sys
@@ -30,7 +30,7 @@ HELLO = Script(tokens=[word_id("hello"), END])
 
 
 async def kvbaton(*arguments: str, **environment: str) -> tuple[int, str, str]:
-    """Run a command, with "hello" typed into it: exit code, standard output, standard error."""
+    """Run a command with "hello" as input; return the exit code, standard output and standard error."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "cli.main", *arguments),
         stdin=asyncio.subprocess.PIPE,
@@ -44,7 +44,7 @@ async def kvbaton(*arguments: str, **environment: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("command", [("run", "hello"), ("chat",)])
-async def test_a_running_service_is_shown_the_key(command: tuple[str, ...]) -> None:
+async def test_the_key_is_sent_to_a_running_service(command: tuple[str, ...]) -> None:
     async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=KEY) as cluster:
         asked = (*command, "--url", cluster.url(""))
         code, output, errors = await kvbaton(*asked, KVBATON_API_KEY=KEY)
@@ -83,7 +83,7 @@ def test_a_file_without_authorities_is_named(content: str | None, tmp_path: Path
     assert caught.value.param == "ca_file"
 
 
-def test_the_own_service_is_shown_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_started_service_is_sent_a_key_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys, config = tmp_path / "keys", tmp_path / "kvbaton.toml"
     write_private(keys, "in-file\n")
     config.write_text(f'[router]\napi_keys_file = "{keys}"\n')
@@ -99,7 +99,7 @@ def test_the_own_service_is_shown_a_key_of_its_own(tmp_path: Path, monkeypatch: 
     assert "given" not in repr(endpoint)
 
 
-async def test_the_own_service_is_trusted_by_its_certificate_alone(
+async def test_a_started_service_is_trusted_by_its_certificate_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def models(_: web.Request) -> web.Response:
@@ -125,7 +125,7 @@ async def test_the_own_service_is_trusted_by_its_certificate_alone(
 
 
 @pytest.mark.parametrize("name", ["example.org", "*.example.org", "127.0.0.1"])
-async def test_the_own_service_is_asked_over_grpc_by_its_certificate(
+async def test_grpc_to_a_started_service_uses_its_certificate(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = write_certificate(trustme.CA(), tmp_path, name)
@@ -141,5 +141,5 @@ async def test_the_own_service_is_asked_over_grpc_by_its_certificate(
         other, _ = write_certificate(trustme.CA(), tmp_path / "other", name)
         with pytest.raises(UnavailableError, match=r"gRPC .* UNAVAILABLE"):
             await ask_grpc(replace(endpoint, certificate=other), addresses.grpc, request)
-        with pytest.raises(UnavailableError, match="does not show"):
+        with pytest.raises(UnavailableError, match="does not present"):
             await ask_grpc(replace(endpoint, url="https://127.0.0.1:1"), addresses.grpc, request)

@@ -1,4 +1,4 @@
-"""A setting of a worker is declared in one place, and everything else follows from that."""
+"""A worker setting is declared in one place, from which everything else is derived."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A signal that came just before the wait of ``input`` interrupts it all the same."""
+"""A signal that arrives just before ``input`` waits interrupts it as well."""
 
 import select
 import signal
@@ -7,19 +7,19 @@ from types import FrameType
 
 import pytest
 
-from cli.prompt_signals import heard_signals
+from cli.prompt_signals import prompt_signals
 
 
-class Heard(Exception):  # noqa: N818
+class Handled(Exception):  # noqa: N818
     """The handler ran."""
 
 
 def _raise(_number: int, _frame: FrameType | None) -> None:
-    raise Heard
+    raise Handled
 
 
 def test_a_wait_after_the_signal_is_interrupted_as_well() -> None:
-    """The handler has run before the wait begins, as if the signal had come too early: a nudge ends the wait."""
+    """The handler has run before the wait begins, as if the signal had been too early: a later signal ends the wait."""
     ours, theirs = socket.socketpair()
 
     def tell(_number: int, _frame: FrameType | None) -> None:
@@ -27,7 +27,7 @@ def test_a_wait_after_the_signal_is_interrupted_as_well() -> None:
 
     earlier = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
-        with ours, theirs, heard_signals():
+        with ours, theirs, prompt_signals():
             signal.signal(signal.SIGURG, tell)
             signal.raise_signal(signal.SIGUSR1)
             assert select.select([ours], [], [], 30)[0]
@@ -38,7 +38,7 @@ def test_a_wait_after_the_signal_is_interrupted_as_well() -> None:
 def test_a_handler_that_raises_leaves_everything_as_it_was() -> None:
     earlier, fd = signal.signal(signal.SIGUSR1, _raise), signal.set_wakeup_fd(-1)
     try:
-        with pytest.raises(Heard), heard_signals():
+        with pytest.raises(Handled), prompt_signals():
             signal.raise_signal(signal.SIGUSR1)
     finally:
         signal.signal(signal.SIGUSR1, earlier)

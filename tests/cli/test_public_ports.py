@@ -1,4 +1,4 @@
-"""What listens where, as long as nobody says otherwise (law 8)."""
+"""The default addresses of the public ports (law 8)."""
 
 import pytest
 
@@ -9,7 +9,7 @@ _PORTS = ("http", "grpc", "internal", "admin")
 
 
 @pytest.mark.parametrize("name", ["router", "up", "serve", "run", "chat", "demo"])
-def test_they_bind_to_this_machine_alone_unless_told_otherwise(name: str) -> None:
+def test_public_ports_bind_to_loopback_by_default(name: str) -> None:
     settings: type[Settings] = settings_class(name)
     defaults = {port: settings.model_fields[port].default for port in _PORTS if port in settings.model_fields}
     assert {"http", "grpc"} <= set(defaults)

@@ -1,4 +1,4 @@
-"""What others have written does not steer the terminal that it is shown on."""
+"""Untrusted text does not control the terminal that shows it."""
 
 import io
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ class Screen(io.StringIO):
 
 @contextmanager
 def on_screen() -> Iterator[Screen]:
-    """What a person sees of both streams."""
+    """Return the text of both streams."""
     screen = Screen()
     with redirect_stdout(screen), redirect_stderr(screen):
         yield screen
@@ -36,21 +36,21 @@ def test_every_way_to_a_terminal_is_harmless() -> None:
         terminal.write(STEERING)
         terminal.end_line()
         terminal.show(STEERING)
-        terminal.say(STEERING)
-        terminal.complain(STEERING)
+        terminal.remark(STEERING)
+        terminal.show_error(STEERING)
     assert not set(screen.getvalue()) & {"\x1b", "\x07", "\x9b"}
     assert screen.getvalue().count(HARMLESS) == 5
 
 
 def test_an_error_of_a_command_is_harmless() -> None:
-    """L1: it may quote what a file or a server has written."""
+    """L1: it may quote a file or a server."""
     with on_screen() as screen:
         assert run_command([STEERING]) == 2
-    assert "\x1b" not in screen.getvalue() and "is no command" in screen.getvalue()
+    assert "\x1b" not in screen.getvalue() and "unknown command" in screen.getvalue()
 
 
 def test_a_pipe_gets_the_answer_as_it_is() -> None:
-    """A program reads it, which may need every character."""
+    """A program that reads it may need every character."""
     target = io.StringIO()
     Pipe(io.StringIO(), target).write(STEERING)
     assert target.getvalue() == STEERING

@@ -40,7 +40,7 @@ class Command:
         self.lines: list[str] = []
 
     async def wait_for(self, pattern: str) -> str:
-        """Read on until a line matches."""
+        """Read until a line matches."""
         assert self.process.stdout is not None
         async for raw in self.process.stdout:
             self.lines.append(raw.decode())
@@ -49,7 +49,7 @@ class Command:
         raise AssertionError(f"it ended without {pattern!r}:\n{''.join(self.lines)}")
 
     async def end(self, number: signal.Signals) -> int:
-        """Send a signal, read to the end; the exit code."""
+        """Send a signal, read to the end and return the exit code."""
         self.process.send_signal(number)
         rest, _ = await self.process.communicate()
         self.lines += rest.decode().splitlines(keepends=True)
@@ -83,7 +83,7 @@ async def complete(ready: dict[str, Any]) -> Answer:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, engines included."""
+    """Return a process and all of its descendants, engines included."""
     process = psutil.Process(pid)
     return [pid, *(child.pid for child in process.children(recursive=True))]
 
@@ -140,7 +140,7 @@ async def test_run_answers_once(model: Path) -> None:
     assert output.strip()
 
 
-async def test_run_and_demo_show_a_key_to_the_service_that_they_start_and_demo_asks_over_tls(
+async def test_run_and_demo_send_a_key_to_the_service_that_they_start_and_demo_uses_tls(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys"
@@ -162,7 +162,7 @@ async def test_run_and_demo_show_a_key_to_the_service_that_they_start_and_demo_a
     assert "in-file" not in "".join(command.lines)
 
 
-async def test_a_service_with_tls_says_so_and_run_trusts_its_own(
+async def test_a_service_with_tls_prints_an_https_url_and_run_trusts_its_own(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate, key = write_certificate(trustme.CA(), tmp_path, "example.org")
@@ -200,7 +200,7 @@ async def test_chat_starts_its_own_service_by_a_file_and_leaves_nothing_behind(
     assert all(wait_gone(int(pid)) for pid in re.findall(r"started \(pid (\d+)\)", errors.decode()))
 
 
-async def test_demo_shows_two_answers_and_where_their_time_went(model: Path) -> None:
+async def test_demo_shows_two_answers_and_their_latency_breakdown(model: Path) -> None:
     async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
         await command.wait_for("OpenAI HTTP asked")
         await command.wait_for("gRPC Generate asked")
@@ -210,7 +210,7 @@ async def test_demo_shows_two_answers_and_where_their_time_went(model: Path) -> 
     assert command.lines[-1] == "kvbaton: stopped\n"
 
 
-async def test_a_worker_that_cannot_start_ends_up_with_its_name(model: Path) -> None:
+async def test_a_worker_that_cannot_start_ends_up_and_is_named(model: Path) -> None:
     flags = ("--model", str(model), "--both", "1", "--max-model-len", "100000")
     async with kvbaton("up", *FREE_PORTS, *flags) as command:
         output, _ = await command.process.communicate()

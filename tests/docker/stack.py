@@ -1,4 +1,4 @@
-"""Runs docker/compose.yaml as a user would: `docker compose` in that folder, HTTP and gRPC on the published ports."""
+"""Runs docker/compose.yaml like a user: `docker compose` in that folder, HTTP and gRPC on the published ports."""
 
 import json
 import subprocess
@@ -21,7 +21,7 @@ print(urllib.request.urlopen(url, timeout=10).read().decode())
 
 
 def docker(*arguments: str, timeout_seconds: float = COMMAND_SECONDS, variables: Sequence[str] = ()) -> str:
-    """Run one docker command in docker/ with ``NAME=VALUE`` variables; its output. Raises AssertionError when it fails."""
+    """Run one docker command in docker/ with ``NAME=VALUE`` variables; return its output. Raises AssertionError."""
     result = subprocess.run(
         ["env", *variables, "docker", *arguments],
         cwd=FOLDER,
@@ -36,7 +36,7 @@ def docker(*arguments: str, timeout_seconds: float = COMMAND_SECONDS, variables:
 
 
 def require_engine() -> None:
-    """Fail with advice where no engine answers: whoever asks for these tests has one."""
+    """Fail with advice if there is no engine, which these tests need."""
     try:
         result = subprocess.run(
             ["docker", "info"], capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False
@@ -54,12 +54,12 @@ class Stack:
     """The compose project of the tests, with the profile ``cpu`` and ports that the engine picks."""
 
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
-        """Run one `docker compose` command of the project; its output."""
+        """Run one `docker compose` command of the project and return its output."""
         command = ("compose", "-p", PROJECT, *arguments)
         return docker(*command, timeout_seconds=timeout_seconds, variables=VARIABLES)
 
     def up(self, *arguments: str) -> None:
-        """Start what does not run yet, and wait until every service is healthy."""
+        """Start stopped services, and wait until every service is healthy."""
         try:
             self.compose("up", "-d", "--wait", *arguments, timeout_seconds=UP_SECONDS)
         except AssertionError as error:
@@ -71,21 +71,21 @@ class Stack:
         self.compose("down", "-v", "--remove-orphans", timeout_seconds=UP_SECONDS)
 
     def published(self, port: int) -> str:
-        """Where one of the router's ports is published, as "host:port"."""
+        """Return the published address of one of the router's ports, as "host:port"."""
         return self.compose("port", "router", str(port)).strip()
 
     def containers(self, service: str) -> list[str]:
-        """Ids of the running containers of a service."""
+        """Return the ids of the running containers of a service."""
         return self.compose("ps", "-q", service).split()
 
     def inspect(self, *arguments: str) -> list[dict[str, Any]]:
-        """`docker inspect` of all containers of the project, ended ones too; ``arguments`` go to `ps`."""
+        """Return `docker inspect` of all containers of the project, including ended ones; ``arguments`` go to `ps`."""
         ids = self.compose("ps", "-a", "-q", *arguments).split()
         found: list[dict[str, Any]] = json.loads(docker("inspect", *ids)) if ids else []
         return found
 
     def leftovers(self) -> dict[str, str]:
-        """Containers, networks and volumes of the project that the engine still knows."""
+        """Return the project's containers, networks and volumes that still exist."""
         label = f"label=com.docker.compose.project={PROJECT}"
         listed = {
             "containers": docker("ps", "-aq", "--filter", label),
@@ -96,7 +96,7 @@ class Stack:
 
 
 def admin_page(container: str, path: str) -> str:
-    """A page of the operators' port of a container, read inside it."""
+    """Fetch a page of the admin port of a container, inside it."""
     return docker("exec", container, "python", "-c", _READ, path)
 
 

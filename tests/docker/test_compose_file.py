@@ -1,4 +1,4 @@
-"""docker/ without an engine: what compose.yaml says about every service, and the rules that the images keep."""
+"""docker/ without an engine: the services of compose.yaml, and the rules for images."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
 def environment(name: str) -> dict[str, Any]:
-    """What the file sets for a service, anchors resolved."""
+    """Return the environment of a service, with resolved anchors."""
     found: dict[str, Any] = SERVICES[name]["environment"]
     return found
 

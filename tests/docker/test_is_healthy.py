@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parents[2] / "docker" / "is-healthy"
 
 
 async def is_healthy(address: str) -> bool:
-    """What the script says of this port; it speaks to the host by the name that a container has."""
+    """Run the script for this port, with the host name that a container has."""
     host, port = split_address(address)
     environment = {"PATH": "/usr/bin:/bin", "HOSTNAME": host}
     check = await asyncio.create_subprocess_exec(

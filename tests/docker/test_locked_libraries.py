@@ -1,4 +1,4 @@
-"""What the images install from an index: exact versions, with hashes, and none with a known hole."""
+"""The packages that images install from an index: exact versions with hashes, without known vulnerabilities."""
 
 import re
 import tomllib

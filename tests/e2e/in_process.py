@@ -16,9 +16,10 @@ from prefill_service.servicer import PrefillServicer
 from router.service import RouterService
 from router.settings import RouterSettings
 from worker.aggregated import AggregatedServicer
+from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
-from worker.worker import Worker, WorkerIdentity
+from worker.worker import Worker
 
 _SECRET = "a secret of the tests, of 32 or more characters"
 _SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from protos import inference_pb2 as pb

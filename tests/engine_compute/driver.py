@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams
 from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.outputs import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput

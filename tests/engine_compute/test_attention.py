@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.errors import SettingError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.backend import LayerShape, create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs

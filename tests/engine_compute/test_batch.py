@@ -3,7 +3,7 @@
 import pytest
 
 from contract.errors import InternalError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow

@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from contract.errors import InternalError, SettingError
 from contract.layout import model_fingerprint
-from contract.requests import EngineRequest, FinishReason, PoolingParams, SamplingParams
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest, PoolingParams
+from contract.sampling import SamplingParams
 from engine.core import EngineCore
 from engine.models.checkpoint import HEAD_NAME, Checkpoint
 from engine.settings import EngineSettings

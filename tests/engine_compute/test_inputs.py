@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput

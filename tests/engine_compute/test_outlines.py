@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from contract.requests import PoolingParams, SamplingParams
+from contract.requests import PoolingParams
+from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, outline_next, prepare_inputs
 from engine.outputs import NewRequestData, SchedulerOutput

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import engine
 from contract.errors import InternalError, SettingError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.torch_backend import TorchStep
 from engine.compute.device import resolve_device
 from engine.compute.runner import ModelRunner

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.randomness import UNIFORM_BITS, uniform_bits
 from engine.sampling.sampler import invert, sample, scaled

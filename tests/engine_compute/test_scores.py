@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow, adjusted
 
 VOCAB = 20

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from contract.errors import SettingError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.models.config import DecoderConfig
 from engine.models.loading import load

@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
 from contract.errors import SettingError
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.attention.backend import LayerShape
 from engine.client import InProcessClient
 from engine.distributed.local import Exchange, LocalRankGroup

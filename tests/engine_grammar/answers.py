@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from contract.errors import KvbatonError
-from contract.requests import EngineRequest, Grammar, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import Grammar, SamplingParams
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.vocabulary import load_vocabulary

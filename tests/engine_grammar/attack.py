@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.vocabulary import load_vocabulary
 from tests.engine_grammar.answers import VOCAB_SIZE, WAIT_SECONDS, request_with

@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.cache import Compiled
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.matcher import GrammarMatcher

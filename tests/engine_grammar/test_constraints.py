@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.json_schema import plain_schema
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 

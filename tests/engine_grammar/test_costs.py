@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from tests.engine_grammar.answers import outcome_of, request_with
 from tests.text.tiny_model import write_model
 from text.parsing.forced import forced_calls_schema

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from contract.errors import InvalidRequestError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.matcher import GrammarMatcher
 from tests.engine_grammar.answers import allowed_by, matcher_of, request_with
 from tests.text.parsing.cutting import Parsed, parse

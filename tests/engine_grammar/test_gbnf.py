@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InvalidRequestError, KvbatonError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.gbnf import gbnf_to_lark
 from engine.grammar.limits import GRAMMAR_LIMITS

@@ -8,7 +8,7 @@ from queue import Queue
 import pytest
 
 from contract.errors import OverloadedError
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.limits import HEAVY_BYTES
 from engine.grammar.machine import Machine

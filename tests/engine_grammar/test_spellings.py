@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
-from contract.requests import Grammar
-from contract.schema_patterns import respelled
+from contract.sampling import Grammar
+from contract.schema_patterns import rust_pattern
 from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 
@@ -226,4 +226,4 @@ def test_patterns_follow_ecmascript(model: Path, number: int) -> None:
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in PATTERNS])
 def test_patterns_are_rewritten_once(pattern: str) -> None:
     """Routers and workers reduce a schema one after the other, so a second reduction must not change it."""
-    assert respelled(respelled(pattern)) == respelled(pattern)
+    assert rust_pattern(rust_pattern(pattern)) == rust_pattern(pattern)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.compute.forward import forward_pass
 from engine.kernels.binding import Kernels
 from engine.kernels.draw import KernelDraw

@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 import pytest
 
-from contract.requests import EngineOutput, EngineRequest, PoolingParams, SamplingParams, TokenLogprobs
+from contract.outputs import EngineOutput, TokenLogprobs
+from contract.requests import EngineRequest, PoolingParams
+from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.core import EngineCore
 from engine.outputs import NewRequestData, SchedulerOutput

@@ -11,7 +11,8 @@ from typing import Any
 import psutil
 import pytest
 
-from contract.requests import EngineRequest, Grammar, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import Grammar, SamplingParams
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -8,7 +8,8 @@ from hypothesis import given
 
 from contract.errors import UnavailableError, WorkerLostError
 from contract.identity import Role
-from contract.requests import EngineRequest, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, SendTransfer
+from contract.sampling import SamplingParams
 from engine.client import ProcessClient
 from engine.distributed.executor import RanksExecutor
 from engine.distributed.rank_watch import CallCount

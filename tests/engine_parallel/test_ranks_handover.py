@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from contract.identity import Role
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.distributed.local import LocalRanksExecutor
 from engine.executors.executor import Executor, create_executor

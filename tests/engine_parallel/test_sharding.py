@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from contract.errors import SettingError
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from engine.distributed.group import rank_device
 from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load

@@ -9,7 +9,9 @@ from typing import Any
 import msgspec
 
 from contract.layout import Side
-from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from contract.errors import InvalidRequestError, NotFoundError, SettingError, UnavailableError
-from contract.requests import EngineOutput, EngineRequest, FinishReason
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import EngineRequest
 from engine.client import EngineClient, InProcessClient, ProcessClient
 from engine.hosting.process import EngineProcess
 from engine.hosting.running import EnginePlan

@@ -10,7 +10,8 @@ import pytest
 
 from contract.errors import NotFoundError, SettingError, TransferError
 from contract.layout import Side
-from contract.requests import EngineRequest, FinishReason
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
 from engine.hosting.messages import (

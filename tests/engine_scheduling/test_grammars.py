@@ -9,7 +9,9 @@ import pytest
 from llguidance import LLTokenizer
 
 from contract.errors import TransferError
-from contract.requests import FinishReason, Grammar, ReceiveTransfer, SendTransfer
+from contract.outputs import FinishReason
+from contract.requests import ReceiveTransfer, SendTransfer
+from contract.sampling import Grammar
 from engine.connector import FirstToken, Received
 from engine.grammar.vocabulary import load_vocabulary
 from engine.scheduling.status import RequestStatus

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient, ProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -2,7 +2,8 @@
 
 import pytest
 
-from contract.requests import FinishReason, SamplingParams
+from contract.outputs import FinishReason
+from contract.sampling import SamplingParams
 from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_EOS, NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request

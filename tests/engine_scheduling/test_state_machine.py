@@ -7,7 +7,8 @@ that changed, and lets cancelled reads write late.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from contract.requests import EngineRequest, FinishReason, ReceiveTransfer, SendTransfer
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.scheduling.block_pool import blocks_needed
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request

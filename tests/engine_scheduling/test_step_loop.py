@@ -5,7 +5,8 @@ from typing import cast
 
 import pytest
 
-from contract.requests import EngineOutput, EngineRequest
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
 from engine.core import EngineCore
 from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutputs
 from engine.hosting.running import EnginePlan, run_engine

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import assume, given
 
 from contract.errors import InternalError
-from contract.requests import FinishReason, SendTransfer
+from contract.outputs import FinishReason
+from contract.requests import SendTransfer
 from engine.scheduling.status import RequestStatus
 from tests.engine_scheduling.stepping import (
     PROMPT,

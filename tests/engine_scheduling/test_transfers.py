@@ -2,7 +2,7 @@
 
 import pytest
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (

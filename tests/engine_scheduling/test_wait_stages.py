@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from contract.errors import OverloadedError
-from contract.requests import EngineRequest, FinishReason
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
 from engine.scheduling.status import RequestStatus

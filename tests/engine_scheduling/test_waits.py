@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from contract.requests import EngineOutput
+from contract.outputs import EngineOutput
 from engine.connector import FirstToken, Received
 from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import FAKE_VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""The demo model: its data is what it says, its training is reproducible and resumes, and it recalls."""
+"""The demo model: its data, its reproducible and resumable training, and its recall."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,7 @@ def test_recall_prompts_are_what_they_say(tokenizer: Tokenizer, num_tokens: int)
 
 
 def test_a_block_without_an_answer_is_refused(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="block 99 holds no answer"):
+    with pytest.raises(ValueError, match="block 99 contains no answer"):
         DemoData(tokenizer).recall_prompt(np.random.default_rng(0), 128, 99)
 
 

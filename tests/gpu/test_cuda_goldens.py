@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from benchmarks.gpu_steps import usable_backends
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

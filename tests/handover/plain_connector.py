@@ -14,7 +14,8 @@ from torch import Tensor
 
 from contract.identity import Role
 from contract.layout import KVLayout, Side
-from contract.requests import EngineRequest, TransferReport
+from contract.outputs import TransferReport
+from contract.requests import EngineRequest
 from engine.connector import (
     ConnectorFactory,
     ConnectorPair,

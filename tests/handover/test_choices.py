@@ -8,14 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    SamplingParams,
-    TokenLogprobs,
-    choice_seed,
-)
+from contract.outputs import EngineOutput, FinishReason, TokenLogprobs
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams, choice_seed
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from contract.errors import ErrorKind
-from contract.requests import FinishReason, SamplingParams
+from contract.outputs import FinishReason
+from contract.sampling import SamplingParams
 from examples.demo_model.data import DemoData
 from tests.engine_pair import running_pair, tokens_of
 from tests.kv_transfer.fakes import CorruptingReceiver

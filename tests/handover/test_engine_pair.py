@@ -9,7 +9,9 @@ import msgspec
 import pytest
 import torch
 
-from contract.requests import EngineRequest, FinishReason, SamplingParams
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    Grammar,
-    SamplingParams,
-    choice_seed,
-)
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import EngineRequest
+from contract.sampling import Grammar, SamplingParams, choice_seed
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import EOS_ID, make_checkpoint

@@ -9,7 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from contract.requests import EngineOutput, EngineRequest, SamplingParams, TokenLogprobs
+from contract.outputs import EngineOutput, TokenLogprobs
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from contract.requests import EngineOutput, EngineRequest, FinishReason, SamplingParams
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import EngineClient, InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -2,7 +2,8 @@
 
 import msgspec
 
-from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams
+from contract.requests import EngineRequest, ReceiveTransfer
+from contract.sampling import SamplingParams
 from engine.connector import Published
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.kv_receiver import KVReceiver

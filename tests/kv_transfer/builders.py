@@ -7,7 +7,8 @@ from typing import Any
 
 from contract.identity import Role, new_boot_id
 from contract.layout import KVLayout, Side
-from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import TransferSettings
@@ -21,7 +22,7 @@ TOKENS = [FirstToken(42)]
 
 
 def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
-    """Settings of one worker; peers' deaths are not declared by a slow test machine."""
+    """Return settings of one worker, whose timeouts suit a slow test machine."""
     defaults: dict[str, Any] = {
         "worker_id": name,
         "boot_id": new_boot_id(),
@@ -41,7 +42,7 @@ def block_content(transfer_id: str, index: int) -> bytes:
 
 
 def prompt_of(num_blocks: int, num_last: int = LAYOUT.block_size) -> list[int]:
-    """A prompt of so many blocks, the last one holding ``num_last`` tokens."""
+    """Return a prompt of ``num_blocks`` blocks, the last one with ``num_last`` tokens."""
     return list(range((num_blocks - 1) * LAYOUT.block_size + num_last))
 
 
@@ -65,7 +66,7 @@ class Worker:
             self.driver.memory.fill(block_id, block_content(transfer_id, index))
 
     def holds(self, transfer_id: str, block_ids: list[int], first: int = 0) -> bool:
-        """The blocks hold this transfer's content."""
+        """Return whether the blocks hold this transfer's content."""
         probe = ByteMemory(LAYOUT, 1)
         for index, block_id in enumerate(block_ids[first:], start=first):
             probe.fill(0, block_content(transfer_id, index))
@@ -113,7 +114,7 @@ def worker(
     num_blocks: int = 64,
     memory: ByteMemory | None = None,
 ) -> Iterator[Worker]:
-    """A running connector, closed at the end."""
+    """Run a connector, closed at the end."""
     driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
     driver.attach(TransferFactory(settings)(Side(layout), model, driver.wake))
     try:
@@ -124,7 +125,7 @@ def worker(
 
 @dataclass
 class Sides:
-    """Changes of the default settings on each side of a pair."""
+    """The settings of each side of a pair that differ from the defaults."""
 
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
@@ -134,7 +135,7 @@ class Sides:
 def pair_of(
     sides: Sides | None = None, transport: str = "tcp", memory: ByteMemory | None = None
 ) -> Iterator[Pair]:
-    """Two workers in one process; ``memory`` is the prefill worker's pool."""
+    """Run two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()
     both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
@@ -144,7 +145,7 @@ def pair_of(
 
 
 def hand_over(pair: Pair, name: str, num_blocks: int = 3, reads: int = 1) -> None:
-    """One whole transfer from blocks 10.. into blocks 30.., released at the end; ``reads`` of them were ordered."""
+    """Run one transfer from blocks 10.. into blocks 30.., released at the end, in ``reads`` ordered reads."""
     prompt, source, target = prompt_of(num_blocks), range(10, 10 + num_blocks), range(30, 30 + num_blocks)
     send, fetch = pair.send_request(name, prompt), pair.fetch_request(name, prompt)
     pair.prefill.lend(f"t-{name}", list(source))

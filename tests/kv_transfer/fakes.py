@@ -125,7 +125,7 @@ class CorruptingReceiver:
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch, then damage. Landed blocks are reported only afterwards: they would be verified undamaged."""
-        with read.telling(lambda _num_blocks: None):
+        with read.reporting(lambda _num_blocks: None):
             self._inner.fetch(source, request, views, read)
         if self.num_times == 0 or self._transport not in (None, source.transport):
             return

@@ -13,7 +13,7 @@ _CHUNK_BYTES = 65536
 
 
 class Way(Enum):
-    """What the relay does with bytes. SWALLOW_BACK: only what the dialed side answers is lost."""
+    """The relay's treatment of bytes. SWALLOW_BACK: only the dialed side's answers are lost."""
 
     PASS = "pass"
     SWALLOW = "swallow"
@@ -21,7 +21,7 @@ class Way(Enum):
     REJECT = "reject"
 
 
-class Relay:
+class TcpRelay:
     """Owns a port that leads to ``target``. ``way`` holds for every connection, from the next bytes on."""
 
     def __init__(self, target: str, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -118,9 +118,9 @@ def _reset(sock: socket.socket) -> None:
 
 
 @contextmanager
-def relay_to(target: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[Relay]:
-    """A relay for as long as the block lasts."""
-    relay = Relay(target, host, port)
+def relay_to(target: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[TcpRelay]:
+    """Run a relay within the block."""
+    relay = TcpRelay(target, host, port)
     try:
         yield relay
     finally:
@@ -129,7 +129,7 @@ def relay_to(target: str, host: str = "127.0.0.1", port: int = 0) -> Iterator[Re
 
 @contextmanager
 def no_answer_to_syn() -> Iterator[str]:
-    """An address whose packets are dropped: a listener whose queue is full."""
+    """Yield an address whose packets are dropped: a listener whose queue is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -146,7 +146,7 @@ def no_answer_to_syn() -> Iterator[str]:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nobody listens on now."""
+    """Return a port without a listener."""
     with socket.create_server((host, 0)) as sock:
         port: int = sock.getsockname()[1]
         return port

@@ -1,4 +1,4 @@
-"""Two workers' transfers over a clock, links and data jobs that a test moves by hand: the pieces of the protocol machine.
+"""Two workers' transfers over a clock, links and data jobs that a test moves by hand; used by the protocol machine.
 
 The transfers, the lease book and the memories are the real ones; only threads and sockets are played.
 """
@@ -22,10 +22,10 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
-from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.leases import LeaseBook
 from tests.kv_transfer.builders import MODEL, block_content, request_of
@@ -40,7 +40,7 @@ Command = tuple[PeerRef, msg.Message]
 
 
 def prompt_of(number: int) -> list[int]:
-    """Transfer ``number``'s prompt: one to three blocks, different from all others."""
+    """Return transfer ``number``'s prompt: one to three blocks, different from all others."""
     return [number * 100 + position for position in range(2 * (number % 3) + 1)]
 
 
@@ -119,7 +119,7 @@ class Lender:
         self.newest[transfer_id] = max(attempt, self.newest.get(transfer_id, attempt))
 
     def step(self) -> None:
-        """The forward pass computes what was planned; its orders wait for the data thread."""
+        """Compute what was planned; the orders wait for the data thread."""
         orders = self.sends.take_orders()
         for lent in self.requests.values():
             lent.num_ordered = lent.num_published
@@ -140,7 +140,7 @@ class Lender:
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
             self.book.extend(order.name, self.pool.memory, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests)
+            outcome = ev.BlockRange(order.first_block, digests)
         self.sends.send_event(order.key, outcome)
 
     def collect(self, read_blocks: set[int]) -> None:
@@ -231,7 +231,7 @@ class Fetcher:
         self.lanes.setdefault((job.source.boot_id, job.source.transport), deque()).append(Reading(job))
 
     def _choose(self, session: Session, _told: Callable[[Source, Source], bool]) -> Source:
-        """The first of two transports."""
+        """Return the first of two transports."""
         sources = [
             Source("p", session.boot_id, "127.0.0.1:2", session.token, name) for name in ("shm", "tcp")
         ]
@@ -311,7 +311,7 @@ class Fetcher:
         self.fetches.fetch_event(job.key, ev.CommitDone())
 
     def advance_lane(self, source: tuple[str, str], lender: Lender | None, how: str) -> None:
-        """Bring the lane's first read on by a stage; ``lender`` is its living sender. how: go, break, corrupt."""
+        """Advance the lane's first read by a stage; ``lender`` is its living sender. how: go, break, corrupt."""
         reading = self.lanes[source][0]
         outcome = self._outcome(reading, lender, how)
         if outcome is None:
@@ -375,7 +375,7 @@ def digest_of(view: memoryview, seed: int) -> int:
 
 @dataclass(eq=False)
 class Wire:
-    """A control link: what is on its way in both directions, and which end has not noticed that it broke."""
+    """A control link: the messages in both directions, and the ends that have not noticed that it broke."""
 
     lender: Lender
     fetcher: Fetcher

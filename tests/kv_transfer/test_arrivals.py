@@ -6,14 +6,14 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
+from contract.requests import SendTransfer
 from kv_transfer.control.arrival_estimates import ArrivalEstimates
+from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.links.link import PeerRef
-from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.messages import EndExpected, decode_message
-from kv_transfer.protocol.states import Send, SendState
-from kv_transfer.protocol.transitions import advance_send
-from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, pair_of, prompt_of
+from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
+from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, request_of
 from tests.kv_transfer.fakes import ByteMemory
 
 NUM_LAYERS = 16
@@ -29,7 +29,7 @@ class Pass:
         self.estimator = CompletionEstimator(NUM_LAYERS, lambda: self.now)
 
     def run(self, layer_seconds: Callable[[int], float], tail: float, num_blocks: int = 8) -> None:
-        """One pass; ``told`` has how far off each word of it was, too late being positive."""
+        """Run one pass; ``told`` gets the error of each estimate, positive if it was too late."""
         ends: list[float] = []
         self.estimator.begin(num_blocks, ends.append)
         for number in range(1, NUM_LAYERS + 1):
@@ -112,18 +112,24 @@ def test_one_that_is_long_overdue_hides_nobody() -> None:
     assert arrivals.next(6.0) == 8.0
 
 
-@pytest.mark.parametrize(
-    ("state", "peer", "words"),
-    [
-        (SendState.PUBLISHING, "peer", [ev.AnnounceEnd(0.5)]),
-        (SendState.PUBLISHING, None, []),
-        (SendState.EXPIRED, "peer", []),
-    ],
-    ids=["is fetched", "waits", "has ended"],
-)
-def test_who_fetches_hears_of_the_end(state: SendState, peer: str | None, words: list[ev.SendAction]) -> None:
-    send = Send(state=state, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer=peer)
-    assert advance_send(send, ev.EndForeseen(0.5)) == (send, words)
+def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> None:
+    posted: list[tuple[PeerRef, Message]] = []
+    ports = SendPorts(
+        lambda ref, message: posted.append((ref, message)),
+        release=lambda _name: None,
+        wake_core=lambda: None,
+        look_by=lambda _deadline: None,
+    )
+    settings = SendSettings(MODEL, LAYOUT.block_size, 9.0, 9.0)
+    transfers = SendTransfers(settings, ports, Counters(), Completions(), new_lease=lambda: "lease")
+    request = request_of("r", prompt_of(2), SendTransfer("t"))
+    transfers.open_send(request, [1, 2], 0)
+    transfers.announce_end(request.key, 0.7)
+    transfers.on_fetch("boot", FetchBlocks("t", 0))
+    transfers.announce_end(request.key, 0.5)
+    transfers.on_peer_gone("boot", "gone")
+    transfers.announce_end(request.key, 0.1)
+    assert posted == [(PeerRef("boot", is_dialed=False), EndExpected("t", 0, "lease", 0.5))]
 
 
 class FlatPool(ByteMemory):
@@ -187,8 +193,8 @@ def test_a_prompt_that_fails_is_not_expected_any_more() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan"), 1e9])
-def test_word_of_an_impossible_end_is_malformed(seconds: float) -> None:
-    """It is never computed with."""
+def test_an_impossible_estimate_is_malformed(seconds: float) -> None:
+    """An impossible estimate is never used."""
     word = msgspec.msgpack.encode(EndExpected("t", 0, "lease", seconds))
     with pytest.raises(TransferError, match="malformed"):
         decode_message(word)

@@ -1,4 +1,4 @@
-"""Attacks on real sockets of a worker: forged, replayed, reflected and reordered messages open nothing."""
+"""Unauthenticated connections on a worker's real sockets: forged, replayed, reflected and reordered messages are refused."""
 
 import socket
 import threading
@@ -76,7 +76,7 @@ def lender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Lender]:
 
 
 def is_let_in(sock: socket.socket) -> bool:
-    """Return True if anything but the end of the connection follows the proof."""
+    """Return whether anything follows the proof but the end of the connection."""
     try:
         return bool(sock.recv(1))
     except ConnectionError:
@@ -155,7 +155,7 @@ def test_a_proof_for_another_transport_or_another_session_is_refused(lender: Len
 
 @pytest.mark.parametrize("first", [DataProve("0" * 64), DataChallenge(DataStatus.OK), DataProve("")])
 def test_another_order_is_refused(lender: Lender, first: DataProve | DataChallenge) -> None:
-    """H3: no message is taken out of turn."""
+    """H3: no message is accepted out of turn."""
     with lender.dialed() as sock:
         write_frame(sock, first, MAX_DATA_FRAME_BYTES)
         assert not is_let_in(sock)
@@ -198,7 +198,7 @@ class Wire:
             self.sock.sendall(encode_frame(message, MAX_HANDSHAKE_BYTES))
 
     def hear(self) -> list[Message]:
-        """Everything up to the next pause; empty where the link was closed."""
+        """Return everything up to the next pause; empty if the link was closed."""
         while data := self.sock.recv(65536):
             found = [decode_message(body) for body in self._frames.feed(data)]
             if found:
@@ -213,7 +213,7 @@ def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
 
 
 def shifted(hello: Hello) -> Hello:
-    """The same text as ``hello``'s when joined by NUL, with fields of the attacker's choice behind the role."""
+    """Return fields of the attacker's choice whose text equals that of ``hello`` when joined by NUL."""
     return msgspec.structs.replace(hello, role=f"{hello.role}\x008\x008\x00nonce\x00p\x00boot\x00prefill")
 
 
@@ -292,7 +292,7 @@ def test_a_rogue_at_the_address_of_a_dead_worker_is_told_nothing_about_the_model
         received: list[bytes] = []
 
         def relay() -> None:
-            """Hand everything on to an honest worker, and its answer back."""
+            """Forward everything to an honest worker, and its answer back."""
             with rogue.accept()[0] as sock:
                 received.append(sock.recv(65536))
                 wire = Wire(other.driver.address)

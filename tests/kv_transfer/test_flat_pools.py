@@ -124,7 +124,7 @@ def test_what_has_landed_is_told_piece_by_piece(
             assert port.landed(everything[known:count]) == [content(each) for each in range(known, count)]
             told.append(count)
 
-        with read.telling(landed):
+        with read.reporting(landed):
             port.fetch(NAME, everything, everything, read)
         port.fetch(NAME, range(1), [0], read)
     assert told == sorted(told)
@@ -206,7 +206,7 @@ def test_a_lease_that_ends_between_two_pieces_of_shm_fails_the_read(tmp_path: Pa
         read = EndingRead(4, lambda: sender.release(NAME))
         with (
             pytest.raises(StaleLeaseError, match=f"ended while blocks {step}..{2 * step - 1} of {MANY}"),
-            read.telling(told.append),
+            read.reporting(told.append),
         ):
             port.fetch(NAME, everything, everything, read)
         assert told == [step]

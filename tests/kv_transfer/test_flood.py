@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kv_transfer.links.framing import encode_frame, listen_on, parse_address, read_frame, write_frame
-from kv_transfer.links.listening import Listener
-from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, Seldom, giving_way
+from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, LogLimiter, choose_displaced, listen_on
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.connection_cache import dial, unconnected
 from kv_transfer.transports.data_handshake import (
@@ -25,11 +24,11 @@ from kv_transfer.transports.data_handshake import (
     ReaderProofs,
 )
 from tests.kv_transfer.builders import hand_over, pair_of
-from tests.kv_transfer.test_strangers import WAIT, data_port, silent_links
+from tests.kv_transfer.test_unauthenticated import WAIT, data_port, silent_links
 
 
 def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """L7: a flood of the control port delayed the first hand-over: the honest peer gave way, and dialed again."""
+    """L7: a flood of the control port delayed the first hand-over: the honest peer was displaced, and dialed again."""
     with pair_of() as pair, ExitStack() as stack:
         flooding, stop = threading.Event(), threading.Event()
         opened: list[socket.socket] = []
@@ -61,33 +60,33 @@ def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pyte
 
 @dataclass
 class Played:
-    """A stranger."""
+    """An unauthenticated connection."""
 
     host: str
     heard_at: float
     has_spoken: bool
 
 
-STRANGERS = st.lists(
+CONNECTIONS = st.lists(
     st.builds(Played, st.sampled_from("abc"), st.floats(0, 9), st.booleans()), min_size=1, max_size=20
 )
 
 
-@given(STRANGERS)
+@given(CONNECTIONS)
 def test_room_is_made_by_the_address_that_holds_the_most_and_by_the_silent_first(
-    strangers: list[Played],
+    connections: list[Played],
 ) -> None:
     """L7: fair between addresses, and to connections that have sent something."""
-    gone = giving_way(strangers)
-    per_host = Counter(stranger.host for stranger in strangers)
+    gone = choose_displaced(connections)
+    per_host = Counter(stranger.host for stranger in connections)
     assert per_host[gone.host] == max(per_host.values())
-    for other in strangers:
+    for other in connections:
         if other.host == gone.host:
             assert (gone.has_spoken, gone.heard_at) <= (other.has_spoken, other.heard_at)
 
 
 def test_a_data_connection_that_names_an_open_session_keeps_its_place() -> None:
-    """L7: on the data ports a stranger cannot name a session."""
+    """L7: on the data ports an unauthenticated peer cannot name a session."""
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._context.sessions.begin("token")
         reading = ReaderProofs(Source("p", "b", sender.address, "token"))
@@ -156,9 +155,9 @@ def test_a_listener_rests_after_a_few_connections() -> None:
         assert counts == [4, 4, 2]
 
 
-def test_what_is_said_seldom_tells_how_often_it_was_not_said() -> None:
+def test_a_limited_log_line_counts_the_suppressed_ones() -> None:
     now = [0.0]
-    seldom = Seldom(1.0, lambda: now[0])
-    assert [seldom.ask() for _ in range(3)] == [0, None, None]
+    limiter = LogLimiter(1.0, lambda: now[0])
+    assert [limiter.admit() for _ in range(3)] == [0, None, None]
     now[0] = 1.0
-    assert [seldom.ask(), seldom.ask()] == [2, None]
+    assert [limiter.admit(), limiter.admit()] == [2, None]

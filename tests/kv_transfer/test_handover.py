@@ -5,7 +5,7 @@ from functools import partial
 import msgspec
 import pytest
 
-from contract.requests import TokenLogprobs
+from contract.outputs import TokenLogprobs
 from engine.connector import FirstToken
 from kv_transfer.protocol.orders import TransferMetadata
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of

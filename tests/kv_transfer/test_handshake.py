@@ -45,7 +45,7 @@ def test_both_sides_end_with_the_same_token() -> None:
 
 
 def test_a_dialer_that_does_not_check_the_acceptor_is_still_checked_itself() -> None:
-    """The proof must be the dialer's own: neither a guess nor the acceptor's words sent back (law 8)."""
+    """The proof must be the dialer's own: neither a guess nor the acceptor's messages sent back (law 8)."""
     for claimed in ("0" * 64, None):
         acceptor = Accepting(identity("p"))
         (challenge,) = answer(acceptor, dialing("another secret").begin())

@@ -14,12 +14,12 @@ from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
-from kv_transfer.protocol.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
@@ -88,7 +88,7 @@ class SpoilingReceiver:
 
 
 def begin(pair: Pair) -> tuple[str, str]:
-    """Block 0 has crossed, the others are about to be computed; returns the keys of both sides."""
+    """Let block 0 cross, with the others about to be computed; return the keys of both sides."""
     prompt, driver = prompt_of(NUM_BLOCKS), pair.prefill.driver
     send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)
     pair.prefill.lend("t-r", SOURCE_IDS[:1])
@@ -102,7 +102,7 @@ def begin(pair: Pair) -> tuple[str, str]:
 
 
 def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
-    """The blocks behind block 0 are computed by one step; until all have crossed and were verified."""
+    """Compute the blocks after block 0 in one step; return when all have crossed and were verified."""
     driver, decode = pair.prefill.driver, pair.decode.driver
     driver.sender.publish(send, NUM_BLOCKS * LAYOUT.block_size)
     driver.step()
@@ -111,7 +111,7 @@ def compute_and_receive(pair: Pair, send: str, fetch: str) -> None:
 
 
 def compute(pair: Pair, number: int) -> None:
-    """Write this layer of the blocks behind block 0, once what was computed before has crossed."""
+    """Write this layer of the blocks after block 0, once what was computed before has crossed."""
     crossed = LAYOUT.block_bytes + (NUM_BLOCKS - 1) * LAYER_BYTES * (number - 1)
     pair.decode.driver.wait_for(lambda: num_bytes(pair) == crossed, f"the reading of {number - 1} layers")
     whole, memory = ByteMemory(LAYOUT, 1), pair.prefill.driver.memory
@@ -173,30 +173,30 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 
 
 def moving(**changes: object) -> Fetch:
-    """Eight blocks are reserved: two are cached, and one more is announced and being read."""
+    """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
-    for event in (ev.Announced(0, (1, 2, 3), 0.0), ev.Reserved(tuple(range(8)), 2)):
+    for event in (ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0), ev.Reserved(tuple(range(8)), 2)):
         fetch, _ = advance_fetch(fetch, event)
     assert fetch.state is FetchState.MOVING
     return fetch
 
 
 def test_only_what_is_new_is_read_ahead() -> None:
-    fetch, actions = advance_fetch(moving(), ev.AnnouncedLayers(3, 5, 100))
+    fetch, actions = advance_fetch(moving(), ev.LayerRange(3, 5, 100))
     assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 0, 100)]
-    fetch, actions = advance_fetch(fetch, ev.AnnouncedLayers(3, 5, 100))
+    fetch, actions = advance_fetch(fetch, ev.LayerRange(3, 5, 100))
     assert actions == []
-    fetch, actions = advance_fetch(fetch, ev.AnnouncedLayers(3, 5, 300))
+    fetch, actions = advance_fetch(fetch, ev.LayerRange(3, 5, 300))
     assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 100, 300)]
     assert fetch.num_posted == 3
 
 
 @pytest.mark.parametrize(
     "hint",
-    [ev.AnnouncedLayers(2, 3, 9), ev.AnnouncedLayers(0, 8, 9), ev.AnnouncedLayers(3, 6, 9)],
+    [ev.LayerRange(2, 3, 9), ev.LayerRange(0, 8, 9), ev.LayerRange(3, 6, 9)],
     ids=["announced already", "cached", "beyond the prompt"],
 )
-def test_a_hint_that_is_of_no_use_is_left_alone(hint: ev.AnnouncedLayers) -> None:
+def test_a_hint_that_is_of_no_use_is_left_alone(hint: ev.LayerRange) -> None:
     fetch = moving()
     assert advance_fetch(fetch, hint) == (fetch, [])
 
@@ -204,39 +204,39 @@ def test_a_hint_that_is_of_no_use_is_left_alone(hint: ev.AnnouncedLayers) -> Non
 def test_a_hint_reserves_nothing() -> None:
     """Law 4: memory is taken at the first announcement of whole blocks."""
     fetch = Fetch(num_blocks=8)
-    assert advance_fetch(fetch, ev.AnnouncedLayers(0, 8, 9)) == (fetch, [])
+    assert advance_fetch(fetch, ev.LayerRange(0, 8, 9)) == (fetch, [])
 
 
 def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
     """Law 2: the first read has ended, the one ahead has not."""
-    fetch, _ = advance_fetch(moving(), ev.AnnouncedLayers(3, 5, 100))
+    fetch, _ = advance_fetch(moving(), ev.LayerRange(3, 5, 100))
     fetch, _ = advance_fetch(fetch, ev.Cancelled())
     assert fetch.state is FetchState.DRAINING
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert (fetch.state, actions) == (FetchState.DRAINING, [])
     fetch, actions = advance_fetch(fetch, ev.ReadAheadOver(None))
-    assert (fetch.state, actions) == (FetchState.QUARANTINED, [ev.TellDrained()])
+    assert (fetch.state, actions) == (FetchState.QUARANTINED, [ev.ReportDrained()])
 
 
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
-    ready = ev.LayersReady(2, 6, 64)
+    ready = ev.LayerRange(2, 6, 64)
     assert advance_send(send, ready) == (send, []), "nobody is there"
     send, _ = advance_send(send, ev.FetchArrived("peer", 0, 0.0))
-    assert advance_send(send, ready) == (send, [ev.AnnounceLayers(2, 6, 64)])
+    assert advance_send(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
 
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
     send, _ = advance_send(send, ev.PeerGone("peer", "gone"))
-    after, actions = advance_send(send, ev.LayersReady(2, 6, 64))
+    after, actions = advance_send(send, ev.LayerRange(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.Revoke()], send.num_revokes + 1)
 
 
 @pytest.mark.parametrize("is_over", [True, False])
 def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_over: bool) -> None:
-    """Else the thread that reads would report about a fetch that has ended meanwhile."""
+    """Otherwise the reading thread would report about a fetch that has ended meanwhile."""
     jobs: list[PullJob] = []
 
     def ignore(*_: object) -> None:
@@ -275,7 +275,7 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
 def test_only_what_takes_up_where_the_last_one_ended_is_read_ahead(
     first: int, count: int, start: int
 ) -> None:
-    """Else the digests would be of other bytes than those that came."""
+    """Otherwise the digests would be of other bytes than those that arrived."""
     ahead = Ahead(3, 8, RunningDigests(range(5)))
     assert ahead.goes_on_with(3, 5, 0)
     assert not ahead.goes_on_with(first, count, start)

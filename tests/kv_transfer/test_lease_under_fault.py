@@ -51,7 +51,7 @@ class LendingTransfers:
         self.transfers.open_send(request, [3, 4], 0)
         self.transfers.publish(request.key, 8)
         (order,) = self.transfers.take_orders()
-        self.transfers.send_event(order.key, ev.RangeReady(0, (1, 2)))
+        self.transfers.send_event(order.key, ev.BlockRange(0, (1, 2)))
         self.transfers.finish_send(request.key, [FirstToken(1)])
 
     def state(self) -> str:

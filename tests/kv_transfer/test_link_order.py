@@ -1,4 +1,4 @@
-"""Words that go out in the thread that has them: in order behind what the I/O thread still has to do, and none lost."""
+"""Messages that go out in the calling thread: in order behind the I/O thread's pending commands, and none is lost."""
 
 import socket
 import threading
@@ -12,8 +12,8 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import Link, PeerRef
-from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
+from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
@@ -23,7 +23,7 @@ LENDER, READER = PeerRef("lender", is_dialed=True), PeerRef("reader", is_dialed=
 
 
 class Side:
-    """A link loop and what it hears. ``busy_with``: its I/O thread hears these words, and waits until ``go_on``."""
+    """A link loop and the messages that it received. busy_with: at this message its I/O thread waits for ``go_on``."""
 
     def __init__(self, boot_id: str, role: str) -> None:
         self.loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 300.0, 2**20), Counters())
@@ -52,7 +52,7 @@ class Side:
 
 @contextmanager
 def two_sides() -> Iterator[tuple[Side, Side]]:
-    """(reader, lender), with a link between them."""
+    """Yield (reader, lender), with a link between them."""
     lender, reader = Side("lender", Role.PREFILL), Side("reader", Role.DECODE)
     try:
         reader.loop.dial_and_send(target(lender), FetchBlocks("first", 0))
@@ -68,7 +68,7 @@ def target(lender: Side) -> PeerTarget:
     return PeerTarget("l", "lender", lender.loop.address)
 
 
-def test_words_do_not_wait_for_the_io_thread() -> None:
+def test_messages_do_not_wait_for_the_io_thread() -> None:
     with two_sides() as (reader, lender):
         lender.busy_with = CancelFetch("busy", 0)
         reader.loop.send(LENDER, lender.busy_with)
@@ -77,8 +77,8 @@ def test_words_do_not_wait_for_the_io_thread() -> None:
         assert reader.heard.get(WAIT) == TransferFailed("t", 0, "internal", "while its I/O thread is busy")
 
 
-def test_no_word_overtakes_what_was_ordered_before() -> None:
-    """A fetch waits for the I/O thread, which may have to dial; its cancellation comes behind it."""
+def test_no_message_overtakes_an_earlier_command() -> None:
+    """A fetch waits for the I/O thread, which may have to dial; its cancellation follows it."""
     with two_sides() as (reader, lender):
         reader.busy_with = TransferFailed("busy", 0, "internal", "")
         lender.loop.send(READER, reader.busy_with)
@@ -106,21 +106,22 @@ def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
         assert [reader.heard.get(WAIT) for _ in words] == words
 
 
-def test_a_link_that_is_not_open_yet_or_any_more_takes_no_words() -> None:
+def test_a_link_that_is_not_open_accepts_no_message() -> None:
     identity = LocalIdentity("p", "boot", Role.PREFILL, SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
         link = Link(ours, Accepting(identity), 2**20, now=0.0)
+        outbox = link.outbox
         word = CancelFetch("t", 0)
-        assert not link.send_now(word)
-        link.open()
-        link.held_for = "token"
-        assert not link.send_now(word)
-        link.held_for = None
-        assert link.send_now(word)
+        assert not outbox.send_now(word)
+        outbox.open()
+        outbox.held_for = "token"
+        assert not outbox.send_now(word)
+        outbox.held_for = None
+        assert outbox.send_now(word)
         assert not link.wants_write
         with pytest.raises(TransferError, match="a frame of"):
-            link.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
-        link.close()
-        assert not link.send_now(word)
+            outbox.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
+        outbox.close()
+        assert not outbox.send_now(word)

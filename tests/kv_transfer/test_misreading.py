@@ -18,8 +18,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.states import Send, SendState
-from kv_transfer.protocol.transitions import advance_send
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from kv_transfer.transports.choosing import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
@@ -47,7 +46,7 @@ def fetching() -> FetchTransfers:
 
 
 def test_digests_are_seeded_with_all_that_makes_kv_differ() -> None:
-    """Model, salt, tokens, and the place in the prompt: so the right bytes of anything else fail."""
+    """Model, salt, tokens, and the place in the prompt: the right bytes of anything else fail."""
     asked = [ASKED, msgspec.structs.replace(ASKED, cache_salt="s")]
     asked.append(msgspec.structs.replace(ASKED, prompt_token_ids=[7] * len(ASKED.prompt_token_ids)))
     seeds = [seed for each in asked for seed in digest_seeds(each, MODEL, LAYOUT.block_size)]
@@ -93,13 +92,13 @@ def test_a_transfer_has_one_reader() -> None:
 
 
 def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
-    """Law 2: its own reads count too; what it makes readable behind the end is revoked again first."""
+    """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
     send, _ = advance_send(LENDING, ev.Ordered(2))
     send, actions = advance_send(send, ev.Abandoned("cancelled", "aborted"))
     assert actions == [ev.Revoke()]
     send, actions = advance_send(send, ev.ReadersGone())
     assert actions == []
-    send, actions = advance_send(send, ev.RangeReady(0, (1, 2)))
+    send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
     assert actions == [ev.Revoke()]
     send, actions = advance_send(send, ev.ReadersGone())
     assert actions == [ev.ReportSent()]
@@ -125,6 +124,6 @@ def test_another_layout_is_refused_by_what_differs() -> None:
 
 
 def test_a_protocol_that_is_not_spoken_here_is_refused_by_number() -> None:
-    later = msg.PROTOCOL_MAX + 1
+    later = msg.TRANSFER_PROTOCOL_MAX + 1
     with pytest.raises(IncompatiblePeerError, match=f"speaks transfer protocol {later}..{later}"):
         Accepting(identity("p")).receive(msg.Hello(later, later, "nonce", "d", "boot-d", "both"))

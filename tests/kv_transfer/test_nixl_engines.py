@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.client import InProcessClient
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint

@@ -1,4 +1,4 @@
-"""Bytes of strangers on the internal sockets: whatever they are, they end one connection and nothing else."""
+"""Any bytes of unauthenticated peers on the internal sockets end one connection and nothing else."""
 
 import socket
 import string
@@ -94,7 +94,7 @@ def test_a_decoder_of_outside_bytes_raises_a_transfer_error_only(
 
 @given(data=st.binary(max_size=200), max_bytes=st.integers(0, 64))
 def test_a_frame_buffer_raises_a_transfer_error_only(data: bytes, max_bytes: int) -> None:
-    """M1: neither a length nor a checksum of a stranger ends more than its stream."""
+    """M1: neither a wrong length nor a wrong checksum ends more than its stream."""
     try:
         for body in FrameBuffer(max_bytes).feed(data):
             assert len(body) <= max_bytes

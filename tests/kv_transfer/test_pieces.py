@@ -95,6 +95,8 @@ class Reports:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         self._events.put(event)
 
+    def end_expected(self, key: str, seconds: float) -> None: ...
+
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         self._events.put(event)
 
@@ -190,9 +192,9 @@ def test_blocks_are_published_range_by_range_each_with_its_grant() -> None:
         data.execute(TransferMetadata([PublishOrder("r", NAME, 5, ids, seeds)]))
         ready = [reports.next() for _ in range(3)]
     firsts, sizes = [5, 5 + MAX_PIECE_BLOCKS, 5 + 2 * MAX_PIECE_BLOCKS], [MAX_PIECE_BLOCKS] * 2 + [3]
-    assert [one.first_block for one in ready if isinstance(one, ev.RangeReady)] == firsts
-    assert [len(one.digests) for one in ready if isinstance(one, ev.RangeReady)] == sizes
-    grants = [one.grants for one in ready if isinstance(one, ev.RangeReady)]
+    assert [one.first_block for one in ready if isinstance(one, ev.BlockRange)] == firsts
+    assert [len(one.digests) for one in ready if isinstance(one, ev.BlockRange)] == sizes
+    grants = [one.grants for one in ready if isinstance(one, ev.BlockRange)]
     assert grants == [(("played", str(size).encode()),) for size in sizes]
 
 
@@ -202,7 +204,7 @@ def test_a_range_that_fails_takes_the_rest_of_its_order_with_it(caplog: pytest.L
         data.execute(TransferMetadata([PublishOrder("r", NAME, 5, ids, ids)]))
         data.execute(TransferMetadata([PublishOrder("s", NAME, 0, [0], [0])]))
         ready, failed, other = (reports.next() for _ in range(3))
-    assert isinstance(ready, ev.RangeReady)
+    assert isinstance(ready, ev.BlockRange)
     what = (5 + MAX_PIECE_BLOCKS, NUM_BLOCKS - MAX_PIECE_BLOCKS, "internal", "publishing failed: no room")
     assert failed == ev.RangeFailed(*what)
     assert isinstance(other, ev.RangeFailed)

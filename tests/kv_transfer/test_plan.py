@@ -1,4 +1,4 @@
-"""Plans between unequal sides, as pure functions: against the plainest way to say where each token and head belongs."""
+"""Plans between unequal sides, as pure functions, compared with the plainest mapping of each token and head."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ UNTIMED = settings(deadline=None)
 
 @st.composite
 def plans(draw: st.DrawFn) -> TransferPlan:
-    """Any two sides that fit: block sizes of which one is a multiple, ranks that divide the heads, two dtypes."""
+    """Draw two compatible sides: one block size is a multiple of the other, ranks divide the heads, two dtypes."""
     small, ratio = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     sizes = draw(st.permutations([small, small * ratio]))
     num_heads = draw(st.sampled_from([1, 2, 4, 6, 12]))
@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> TransferPlan:
 
 @st.composite
 def ranges(draw: st.DrawFn) -> tuple[TransferPlan, int, int, int]:
-    """A plan, the length of a prompt, and a range of our blocks of it."""
+    """Draw a plan, the length of a prompt, and a range of our blocks of it."""
     plan, num_tokens = draw(plans()), draw(st.integers(1, 90))
     first = draw(st.integers(0, plan.ours.num_blocks(num_tokens) - 1))
     return plan, num_tokens, first, draw(st.integers(first + 1, plan.ours.num_blocks(num_tokens)))
@@ -49,7 +49,7 @@ def tokens_of_blocks(side: Side, first: int, end: int, num_tokens: int) -> list[
 @UNTIMED
 @given(ranges())
 def test_each_token_goes_where_it_belongs(case: tuple[TransferPlan, int, int, int]) -> None:
-    """Once, in order, from its place there to its place here; nothing else moves, nothing behind the prompt's end."""
+    """Once, in order, from its place there to its place here; nothing else moves, nothing after the prompt's end."""
     plan, num_tokens, first, end = case
     ours, theirs, moved = plan.ours.layout.block_size, plan.theirs.layout.block_size, []
     for run in plan.token_runs(first, end, num_tokens):

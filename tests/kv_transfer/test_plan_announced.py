@@ -1,4 +1,4 @@
-"""What a sender announces by its own blocks, told by ours: complete ones only, each once, wrong words refused."""
+"""A sender's announcements of its own blocks become announcements of ours: complete ones only, each once."""
 
 import msgspec
 import pytest
@@ -10,8 +10,7 @@ from contract.layout import Side
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.announced import AnnouncedBlocks, complete_event, published_event
-from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.plan import AnnouncedBlocks, TransferPlan, complete_event, published_event
 from tests.kv_transfer.builders import LAYOUT
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
@@ -83,7 +82,7 @@ def test_digests_of_every_rank_or_none(others: list[list[int]]) -> None:
     """Two ranks announce two blocks: what is missing of one would go unverified."""
     half = Side(msgspec.structs.replace(LAYOUT, num_kv_heads=1), 2)
     blocks = announced(TransferPlan(Side(LAYOUT), half), 21)
-    with pytest.raises(TransferError, match=r"not alike or not of all: it has 2"):
+    with pytest.raises(TransferError, match=r"not as many of each other rank: it has 2"):
         blocks.add(0, [1, 2], others)
     assert blocks.add(0, [1, 2], [[3, 4]]) == (0, (1, 2))
     assert isinstance(
@@ -99,20 +98,20 @@ def test_an_end_before_all_is_announced_is_refused() -> None:
             blocks.check_end(count)
 
 
-def test_words_become_events_about_our_blocks() -> None:
+def test_messages_become_events_about_our_blocks() -> None:
     tokens, blocks = [FirstToken(4)], announced(MERGING, 16)
 
     def published(first: int, digests: list[int]) -> msg.BlocksPublished:
         return msg.BlocksPublished("t", 0, "lease", first, digests)
 
-    assert published_event(None, published(5, [1]), 2.0) == ev.Announced(5, (1,), 2.0)
+    assert published_event(None, published(5, [1]), 2.0) == ev.Announced(ev.BlockRange(5, (1,)), 2.0)
     assert published_event(blocks, published(0, [1]), 2.0) is None
-    assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(0, (2,), 3.0)
+    assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(ev.BlockRange(0, (2,)), 3.0)
     refused = published_event(blocks, published(1, [2]), 3.0)
     assert isinstance(refused, ev.SenderFailed) and refused.kind == "transfer_failed"
     early = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
     assert isinstance(early, ev.SenderFailed) and "2 announced" in early.message
-    assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(1, (4,), 4.0)
+    assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(ev.BlockRange(1, (4,)), 4.0)
     done = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
     assert done == ev.Completed(2, (FirstToken(4),))
     direct = complete_event(None, msg.TransferComplete("t", 0, 4, tokens), 2)

@@ -16,7 +16,7 @@ UNTOUCHED = 7.0
 
 
 def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
-    """``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
+    """Return ``[num_layers, 2, all heads, num_tokens, head_dim]`` in the sender's dtype; many values round in bfloat16."""
     layout = plan.theirs.layout
     shape = (layout.num_layers, 2, plan.theirs.num_kv_heads, num_tokens, layout.head_dim)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(num_tokens)) * 100
@@ -24,7 +24,7 @@ def prompt_kv(plan: TransferPlan, num_tokens: int) -> Tensor:
 
 
 def cut(kv: Tensor, side: Side, rank: int, first: int, end: int) -> Tensor:
-    """Blocks ``first``..``end`` - 1 of a rank, one at a time; places behind the prompt's end hold UNTOUCHED."""
+    """Yield blocks ``first``..``end`` - 1 of a rank; places after the prompt's end hold UNTOUCHED."""
     layout = side.layout
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
     heads = kv[:, :, side.first_head(rank) : side.first_head(rank) + layout.num_kv_heads]

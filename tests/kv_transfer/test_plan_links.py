@@ -1,4 +1,4 @@
-"""Hand-overs between workers that cut or store their KV otherwise: real connectors, torch-free pools."""
+"""Hand-overs between workers that cut or store their KV differently: real connectors, torch-free pools."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,21 +46,21 @@ OLD = b"\x5a"
 
 
 class MeasuringReceiver(CorruptingReceiver):
-    """Damages nothing, and notes how many bytes each read is for."""
+    """Records the bytes of each read."""
 
     def __init__(self, inner: ReceiverTransport, sizes: list[int]) -> None:
         super().__init__(inner, block_index=-1)
         self._sizes = sizes
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Note, and fetch."""
+        """Record, and fetch."""
         self._sizes.append(sum(view.nbytes for view in views))
         super().fetch(source, request, views, read)
 
 
 @dataclass
 class Unequal:
-    """A pair whose sides differ, and one prompt between them: its blocks there (``source``) and here (``target``)."""
+    """A pair whose sides differ, and one prompt: its blocks on the sender (``source``) and on the receiver (``target``)."""
 
     pair: Pair
     plan: TransferPlan
@@ -71,13 +71,13 @@ class Unequal:
     fetch: EngineRequest
 
     def compute(self) -> None:
-        """The sender's pool holds the prompt's KV."""
+        """Write the prompt's KV into the sender's pool."""
         blocks = cut(self.kv, self.plan.theirs, 0, 0, len(self.source))
         for block_id, block in zip(self.source, blocks, strict=True):
             self.pair.prefill.driver.memory.write_view(block_id)[:] = as_bytes(block)
 
     def reserve(self, num_cached: int = 0) -> None:
-        """The first range is published: our blocks, which hold something old, are the destination."""
+        """Reserve our blocks, which hold old bytes, after the first range is published."""
         decode = self.pair.decode.driver
         decode.wait_for(lambda: decode.published == [self.fetch.key], "published")
         for block_id in self.target:
@@ -88,7 +88,7 @@ class Unequal:
         return set(bytes(self.pair.decode.driver.memory.read_view(self.target[block]))) == set(OLD)
 
     def found(self, first: int) -> list[Tensor]:
-        """Our blocks from ``first`` on, without what lies behind the prompt's end."""
+        """Return our blocks from ``first`` on, up to the prompt's end."""
         ours, memory = self.plan.ours.layout, self.pair.decode.driver.memory
         shape = (ours.num_layers, 2, ours.num_kv_heads, ours.block_size, ours.head_dim)
         blocks = []
@@ -202,7 +202,7 @@ def test_staging_is_bounded(theirs: KVLayout, ours: KVLayout) -> None:
 
 
 def test_a_buffer_holds_the_largest_piece_and_is_counted_while_it_is_lent() -> None:
-    """Two of their blocks fit; where one of ours needs four of theirs, four must."""
+    """Two of their blocks fit, or four if one of ours needs four."""
     counters, plan = Counters(), TransferPlan(Side(LAYOUT), Side(HALF))
     quarter = TransferPlan(Side(msgspec.structs.replace(LAYOUT, block_size=16)), Side(LAYOUT))
     for conversion, num_bytes in (
@@ -226,6 +226,8 @@ def test_a_fetch_that_is_cancelled_while_it_reads_drains(theirs: KVLayout, ours:
         prefill.send_all(case.send, case.source, TOKENS)
         decode.receiver.start_fetch(case.fetch)
         decode.wait_for(lambda: decode.published == [case.fetch.key], "published")
+        leases = prefill.scheduler.debug_state
+        prefill.wait_for(lambda: leases()["leases"][0]["num_published"] == len(case.source), "digested")
         memory.gated_block = case.source[-1]
         case.reserve()
         assert memory.is_waiting.wait(30)

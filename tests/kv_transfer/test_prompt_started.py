@@ -3,8 +3,8 @@
 import pytest
 
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import Fetch, FetchState, Send, SendState
-from kv_transfer.protocol.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
+from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from tests.kv_transfer.builders import TOKENS, pair_of, prompt_of
 
 NUM_BLOCKS = 13
@@ -23,7 +23,7 @@ def test_it_is_told_once() -> None:
     [
         (0, (), []),
         (4, (), [ev.AnnounceStart()]),
-        (4, (11, 12), [ev.Announce(0, (11, 12))]),
+        (4, (11, 12), [ev.BlockRange(0, (11, 12))]),
     ],
     ids=["waits", "is computed", "is published"],
 )
@@ -37,12 +37,12 @@ def test_who_asks_later_hears_how_far_it_is(
 
 def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
     fetch, actions = advance_fetch(Fetch(num_blocks=3), ev.Started())
-    assert actions == [ev.TellPublished()]
+    assert actions == [ev.ReportPublished()]
     assert advance_fetch(fetch, ev.Started())[1] == []
     fetch, actions = advance_fetch(fetch, ev.Reserved((4, 5, 6), 0))
     assert (fetch.state, actions) == (FetchState.RESERVED, [])
-    fetch, actions = advance_fetch(fetch, ev.Announced(0, (1, 2, 3), 0.0))
-    assert actions == [ev.Pull(0, (4, 5, 6), (1, 2, 3))]
+    fetch, actions = advance_fetch(fetch, ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0))
+    assert actions == [ev.PullBlocks(0, (4, 5, 6), (1, 2, 3))]
 
 
 def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> None:
@@ -50,7 +50,7 @@ def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> No
     fetch, _ = advance_fetch(fetch, ev.Reserved((4,), 0))
     fetch, actions = advance_fetch(fetch, ev.SenderFailed("cancelled", "the client left"))
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.AskCancel(), ev.TellFailed("cancelled", "the client left")]
+    assert actions == [ev.SendCancel(), ev.ReportFailed("cancelled", "the client left")]
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

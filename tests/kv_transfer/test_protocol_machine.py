@@ -28,11 +28,11 @@ def session_of(boot_id: str) -> Session:
 
 @soaked
 class ProtocolMachine(RuleBasedStateMachine):
-    """One prefill and one decode worker at a time, and as many incarnations of each as it takes."""
+    """One prefill and one decode worker at a time, of any number of incarnations."""
 
     @initialize(num_tokens=st.sampled_from([0, 2, 3, 9]), is_digested=MOSTLY)
     def begin(self, num_tokens: int, is_digested: bool) -> None:
-        """Two transfers are on their way already, unless ``num_tokens`` is 0."""
+        """Start two transfers, unless ``num_tokens`` is 0."""
         self.now = 0.0
         self.num_boots = 0
         self.wires: list[Wire] = []
@@ -68,7 +68,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(pick=PICKS, num_tokens=st.sampled_from([1, 2, 2, 3, 3, 9]), is_digested=MOSTLY, is_finished=MOSTLY)
     def compute(self, pick: int, num_tokens: int, is_digested: bool, is_finished: bool) -> None:
-        """A step over one prompt; its last one samples the first token."""
+        """Run a step over one prompt; its last one samples the first token."""
         going = [lent for lent in self.lender.requests.values() if not lent.is_over]
         if not going:
             return
@@ -161,7 +161,7 @@ class ProtocolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.blocks_being_read() or self.lender.orders)
     @rule(is_expiry=st.booleans(), num_aborts=st.integers(0, 2), is_reused=MOSTLY)
     def end_leases_amid_reads(self, is_expiry: bool, num_aborts: int, is_reused: bool) -> None:
-        """The prefill scheduler gives up, or time does; what is reported is used for something else at once."""
+        """Abandon or expire leases; reuse the reported blocks at once."""
         if is_expiry:
             self.pass_time(LEASE_SECONDS)
         for lent in list(self.lender.requests.values()):
@@ -175,14 +175,14 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(num_commands=st.integers(1, 4))
     def send(self, num_commands: int) -> None:
-        """The I/O threads carry out what was asked of them."""
+        """Carry out the commands of the I/O threads."""
         for _ in range(num_commands):
             self.send_of_fetcher()
             self.send_of_lender()
 
     @rule()
     def send_and_deliver(self) -> None:
-        """A quiet moment of a good network."""
+        """Send and deliver everything."""
         self.send(20)
         for _ in range(20):
             self.deliver(0, "take", True)
@@ -219,7 +219,7 @@ class ProtocolMachine(RuleBasedStateMachine):
 
     @rule(parts=st.lists(st.sampled_from(PARTS), min_size=4, max_size=20), pick=PICKS)
     def work(self, parts: list[str], pick: int) -> None:
-        """Both workers get on undisturbed."""
+        """Let both workers work undisturbed."""
         for part in parts:
             match part:
                 case "compute":
@@ -262,7 +262,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.fetcher = Fetcher(self.new_boot("d"), self.clock)
 
     def teardown(self) -> None:
-        """Everybody gives up what waits; the rest must end by itself."""
+        """Give up what waits; the rest must end by itself."""
         if not hasattr(self, "lender"):
             return
         for key in [key for key, one in self.fetcher.requests.items() if not one.is_given_up]:
@@ -317,7 +317,7 @@ class ProtocolMachine(RuleBasedStateMachine):
         self.fetcher.advance_lane(source, self.lender if source[0] == self.lender.boot_id else None, how)
 
     def wire_to(self, ref: PeerRef) -> Wire | None:
-        """The link that the decode worker believes in."""
+        """Return the link that is up for the decode worker."""
         return next((wire for wire in self.wires if wire.ref == ref and wire.is_known_to_fetcher), None)
 
     def send_of_fetcher(self) -> None:
@@ -376,7 +376,7 @@ class ProtocolMachine(RuleBasedStateMachine):
             lender.saw(message.transfer_id, message.attempt)
 
     def fetcher_hears(self, wire: Wire, message: msg.Message) -> None:
-        assert isinstance(message, msg.SenderWord)
+        assert isinstance(message, msg.SenderMessage)
         wire.fetcher.fetches.on_message(wire.ref, message)
 
 

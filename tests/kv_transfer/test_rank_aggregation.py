@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from contract.errors import ErrorKind
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.events import ImpossibleEventError
 from kv_transfer.protocol.plan import TransferPlan
-from kv_transfer.protocol.states import ImpossibleEventError
 from kv_transfer.ranks.aggregation import JobAggregator, Range, RangeAggregator, has_failed
 from kv_transfer.ranks.rank_data import ranks_read
 from tests.kv_transfer.test_plan import UNTIMED, plans
@@ -36,7 +36,7 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
     failures = [name for name in ends if name in ("failed", "lost")]
     if failures:
         assert isinstance(end, ev.JobFailed)
-        assert end.message == ENDS[failures[0]].message  # type: ignore[union-attr]
+        assert end.message == ENDS[failures[0]].message  # type: ignore[attr-defined]
         assert end.may_heal == ("lost" not in failures)
     elif "stopped" in ends:
         assert end == ev.JobStopped()
@@ -87,9 +87,9 @@ def test_a_rank_ends_a_job_once() -> None:
                 jobs.add(key, rank, event)
 
 
-def ready(first: int, count: int, rank: int) -> ev.RangeReady:
+def ready(first: int, count: int, rank: int) -> ev.BlockRange:
     digests = tuple(100 * rank + block for block in range(first, first + count))
-    return ev.RangeReady(first, digests, (("shm", bytes([rank])),))
+    return ev.BlockRange(first, digests, (("shm", bytes([rank])),))
 
 
 def orders(num_orders: int, failing: dict[int, tuple[int, int]]) -> list[list[Range]]:
@@ -124,15 +124,15 @@ def test_a_range_is_published_when_every_rank_lends_it(
     while any(left):
         rank = data.draw(st.sampled_from([rank for rank, rank_reports in enumerate(left) if rank_reports]))
         report = left[rank].pop(0)
-        done[rank] = report.first_block + (1 if isinstance(report, ev.RangeReady) else report.num_blocks)
+        done[rank] = report.first_block + (1 if isinstance(report, ev.BlockRange) else report.num_blocks)
         for done_range in ranges.add("r", rank, report):
             assert done_range.first_block == next_block
             next_block += (
-                len(done_range.digests) if isinstance(done_range, ev.RangeReady) else done_range.num_blocks
+                len(done_range.digests) if isinstance(done_range, ev.BlockRange) else done_range.num_blocks
             )
             assert next_block <= min(done), "a rank may still be reading these blocks"
             first_failed = min((3 * order + piece for order, piece in failing.values()), default=6)
-            if isinstance(done_range, ev.RangeReady):
+            if isinstance(done_range, ev.BlockRange):
                 assert done_range.digests == (done_range.first_block,)
                 assert [other.digests for other in done_range.others] == [
                     (100 * other + done_range.first_block,) for other in range(1, NUM_RANKS)

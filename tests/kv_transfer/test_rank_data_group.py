@@ -41,6 +41,8 @@ class Reports:
     def send_event(self, key: str, event: ev.SendEvent) -> None:
         self.events.put((key, event))
 
+    def end_expected(self, key: str, seconds: float) -> None: ...
+
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         self.events.put((key, event))
 
@@ -265,7 +267,7 @@ def test_a_dead_rank_does_not_delay_the_others() -> None:
         world.ranks[1].close()
         world.group.release(NAME)
         assert world.ranks[0].receive() == messages.Release(NAME)
-        world.ranks[0].send(messages.RangeReport("r", ev.RangeReady(0, (1,))))
+        world.ranks[0].send(messages.RangeReport("r", ev.BlockRange(0, (1,))))
         world.ranks[0].send(messages.ThreadFailed("marker", ""))
         assert world.reports.next()[0] == "marker"
         with suppress(OSError):

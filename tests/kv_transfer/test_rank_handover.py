@@ -10,7 +10,7 @@ import pytest
 
 from contract.errors import InternalError
 from contract.identity import Role
-from kv_transfer.protocol.states import NOT_NEEDED
+from kv_transfer.protocol.events import NOT_NEEDED
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, prompt_of, settings_for
 from tests.kv_transfer.fakes import ByteMemory, GatedMemory
 from tests.kv_transfer.played_ranks import SHARE, worker_of_ranks

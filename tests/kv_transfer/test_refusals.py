@@ -9,8 +9,8 @@ import pytest
 
 from contract.identity import Role
 from kv_transfer.links.framing import HEADER, as_frame, encode_frame
+from kv_transfer.protocol.events import NOT_NEEDED
 from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, FetchBlocks, Hello, decode_message
-from kv_transfer.protocol.states import NOT_NEEDED
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -26,7 +26,7 @@ from tests.kv_transfer.builders import (
 
 
 def failure_of(pair: Pair, **peer: Any) -> tuple[str, str]:
-    """(kind, message) of a fetch that must fail."""
+    """Return (kind, message) of a fetch that must fail."""
     fetch, decode = pair.fetch_request("r", prompt_of(2), **peer), pair.decode.driver
     decode.receiver.start_fetch(fetch)
     decode.wait_for(lambda: fetch.key in decode.failed, "failed")
@@ -87,7 +87,7 @@ def test_an_address_that_is_none() -> None:
 
 
 def test_a_host_that_cannot_be_encoded_is_refused_and_others_are_served() -> None:
-    """Resolving it raises UnicodeError, which is no OSError: the I/O thread lives on."""
+    """Resolving it raises UnicodeError, which is no OSError: the I/O thread survives."""
     with pair_of() as pair:
         kind, message = failure_of(pair, peer_control="a..b:9000")
         assert kind == "peer_unreachable"
@@ -96,7 +96,7 @@ def test_a_host_that_cannot_be_encoded_is_refused_and_others_are_served() -> Non
 
 
 def test_another_protocol_version_is_refused_by_number() -> None:
-    """A raw dialer from the future is told both ranges."""
+    """A dialer of a later version gets both ranges."""
     with worker(settings_for("p", Role.PREFILL)) as prefill:
         host, port = prefill.driver.address.split(":")
         with socket.create_connection((host, int(port))) as sock:
@@ -128,7 +128,7 @@ def test_strangers_on_the_control_port_are_cut_off(noise: bytes) -> None:
 
 
 def test_a_stranger_that_dribbles_its_first_frame_is_cut_off() -> None:
-    """The handshake has to be over in time; a byte now and then does not prolong it."""
+    """The handshake has a deadline, which no byte extends."""
     with worker(settings_for("p", Role.PREFILL, peer_timeout_seconds=0.3)) as prefill:
         host, port = prefill.driver.address.split(":")
         with socket.create_connection((host, int(port))) as sock:
@@ -141,7 +141,7 @@ def test_a_stranger_that_dribbles_its_first_frame_is_cut_off() -> None:
 
 
 def test_a_fetch_waits_for_a_transfer_that_is_not_known_yet_and_gives_up() -> None:
-    """Parked under a deadline, not refused (DESIGN §2)."""
+    """It is parked under a deadline, not refused (DESIGN §2)."""
     with pair_of(Sides(prefill={"parked_seconds": 0.3})) as pair:
         fetch, decode = pair.fetch_request("r", prompt_of(2)), pair.decode.driver
         decode.receiver.start_fetch(fetch)
@@ -185,8 +185,8 @@ def test_a_second_worker_cannot_fetch_what_another_fetches() -> None:
 
 @pytest.mark.parametrize("when", ["before the fetch", "parked", "published", "complete"])
 @pytest.mark.parametrize(("kind", "num_failures"), [(NOT_NEEDED, 0), ("internal", 1)])
-def test_an_abandoned_transfer_is_told_to_whoever_fetches(when: str, kind: str, num_failures: int) -> None:
-    """The answer ended at token 0, or an abort or error, in each state: one Failed there, one finished_sending here."""
+def test_an_abandoned_transfer_is_reported_to_its_fetcher(when: str, kind: str, num_failures: int) -> None:
+    """The answer ended early, by abort or by error, in each state: one Failed there, one finished_sending here."""
     with pair_of() as pair:
         prompt, prefill, decode = prompt_of(2), pair.prefill.driver, pair.decode.driver
         send, fetch = pair.send_request("r", prompt), pair.fetch_request("r", prompt)

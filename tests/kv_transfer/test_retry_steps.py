@@ -1,21 +1,21 @@
-"""The receiver's rules for a read that failed: what is read again, how often, and not before all reads are terminal."""
+"""The receiver's rules for a failed read: blocks are read again a bounded number of times, after all reads are terminal."""
 
 import pytest
 from msgspec.structs import replace
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import Fetch, FetchState, RetryStep
-from kv_transfer.protocol.transitions import advance_fetch
+from kv_transfer.protocol.events import RetryStep
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 
 
 def pulled(*lengths: int) -> Fetch:
-    """A fetch whose blocks were announced in ranges of these lengths, each of which a read was posted for."""
+    """Return a fetch whose blocks were announced in ranges of these lengths, with a read posted for each."""
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
     fetch, _ = advance_fetch(fetch, ev.Reserved(tuple(range(100, 100 + sum(lengths))), 0))
     for length in lengths:
-        fetch, (*_, pull) = advance_fetch(fetch, ev.Announced(first, (7,) * length, 1.0))
-        assert isinstance(pull, ev.Pull)
+        fetch, (*_, pull) = advance_fetch(fetch, ev.Announced(ev.BlockRange(first, (7,) * length), 1.0))
+        assert isinstance(pull, ev.PullBlocks)
         first += length
     return fetch
 
@@ -24,51 +24,53 @@ BROKEN = ev.JobFailed("transfer_failed", "digest", may_heal=True, retry_steps=tu
 
 
 def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
-    """What was verified before the failure stays; what comes behind it is stopped and read again with it."""
+    """Blocks verified before the failure stay; later ones are stopped and read again."""
     fetch, _ = advance_fetch(pulled(1, 2, 1), ev.PieceVerified(1, 2.0))
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [ev.StopReads()]
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert actions == [
         ev.ReadAgain(RetryStep.OTHER_TRANSPORT),
-        ev.Pull(1, (101, 102, 103), (7, 7, 7)),
+        ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [
         ev.ReadAgain(RetryStep.SAME_TRANSPORT),
-        ev.Pull(1, (101, 102, 103), (7, 7, 7)),
+        ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.AskCancel(), ev.TellFailed("transfer_failed", "digest")]
+    assert actions == [ev.SendCancel(), ev.ReportFailed("transfer_failed", "digest")]
 
 
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
     fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102))
     fetch, _ = advance_fetch(fetch, BROKEN)
-    fetch, actions = advance_fetch(fetch, ev.Announced(2, (7,), 2.0))
+    fetch, actions = advance_fetch(fetch, ev.Announced(ev.BlockRange(2, (7,)), 2.0))
     assert actions == []
     fetch, actions = advance_fetch(fetch, ev.PieceVerified(1, 2.0))
-    assert actions[1:] == [ev.Pull(0, (100, 101, 102), (7, 7, 7))], "behind the failed piece: not counted"
+    assert actions[1:] == [ev.PullBlocks(0, (100, 101, 102), (7, 7, 7))], (
+        "behind the failed piece: not counted"
+    )
 
 
 @pytest.mark.parametrize("word", [ev.SenderFailed("worker_lost", "died"), ev.Cancelled()])
 def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(word: ev.FetchEvent) -> None:
     fetch, _ = advance_fetch(pulled(1, 1), BROKEN)
     fetch, actions = advance_fetch(fetch, word)
-    assert (fetch.state, actions) == (FetchState.DRAINING, [ev.StopReads(), ev.AskCancel()])
+    assert (fetch.state, actions) == (FetchState.DRAINING, [ev.StopReads(), ev.SendCancel()])
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert fetch.state is FetchState.QUARANTINED
-    assert not any(isinstance(action, (ev.Pull, ev.ReadAgain)) for action in actions)
+    assert not any(isinstance(action, (ev.PullBlocks, ev.ReadAgain)) for action in actions)
 
 
 def test_a_digest_that_fails_behind_the_last_byte_is_read_again() -> None:
-    """LANDED goes back to MOVING, where the sender's failure counts again."""
+    """LANDED goes back to MOVING, in which the sender's failure counts again."""
     fetch, _ = advance_fetch(pulled(2), ev.Completed(2, (FirstToken(1),)))
     fetch, _ = advance_fetch(fetch, ev.PieceLanded(2, 0.0, 1.0))
     assert fetch.state is FetchState.LANDED
     fetch, (again, pull) = advance_fetch(fetch, BROKEN)
     assert (fetch.state, fetch.num_landed) == (FetchState.MOVING, 0)
-    assert isinstance(again, ev.ReadAgain) and isinstance(pull, ev.Pull)
+    assert isinstance(again, ev.ReadAgain) and isinstance(pull, ev.PullBlocks)
     failed, _ = advance_fetch(fetch, ev.SenderFailed("worker_lost", "died"))
     assert failed.state is FetchState.DRAINING

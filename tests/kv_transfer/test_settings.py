@@ -54,7 +54,7 @@ def test_the_secret_is_not_printed() -> None:
 
 
 def test_a_setting_that_is_missing_is_named_and_the_others_are_not_shown() -> None:
-    """Pydantic's word for a missing value holds all that were given, the secret among them."""
+    """Pydantic's error for a missing value contains all given values, the secret among them."""
     given: dict[str, Any] = {"worker_id": "p", "role": Role.PREFILL, "secret": SECRET}
     with pytest.raises(SettingError, match=r"^boot_id is not set$") as caught:
         TransferSettings(**given)

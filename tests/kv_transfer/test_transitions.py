@@ -1,4 +1,4 @@
-"""The rules of a hand-over, driven by random events: states move along allowed edges only, and every path ends."""
+"""The rules of a transfer, driven by random events: states move along allowed edges only, and every path ends."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,24 +10,15 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import (
-    FETCH_EDGES,
-    NOT_NEEDED,
-    SEND_EDGES,
-    Fetch,
-    FetchState,
-    ImpossibleEventError,
-    RetryStep,
-    Send,
-    SendState,
-)
-from kv_transfer.protocol.transitions import advance_fetch, advance_send
+from kv_transfer.protocol.events import NOT_NEEDED, ImpossibleEventError, RetryStep
+from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, advance_fetch
+from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, advance_send
 
 BLOCKS = 4
 
 
 def reachable(edges: dict[Any, frozenset[Any]], start: Any) -> set[Any]:
-    """States that can follow in one event: an event may pass through several (all cached: RESERVED → VERIFIED)."""
+    """Return the states that one event can lead to: it may pass through several (all cached: RESERVED → VERIFIED)."""
     found, todo = {start}, [start]
     while todo:
         for state in edges[todo.pop()] - found:
@@ -37,7 +28,7 @@ def reachable(edges: dict[Any, frozenset[Any]], start: Any) -> set[Any]:
 
 
 class SendMachine(RuleBasedStateMachine):
-    """A prefill side with a scheduler, a data thread, a transport and two peers that do what they may."""
+    """A prefill side whose scheduler, data thread, transport and two peers do anything that is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +48,7 @@ class SendMachine(RuleBasedStateMachine):
 
     def act(self, action: ev.SendAction) -> None:
         match action:
-            case ev.Announce():
+            case ev.BlockRange():
                 assert not self.send.has_ended
                 assert action.first_block == self.announced
                 self.announced += len(action.digests)
@@ -83,7 +74,7 @@ class SendMachine(RuleBasedStateMachine):
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
         failure = ev.RangeFailed(first, count, "internal", "bug")
-        self.apply(ev.RangeReady(first, tuple(range(count))) if works else failure)
+        self.apply(ev.BlockRange(first, tuple(range(count))) if works else failure)
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
@@ -104,7 +95,7 @@ class SendMachine(RuleBasedStateMachine):
     def peer_acts(self, peer: str, how: str) -> None:
         before = self.send
         events: dict[str, ev.SendEvent] = {
-            "let go": ev.LetGo(peer),
+            "let go": ev.Released(peer),
             "gone": ev.PeerGone(peer, "died"),
             "heard": ev.Heartbeat(peer, self.now),
         }
@@ -130,7 +121,7 @@ class SendMachine(RuleBasedStateMachine):
         assert self.send.is_reported == (self.num_reports == 1)
 
     def teardown(self) -> None:
-        """From wherever it stopped: the scheduler gives up, readers and digests end, the report comes."""
+        """From any state: the scheduler gives up, readers and digests end, the report comes."""
         self.abandon()
         while self.send.is_digesting:
             self.digest(BLOCKS, True)
@@ -144,13 +135,13 @@ RUNGS = st.sampled_from([(), (RetryStep.SAME_TRANSPORT,), tuple(RetryStep)])
 
 
 class FetchMachine(RuleBasedStateMachine):
-    """A decode side with a sender, a scheduler and a data thread that do what they may."""
+    """A decode side whose sender, scheduler and data thread do anything that is allowed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fetch = Fetch(num_blocks=BLOCKS)
-        self.jobs: list[ev.Pull | ev.CommitBlocks] = []
-        self.landed: list[ev.Pull] = []
+        self.jobs: list[ev.PullBlocks | ev.CommitBlocks] = []
+        self.landed: list[ev.PullBlocks] = []
         self.told: list[str] = []
         self.is_stopped = False
         self.committed = False
@@ -163,7 +154,7 @@ class FetchMachine(RuleBasedStateMachine):
         assert self.fetch.state in reachable(FETCH_EDGES, before)
         for action in actions:
             match action:
-                case ev.Pull():
+                case ev.PullBlocks():
                     assert action.block_ids == tuple(
                         100 + action.first_block + i for i in range(len(action.digests))
                     )
@@ -179,22 +170,22 @@ class FetchMachine(RuleBasedStateMachine):
                     self.jobs.append(action)
                 case ev.StopReads():
                     self.is_stopped = True
-                case ev.TellFailed():
+                case ev.ReportFailed():
                     self.told.append("failed")
-                case ev.TellDrained():
+                case ev.ReportDrained():
                     self.told.append("drained")
-                case ev.TellReceived():
+                case ev.ReportReceived():
                     self.told.append("received")
 
     @precondition(lambda self: len(self.fetch.digests) < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = len(self.fetch.digests)
-        self.apply(ev.Announced(first, (7,) * min(count, BLOCKS - first), 1.0))
+        self.apply(ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(ev.Announced(first, (7,) * count, 1.0))
+        self.apply(ev.Announced(ev.BlockRange(first, (7,) * count), 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
@@ -209,18 +200,18 @@ class FetchMachine(RuleBasedStateMachine):
     def reserve(self, num_cached: int) -> None:
         self.apply(ev.Reserved(tuple(range(100, 100 + BLOCKS)), num_cached))
 
-    @precondition(lambda self: any(isinstance(job, ev.Pull) for job in self.jobs[:1]))
+    @precondition(lambda self: any(isinstance(job, ev.PullBlocks) for job in self.jobs[:1]))
     @rule()
     def land(self) -> None:
         job = self.jobs[0]
-        if isinstance(job, ev.Pull) and job not in self.landed:
+        if isinstance(job, ev.PullBlocks) and job not in self.landed:
             self.landed.append(job)
             self.apply(ev.PieceLanded(len(job.block_ids), 0.0, 1.0))
 
     @precondition(lambda self: self.jobs)
     @rule(how=st.sampled_from(["done", "done", "failed", "broken", "broken", "stopped"]), rungs=RUNGS)
     def end_job(self, how: str, rungs: tuple[RetryStep, ...] = ()) -> None:
-        """broken: in a way that another read may heal."""
+        """End a job. broken: in a way that another read may heal."""
         job = self.jobs[0]
         if how == "stopped" and not self.is_stopped:
             return
@@ -238,7 +229,7 @@ class FetchMachine(RuleBasedStateMachine):
         self.committed = self.committed or (how == "done" and isinstance(job, ev.CommitBlocks))
         before = self.fetch.num_verified
         self.apply(outcomes[how])
-        if isinstance(job, ev.Pull) and self.fetch.num_verified > before:
+        if isinstance(job, ev.PullBlocks) and self.fetch.num_verified > before:
             self.verified.update(job.block_ids)
 
     @rule()
@@ -273,7 +264,7 @@ class FetchMachine(RuleBasedStateMachine):
             assert self.fetch.first_tokens is not None
 
     def teardown(self) -> None:
-        """From wherever it stopped: a cancel and the end of posted jobs lead to FREE."""
+        """From any state: a cancel and the end of posted jobs lead to FREE."""
         self.cancel()
         while self.jobs:
             self.end_job("stopped")
@@ -292,9 +283,9 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: advance_send(OPEN, ev.Opened(BLOCKS, 0.0)),
+        lambda: advance_send(OPEN, ev.SendOpened(BLOCKS, 0.0)),
         lambda: advance_send(OPEN, ev.Ordered(BLOCKS + 1)),
-        lambda: advance_send(OPEN, ev.RangeReady(0, (1,))),
+        lambda: advance_send(OPEN, ev.BlockRange(0, (1,))),
         lambda: advance_send(OPEN, ev.SendFinished((), 0.0)),
         lambda: advance_send(OPEN, ev.ReadersGone()),
         lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.Reserved((1,), 0)),
@@ -302,7 +293,7 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
     ],
 )
 def test_impossible_events_raise(act: Callable[[], object]) -> None:
-    """What no correct caller can cause is a bug, and says so."""
+    """An event that no correct caller can cause is a bug, and raises."""
     with pytest.raises(ImpossibleEventError):
         act()
 
@@ -312,7 +303,7 @@ def test_either_leg_may_come_first(order: list[str]) -> None:
     """A parked fetch and an opened transfer end in the same state."""
     if order[0] == "fetch":
         send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
-        send, _ = advance_send(send, ev.Opened(BLOCKS, 1.0))
+        send, _ = advance_send(send, ev.SendOpened(BLOCKS, 1.0))
     else:
         send, _ = advance_send(OPEN, ev.FetchArrived("d", 0, 1.0))
     assert (send.state, send.peer, send.deadline) == (SendState.OPEN, "d", 11.0)
@@ -328,10 +319,10 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
-    """The scheduler could not go on with it; a peer's word must not end the engine."""
+    """The scheduler could not continue with it; a peer's message must not end the engine."""
     fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
-    assert [action.kind for action in actions if isinstance(action, ev.TellFailed)] == ["transfer_failed"]
+    assert [action.kind for action in actions if isinstance(action, ev.ReportFailed)] == ["transfer_failed"]
 
 
 def test_times_are_split_at_the_last_announcement() -> None:
@@ -342,11 +333,11 @@ def test_times_are_split_at_the_last_announcement() -> None:
     assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
 
 
-def test_token_0_is_no_announcement() -> None:
-    """It may come long after the last range: what was exposed before it stays exposed."""
+def test_the_first_token_is_no_announcement() -> None:
+    """The first token may come long after the last range: what was exposed before it stays exposed."""
     fetch = Fetch(num_blocks=1)
     for event in (
-        ev.Announced(0, (7,), 5.0),
+        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
         ev.Reserved((3,), 0),
         ev.PieceLanded(1, 5.0, 6.0),
         ev.PieceVerified(1, 6.5),
@@ -356,11 +347,11 @@ def test_token_0_is_no_announcement() -> None:
     assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
-def visible_before_token_0() -> Fetch:
-    """All blocks are verified and visible; the sender has not said the token yet that the answer goes on with."""
+def visible_before_first_token() -> Fetch:
+    """Return a fetch with all blocks verified and visible, before the sender's first token arrives."""
     fetch, actions = Fetch(num_blocks=1), list[ev.FetchAction]()
     for event in (
-        ev.Announced(0, (7,), 5.0),
+        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
         ev.Reserved((3,), 0),
         ev.PieceLanded(1, 5.0, 6.0),
         ev.PieceVerified(1, 6.5),
@@ -372,18 +363,18 @@ def visible_before_token_0() -> Fetch:
     return fetch
 
 
-def test_blocks_become_visible_before_token_0_is_known() -> None:
-    """So that the request joins by the word that brings it."""
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.Completed(1, (FirstToken(1),)))
-    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.TellReceived(), ev.AskRelease()])
+def test_blocks_become_visible_before_the_first_token_arrives() -> None:
+    """The request can run as soon as the first token arrives."""
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.Completed(1, (FirstToken(1),)))
+    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.ReportReceived(), ev.SendRelease()])
 
 
-def test_a_sender_that_dies_before_token_0_fails_the_transfer() -> None:
-    """Its blocks are here, but nobody knows how the answer goes on."""
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.SenderFailed("worker_lost", "died"))
-    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.TellFailed("worker_lost", "died"))
+def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
+    """Its blocks are here, but the answer cannot continue without the first token."""
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
+    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.ReportFailed("worker_lost", "died"))
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
-    fetch, actions = advance_fetch(visible_before_token_0(), ev.Cancelled())
-    assert (fetch.state, actions) == (FetchState.FREE, [ev.AskCancel()])
+    fetch, actions = advance_fetch(visible_before_first_token(), ev.Cancelled())
+    assert (fetch.state, actions) == (FetchState.FREE, [ev.SendCancel()])

@@ -1,4 +1,4 @@
-"""A peer that cannot be reached has an error kind of its own: neither worker has died."""
+"""An unreachable peer has its own error kind: neither of the two workers has died."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,15 +23,15 @@ from kv_transfer.control.control_half import ControlHalf
 from kv_transfer.links.link import PeerRef
 from serving.errors import grpc_code, http_status, retry_after_seconds
 from tests.kv_transfer.builders import Pair, hand_over, pair_of, prompt_of, settings_for, worker
-from tests.kv_transfer.faulty_network import Relay, Way, free_port, no_answer_to_syn, relay_to
+from tests.kv_transfer.faulty_network import TcpRelay, Way, free_port, no_answer_to_syn, relay_to
 
 UNREACHABLE = ErrorKind.PEER_UNREACHABLE
 IMPATIENT = {"peer_timeout_seconds": 0.4, "read_timeout_seconds": 0.4}
 
 
 @contextmanager
-def behind_relays(**decode: float) -> Iterator[tuple[Pair, Relay, Relay]]:
-    """A pair, the prefill worker's control port and data port reached by relays."""
+def behind_relays(**decode: float) -> Iterator[tuple[Pair, TcpRelay, TcpRelay]]:
+    """Yield a pair whose prefill worker's control and data ports are reached through relays."""
     control, data = free_port(), free_port()
     prefill = settings_for(
         "p", Role.PREFILL, control_port=control, data_port=data, advertise_host="127.0.0.2"
@@ -81,7 +81,7 @@ def test_an_address_that_is_none_is_a_peer_out_of_reach(address: str) -> None:
 
 @pytest.mark.parametrize("way", [Way.REJECT, Way.SWALLOW, Way.SWALLOW_BACK])
 def test_a_link_that_breaks_under_transfers_fails_all_of_them(way: Way) -> None:
-    """P6: in the middle of transfers every one ends by the link's end, not by a deadline of its own."""
+    """P6: in the middle of transfers each one ends with the link, not by its own deadline."""
     with behind_relays(**IMPATIENT) as (pair, control, _):
         decode = pair.decode.driver
         fetches = [pair.fetch_request(f"r{number}", prompt_of(2)) for number in range(5)]
@@ -139,7 +139,7 @@ def test_no_end_of_a_link_is_an_error_that_other_workers_cannot_mend(
 
 
 def test_the_kind_crosses_every_wire() -> None:
-    """P6: it is rebuilt from its name, and mapped as an outage that a second try may not meet."""
+    """P6: it is rebuilt from its name, and mapped as an outage that a retry may avoid."""
     error = error_from_kind("peer_unreachable", "no answer")
     assert type(error) is PeerUnreachableError
     assert (http_status(error.kind), grpc_code(error.kind).name) == (503, "UNAVAILABLE")

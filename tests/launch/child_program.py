@@ -1,4 +1,4 @@
-"""A small child that speaks the supervisor's protocol; its first argument says how it behaves.
+"""A small child that implements the supervisor's protocol; its first argument selects its behaviour.
 
 well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. loads: never becomes
 ready, and ends at SIGTERM. stubborn: ignores SIGTERM. drains:

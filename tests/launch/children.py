@@ -1,4 +1,4 @@
-"""Scripted children for the supervisor's tests, and how to wait for the end of a process that is not ours."""
+"""Scripted children for the supervisor's tests, and a wait for the end of any process."""
 
 import os
 import select
@@ -18,7 +18,7 @@ def spec(
     needs: tuple[str, ...] = (),
     note: Callable[[Mapping[str, Facts]], str] = lambda _: "",
 ) -> ProcessSpec:
-    """A child named like a worker of `up` ("decode-0" has the role decode); note ends up in its facts."""
+    """Describe a child named like a worker of `up` ("decode-0" has the role decode); ``note`` is added to its facts."""
 
     def command(known: Mapping[str, Facts]) -> list[str]:
         how = behaviour if isinstance(behaviour, str) else behaviour(known)
@@ -28,7 +28,7 @@ def spec(
 
 
 def wait_gone(pid: int) -> bool:
-    """Block until process ``pid`` has ended, whoever its parent is; False when it still runs after PATIENCE_SECONDS."""
+    """Block until process ``pid`` has ended; return False if it still runs after PATIENCE_SECONDS."""
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:

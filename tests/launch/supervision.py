@@ -34,7 +34,7 @@ class Watcher:
 async def running(
     specs: Sequence[ProcessSpec], ready_file: Path | None = None, policy: RestartPolicy = QUICK
 ) -> AsyncIterator[tuple[Supervisor, Watcher]]:
-    """A supervisor whose processes are all ready; stopped cleanly afterwards."""
+    """Run a supervisor whose processes are all ready, and stop it cleanly afterwards."""
     watcher, stopped = Watcher(), asyncio.Event()
     supervisor = Supervisor(specs, ready_file=ready_file, policy=policy, listener=watcher)
     run = asyncio.create_task(supervisor.run(stopped))

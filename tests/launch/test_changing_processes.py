@@ -1,4 +1,4 @@
-"""Processes are added, retired and reconciled with a wanted list while the supervisor runs."""
+"""Processes are added, retired and reconciled with a list while the supervisor runs."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-async def test_an_added_process_knows_what_it_needs_and_is_kept_running(tmp_path: Path) -> None:
+async def test_an_added_process_gets_the_facts_it_needs_and_is_kept_running(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     async with running([ROUTER], ready_file) as (supervisor, watcher):
         supervisor.add(spec("decode-0", needs=NEEDS, note=lambda known: known["router"]["http"]))
@@ -45,7 +45,7 @@ async def test_an_added_process_knows_what_it_needs_and_is_kept_running(tmp_path
     assert wait_gone(again["pid"])
 
 
-async def test_an_added_process_that_fails_is_tried_again_and_the_others_serve_on(tmp_path: Path) -> None:
+async def test_a_failing_added_process_is_retried_and_the_others_keep_serving(tmp_path: Path) -> None:
     """A wrong flag of a new worker must not end the service that asked for one more."""
     lives = iter(["fails", "fails", "well"])
     ready_file = tmp_path / "ready.json"
@@ -58,7 +58,7 @@ async def test_an_added_process_that_fails_is_tried_again_and_the_others_serve_o
         assert names(ready_file) == ["router", "decode-0"]
 
 
-async def test_the_ready_file_follows_while_an_added_process_still_starts(tmp_path: Path) -> None:
+async def test_the_ready_file_is_updated_while_an_added_process_starts(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     async with running([ROUTER, spec("decode-0", needs=NEEDS)], ready_file) as (supervisor, watcher):
         supervisor.add(spec("decode-1", "loads", needs=NEEDS))
@@ -157,8 +157,8 @@ async def test_reconcile_ends_what_others_need_before_the_others() -> None:
         ]
 
 
-async def test_a_name_that_is_wanted_again_starts_when_its_earlier_process_has_ended() -> None:
-    """Two workers of one name would push each other out, and share their ports."""
+async def test_a_reused_name_starts_when_its_earlier_process_has_ended() -> None:
+    """Two workers with one name would detach each other and compete for ports."""
     old = replace(spec("decode-0", "drains", needs=NEEDS), drain_seconds=60.0)
     async with running([ROUTER, old]) as (supervisor, watcher):
         pid = supervisor.facts["decode-0"]["pid"]
@@ -180,7 +180,7 @@ async def test_a_name_that_is_wanted_again_starts_when_its_earlier_process_has_e
         assert facts["pid"] != pid
 
 
-async def test_a_stop_waits_for_retiring_processes_and_hurries_them_on_request() -> None:
+async def test_a_stop_waits_for_retiring_processes_and_can_abort_their_drain() -> None:
     watcher, stopped, at_once = Watcher(), asyncio.Event(), asyncio.Event()
     drains = replace(spec("decode-0", "drains", needs=NEEDS), drain_seconds=60.0)
     supervisor = Supervisor([ROUTER, drains], policy=QUICK, listener=watcher)
@@ -195,9 +195,9 @@ async def test_a_stop_waits_for_retiring_processes_and_hurries_them_on_request()
     await asyncio.gather(run, retired)
     assert not any(is_alive(each["pid"]) for each in facts.values())
     for change in (supervisor.retire("router"), supervisor.reconcile([])):
-        with pytest.raises(UnavailableError, match="being stopped"):
+        with pytest.raises(UnavailableError, match="supervisor is stopping"):
             await change
-    with pytest.raises(UnavailableError, match="being stopped"):
+    with pytest.raises(UnavailableError, match="supervisor is stopping"):
         supervisor.add(spec("decode-1"))
 
 
@@ -205,15 +205,17 @@ async def test_a_change_that_contradicts_itself_is_refused_and_changes_nothing()
     worker = spec("decode-0", needs=NEEDS)
     async with running([ROUTER, worker]) as (supervisor, _):
         before = supervisor.facts
-        with pytest.raises(SettingError, match="two processes share a name"):
+        with pytest.raises(SettingError, match="two processes have the same name"):
             supervisor.add(worker)
-        with pytest.raises(SettingError, match="decode-1 needs prefill-0, which is not there"):
+        with pytest.raises(SettingError, match="decode-1 needs prefill-0, which does not exist"):
             supervisor.add(spec("decode-1", needs=("prefill-0",)))
-        with pytest.raises(SettingError, match="no process is named 'decode-1'; there are router, decode-0"):
+        with pytest.raises(
+            SettingError, match="unknown process 'decode-1'; the processes are router, decode-0"
+        ):
             await supervisor.retire("decode-1")
         with pytest.raises(SettingError, match="router cannot be retired: decode-0 needs it"):
             await supervisor.retire("router")
-        with pytest.raises(SettingError, match="two processes share a name"):
+        with pytest.raises(SettingError, match="two processes have the same name"):
             await supervisor.reconcile([ROUTER, worker, worker])
         with pytest.raises(SettingError, match="decode-0 needs router"):
             await supervisor.reconcile([spec("decode-0"), spec("decode-1")])

@@ -1,4 +1,4 @@
-"""What stands in the environment of the processes that ``up`` starts."""
+"""The environment of the processes that ``up`` starts."""
 
 import json
 import os
@@ -33,7 +33,7 @@ NEEDED = {
 
 @pytest.fixture(scope="module")
 def environments() -> dict[str, dict[str, str]]:
-    """By process."""
+    """Return the environments by process."""
     path = os.environ["PATH"]  # noqa: TID251
     done = subprocess.run(
         [sys.executable, "-c", SHOW],
@@ -49,7 +49,7 @@ def environments() -> dict[str, dict[str, str]]:
 def test_a_worker_is_given_no_key_of_a_client_and_no_other_secret(
     environments: dict[str, dict[str, str]],
 ) -> None:
-    """L3: KVBATON_API_KEYS stood in every worker's environment."""
+    """L3: KVBATON_API_KEYS was in every worker's environment."""
     workers = {name: env for name, env in environments.items() if name != "router"}
     assert len(workers) == 3
     for name, env in workers.items():
@@ -60,7 +60,7 @@ def test_a_worker_is_given_no_key_of_a_client_and_no_other_secret(
 def test_the_router_is_given_the_keys_that_it_checks_and_no_others(
     environments: dict[str, dict[str, str]],
 ) -> None:
-    """L3: a child gets what it needs."""
+    """L3: a child gets only the keys that it needs."""
     held = {name for name in SECRETS if name in environments["router"]}
     assert held == {"KVBATON_API_KEYS", "KVBATON_SECRET"}
 

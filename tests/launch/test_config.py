@@ -1,4 +1,4 @@
-"""``--config``: flag over environment over file over default, and what ``up`` hands to its processes."""
+"""``--config``: flag over environment over file over default, and the settings that ``up`` passes to its processes."""
 
 import logging
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_the_variable_names_the_file(file: Path, monkeypatch: pytest.MonkeyPatch
     assert parse(UpSettings, "kvbaton up", []).sources.origins == {"config": "KVBATON_CONFIG"}
 
 
-def test_the_log_tells_where_each_setting_came_from(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_shows_the_source_of_each_setting(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     file.write_text('[router]\nsecret = "hunter2"\nmax_queue = 3\n')
     file.chmod(0o600)
     caplog.set_level(logging.INFO)
@@ -82,16 +82,16 @@ def test_the_log_tells_where_each_setting_came_from(file: Path, caplog: pytest.L
         ("[up]\nhttp = 8000\n", r"http is 8000: .*toml:2 \[up\]"),
         (
             "[up]\nmax_num_seqs = true\n",
-            r"max_num_seqs is true: it is no switch, allowed: at least 1 .*\[up\]",
+            r"max_num_seqs is true: a switch value is not allowed here, allowed: at least 1 .*\[up\]",
         ),
         (
             "[decode]\nmax_nm_seqs = 1\n",
-            r"\[decode\]: 'max_nm_seqs' is no setting .*did you mean max_num_seqs",
+            r"\[decode\]: 'max_nm_seqs' is not a setting .*did you mean max_num_seqs",
         ),
-        ("config = 'other'\n", "'config' is no setting of any command"),
-        ("prefill = 1\n[prefill]\n", "the sizes of up's pools belong into"),
+        ("config = 'other'\n", "'config' is not a setting of any command"),
+        ("prefill = 1\n[prefill]\n", "put the numbers of workers for up into"),
         ("[up]\nprefill = 1\n", "prefill is 1 but decode is 0"),
-        ("[up.x]\n", "'x' is no setting of up"),
+        ("[up.x]\n", "'x' is not a setting of up"),
     ],
 )
 def test_a_bad_file_stops_the_process_with_one_line(file: Path, content: str, told: str) -> None:
@@ -114,7 +114,7 @@ def test_a_bad_file_is_a_bad_setting_for_the_command_line(file: Path) -> None:
     assert "cannot be read" in refusal("up", "--config", str(file))
 
 
-def test_up_hands_on_what_concerns_each_process_and_not_the_file(
+def test_up_passes_settings_to_each_process_but_not_the_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text(
@@ -159,9 +159,9 @@ def test_a_restarted_router_keeps_its_ports_though_the_file_names_others(file: P
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("[decode]\nmodel = '/other'\n", "model is '/other', but this service has 'demo'"),
-        ("[decode]\nserved_model_name = 'x'\n", "served_model_name is 'x', but this service has None"),
-        ("[router]\nsecret = 'x'\n", "secret cannot be handed to several processes; give secret_file"),
+        ("[decode]\nmodel = '/other'\n", "model is '/other', but this service uses 'demo'"),
+        ("[decode]\nserved_model_name = 'x'\n", "served_model_name is 'x', but this service uses None"),
+        ("[router]\nsecret = 'x'\n", "secret cannot be passed to several processes; use secret_file"),
     ],
 )
 def test_processes_that_cannot_agree_are_refused(file: Path, content: str, told: str) -> None:
@@ -171,7 +171,9 @@ def test_processes_that_cannot_agree_are_refused(file: Path, content: str, told:
         child(up(file), "router")
 
 
-def test_what_up_decides_itself_is_logged_as_not_used(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_settings_that_up_sets_itself_are_logged_as_not_used(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file.write_text("[decode]\nrouter = '10.0.0.1:9100'\nworker_id = 'one'\n")
     argv, given = child(up(file), "decode-0")
     assert given == {}

@@ -1,4 +1,4 @@
-"""Where a model is found."""
+"""The folder and the name of a model."""
 
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ def test_a_local_folder_is_taken_and_named_after_itself(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"holds no config\.json"):
+    with pytest.raises(SettingError, match=r"contains no config\.json"):
         find_model(str(tmp_path))
 
 
-def test_a_path_that_is_no_folder_is_refused() -> None:
-    with pytest.raises(SettingError, match="no such folder, and no Hugging Face id either"):
+def test_a_path_that_is_not_a_folder_is_refused() -> None:
+    with pytest.raises(SettingError, match="neither an existing folder nor a Hugging Face id"):
         find_model("./no/such/folder")
 
 
@@ -39,7 +39,7 @@ def test_a_hugging_face_id_keeps_its_name() -> None:
 
 
 def test_a_router_names_a_model_as_the_workers_do() -> None:
-    """Else clients would have to know whether the router read the model itself."""
+    """Else the name would depend on whether the router read the model itself."""
     given: dict[str, Any] = {"model": "demo", "secret_file": "secret"}
     assert RouterCommand(**given).served_model_name == PrefillCommand(**given).served_model_name == DEMO_NAME
     assert RouterCommand(secret_file=Path("secret")).served_model_name is None

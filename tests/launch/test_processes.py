@@ -1,4 +1,4 @@
-"""Which processes ``up`` starts, and with which flags."""
+"""The processes that ``up`` starts, and their flags."""
 
 from pathlib import Path
 from typing import Any
@@ -58,7 +58,7 @@ def test_serve_is_up_with_one_aggregated_worker() -> None:
     assert served.model_dump() == upped.model_dump()
 
 
-def test_the_folder_of_files_is_the_routers_alone_and_not_of_a_service_for_one_command(
+def test_files_dir_is_passed_to_the_router_only_and_never_for_one_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KVBATON_FILES_DIR", "/data/files")
@@ -90,11 +90,11 @@ def test_each_worker_has_cores_of_its_own_on_request() -> None:
     assert cores() == [None] * 3
     assert cores(pin_cores=True) == [None, "2,3", "5,7"]
     assert cores(pin_cores=True, prefill=1, decode=2, num_threads=1) == [None, "2", "3", "5"]
-    with pytest.raises(SettingError, match="2 workers of 3 threads need 6 cores, and there are 5"):
+    with pytest.raises(SettingError, match="2 workers of 3 threads need 6 cores, but only 5 are available"):
         cores(pin_cores=True, num_threads=3)
 
 
-def test_prefill_workers_give_way_to_decode_workers_beside_them() -> None:
+def test_prefill_workers_get_a_lower_priority_than_decode_workers() -> None:
     def nice(**settings: Any) -> list[str | None]:
         every = specs(UpSettings(**settings))
         return [flags(one.command({"router": ROUTER_FACTS})).get("--nice") for one in every]
@@ -148,8 +148,8 @@ def test_flags_of_values() -> None:
     assert to_arguments(values) == ["--one-two", "3", "--yes", "--no-no"]
 
 
-def test_a_router_gets_the_options_of_workers_that_it_has_too() -> None:
-    """One flag of ``up`` must not mean one thing to the workers and nothing to the router."""
+def test_a_router_gets_the_worker_options_that_it_shares() -> None:
+    """A flag of ``up`` must apply to the workers and to the router."""
     router, prefill, _ = specs(UpSettings(peer_timeout_seconds=5.0, lease_seconds=40.0))
     assert flags(router.command({}))["--peer-timeout-seconds"] == "5.0"
     assert "--lease-seconds" not in router.command({})

@@ -23,7 +23,7 @@ def is_empty(folder: Path) -> bool:
     return not list(folder.iterdir())
 
 
-async def test_ready_file_names_every_process_and_is_gone_after_the_stop(tmp_path: Path) -> None:
+async def test_the_ready_file_names_every_process_and_is_removed_after_the_stop(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     specs = [spec("router"), spec("prefill-0", needs=("router",)), spec("decode-0", needs=("router",))]
     async with running(specs, ready_file) as (supervisor, _):
@@ -50,7 +50,7 @@ async def test_a_worker_gets_the_facts_of_what_it_needs() -> None:
         assert supervisor.facts["both-0"]["note"] == "127.0.0.1:1"
 
 
-async def test_a_killed_worker_is_started_again_and_the_ready_file_follows(tmp_path: Path) -> None:
+async def test_a_killed_worker_is_restarted_and_the_ready_file_is_updated(tmp_path: Path) -> None:
     ready_file = tmp_path / "ready.json"
     specs = [spec("router"), spec("decode-0", needs=("router",))]
     async with running(specs, ready_file) as (supervisor, watcher):
@@ -68,7 +68,7 @@ async def test_a_killed_worker_is_started_again_and_the_ready_file_follows(tmp_p
         assert supervisor.num_restarts == {"decode-0": 1}
 
 
-async def test_a_restarted_router_knows_its_earlier_addresses() -> None:
+async def test_a_restarted_router_gets_its_earlier_addresses() -> None:
     specs = [spec("router", note=lambda known: known["router"]["http"] if known else "first")]
     async with running(specs) as (supervisor, watcher):
         assert (await watcher.wait_for("router", ProcessState.READY))["note"] == "first"
@@ -76,7 +76,7 @@ async def test_a_restarted_router_knows_its_earlier_addresses() -> None:
         assert (await watcher.wait_for("router", ProcessState.READY))["note"] == "127.0.0.1:1"
 
 
-async def test_a_worker_that_fails_again_and_again_is_tried_again() -> None:
+async def test_a_worker_that_keeps_failing_is_retried() -> None:
     lives = iter(["well", "fails", "fails", "well"])
     async with running([spec("both-0", lambda _: next(lives))]) as (supervisor, watcher):
         await watcher.wait_for("both-0", ProcessState.READY)
@@ -85,8 +85,8 @@ async def test_a_worker_that_fails_again_and_again_is_tried_again() -> None:
         assert supervisor.num_restarts == {"both-0": 3}
 
 
-async def test_a_restart_that_cannot_be_started_is_tried_again() -> None:
-    """No memory for a fork, no descriptor for a pipe: the other processes go on meanwhile."""
+async def test_a_failed_restart_is_retried() -> None:
+    """No memory for a fork, no descriptor for a pipe: the other processes keep running."""
     command = spec("both-0").command
     lives = iter([command, lambda _: ["/no/such/program"], command])
     specs = [ProcessSpec("both-0", Role.AGGREGATED, lambda known: next(lives)(known))]
@@ -97,14 +97,14 @@ async def test_a_restart_that_cannot_be_started_is_tried_again() -> None:
         assert supervisor.num_restarts == {"both-0": 2}
 
 
-async def test_a_program_that_is_not_there_ends_the_supervisor_by_name() -> None:
+async def test_a_missing_program_ends_the_supervisor_and_is_named() -> None:
     specs = [ProcessSpec("both-0", Role.AGGREGATED, lambda _: ["/no/such/program"])]
     with pytest.raises(UnavailableError, match=r"both-0 could not start.*/no/such/program"):
         await Supervisor(specs, policy=QUICK).run(asyncio.Event())
 
 
 async def test_the_group_of_a_dead_process_is_killed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be somebody else's by the time at which the supervisor stops."""
+    """Its id may belong to another group by the time the supervisor stops."""
     killed: list[int] = []
     monkeypatch.setattr(os, "killpg", lambda group, _signal: killed.append(group))
     policy = RestartPolicy(first_delay_seconds=1000.0, last_delay_seconds=1000.0)
@@ -115,7 +115,7 @@ async def test_the_group_of_a_dead_process_is_killed_once(monkeypatch: pytest.Mo
     assert killed == [pid]
 
 
-async def test_a_process_that_never_was_ready_ends_the_supervisor(tmp_path: Path) -> None:
+async def test_a_process_that_was_never_ready_ends_the_supervisor(tmp_path: Path) -> None:
     watcher = Watcher()
     supervisor = Supervisor(
         [spec("router"), spec("decode-0", "fails", needs=("router",))],
@@ -146,7 +146,7 @@ async def test_a_process_that_ignores_sigterm_is_killed() -> None:
     assert wait_gone(pid)
 
 
-async def test_what_a_dead_child_had_started_dies_too() -> None:
+async def test_the_children_of_a_dead_child_are_killed_too() -> None:
     async with running([spec("both-0", "parent")]) as (supervisor, watcher):
         facts = supervisor.facts["both-0"]
         os.kill(facts["pid"], signal.SIGKILL)
@@ -191,13 +191,13 @@ def test_delays_double_up_to_their_limit() -> None:
 
 
 def test_no_two_processes_have_one_name() -> None:
-    """Costly choice: workers are attached by their name, so two of one name would push each other out."""
-    with pytest.raises(SettingError, match="two processes share a name"):
+    """Costly choice: workers are attached by name, so two with one name would detach each other."""
+    with pytest.raises(SettingError, match="two processes have the same name"):
         Supervisor([spec("prefill-0"), spec("prefill-0")])
 
 
 async def test_workers_are_stopped_when_the_router_has_drained_and_a_second_signal_is_passed_on() -> None:
-    """P10: the router has the time of its drain beside the grace; the workers live until it has ended."""
+    """P10: the router gets its drain time in addition to the grace; the workers run until it has ended."""
     watcher, stopped, at_once = Watcher(), asyncio.Event(), asyncio.Event()
     router = replace(spec("router", "drains"), drain_seconds=60.0)
     policy = RestartPolicy(first_delay_seconds=0.01, grace_seconds=0.3)

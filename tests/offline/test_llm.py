@@ -51,7 +51,7 @@ def llm() -> Iterator[LLM]:
 
 
 def told(outputs: list[RequestOutput]) -> list[tuple[Any, ...]]:
-    """What must be the same however the questions were asked."""
+    """Return the parts that must not depend on the batching of the prompts."""
     return [
         (answer.token_ids, answer.text, answer.finish_reason, answer.stop_reason)
         for output in outputs
@@ -158,7 +158,7 @@ async def test_the_answers_are_those_of_the_service(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_worker_that_dies_is_a_pause(llm: LLM) -> None:
-    """As in the service: the answer goes on behind the tokens that were there."""
+    """An answer is continued after its delivered tokens, like in the service."""
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     expected = told(llm.generate(PROMPTS * 4, params))
     worker = next(child for child in psutil.Process().children() if "both" in child.cmdline())
@@ -179,7 +179,7 @@ def test_bad_input_costs_nothing_and_a_closed_llm_says_so(llm: LLM) -> None:
         llm.generate(["a", "b"], [SamplingParams()])
     with pytest.raises(InvalidRequestError, match="priority has 1 entries for 2 prompts"):
         llm.generate(["a", "b"], priority=[1])
-    with pytest.raises(InvalidRequestError, match="lora_request is not served"):
+    with pytest.raises(InvalidRequestError, match="lora_request is not supported"):
         llm.generate("a", lora_request="x")  # type: ignore[arg-type]
     answers = llm.generate(["a", "b"], SamplingParams(ignore_eos=True), priority=[1, 2])
     assert [len(answer.outputs[0].token_ids) for answer in answers] == [16, 16]
@@ -208,7 +208,7 @@ def test_a_bad_argument_is_named() -> None:
         LLM(max_model_len=1)
     with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
         LLM(prefill=1)
-    with pytest.raises(SettingError, match="no such folder"):
+    with pytest.raises(SettingError, match="neither an existing folder"):
         LLM("/no/such/model")
 
 

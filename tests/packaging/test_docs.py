@@ -34,14 +34,14 @@ def sections(page: Path) -> dict[str, str]:
 
 
 def rows() -> dict[str, str]:
-    """Where each row of the requirements is shown, by its code."""
+    """Return the tests of each row of the requirements, by its code."""
     found = re.findall(r"^\| ([A-Z][0-9]+) \| .* \| (.*) \|$", SOURCES.read_text(), flags=re.MULTILINE)
     assert len(dict(found)) == len(found), "a code has two lines"
     return dict(found)
 
 
 def paths_in(text: str) -> list[str]:
-    """What stands in backticks and is the path of a file."""
+    """Return the words in backticks that are paths of files."""
     return [
         word for word in re.findall(r"`([^`\s]+)`", text) if re.fullmatch(r"[\w.-]+(/[\w.-]+)*\.[a-z]+", word)
     ]

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code as it is, and the tool tells a law that is guarded from one that is not."""
+"""The list of mutants matches the code, and the tool distinguishes a guarded law from an unguarded one."""
 
 import ast
 import subprocess
@@ -65,8 +65,8 @@ def test_no_law_is_without_a_mutant() -> None:
 @pytest.mark.parametrize(
     ("mutant", "problem"),
     [
-        (a_mutant("last", "first"), "law.py holds its text 0 times instead of once"),
-        (a_mutant("2", "3"), "law.py holds its text 2 times instead of once"),
+        (a_mutant("last", "first"), "law.py contains its text 0 times instead of once"),
+        (a_mutant("2", "3"), "law.py contains its text 2 times instead of once"),
         (a_mutant("min(", "min(("), "was never closed"),
         (a_mutant("min(", "missing("), "it breaks the program, not the law: NameError"),
         (a_mutant("min(", "max(", test="test_law.py::test_two"), "its test could not be run"),
@@ -80,7 +80,7 @@ def test_a_mutant_that_does_not_break_its_law_alone_is_a_problem(
 
 
 def test_one_that_lives_fails_the_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first one is seen, and mended again before the second one's turn."""
+    """The first one is detected, and repaired before the second one runs."""
     seen = LIST.format(name="guarded", old="min(", new="max(")
     (tiny / "tests" / "mutants.toml").write_text(seen + LIST.format(name="open", old="# the law", new="#"))
     assert main([], tiny) == 1
@@ -90,7 +90,7 @@ def test_one_that_lives_fails_the_run(tiny: Path, capsys: pytest.CaptureFixture[
         "UNSEEN",
         f"the test passes although the law is broken ({TEST})",
     )
-    assert last == "mutants: 1 of 2 were seen by their test"
+    assert last == "mutants: 1 of 2 were detected by their tests"
 
 
 def test_they_are_chosen_by_name_or_by_chance() -> None:
@@ -101,7 +101,7 @@ def test_they_are_chosen_by_name_or_by_chance() -> None:
     assert some == choose(MUTANTS, names, 3, 7)
     assert len({mutant.name for mutant in some}) == 3
     assert len({tuple(sorted(m.name for m in choose(MUTANTS, names, 3, seed))) for seed in range(20)}) > 1
-    with pytest.raises(SystemExit, match="no mutant is called gaurded"):
+    with pytest.raises(SystemExit, match="unknown mutants: gaurded"):
         choose(MUTANTS, ["gaurded"], None, 0)
 
 

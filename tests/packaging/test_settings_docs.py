@@ -44,9 +44,7 @@ def test_a_row_has_name_flag_variable_range_default_and_meaning(tmp_path: Path) 
     page = tmp_path / "settings.md"
     main([], page)
     assert (
-        "| `prefill` | `--prefill` | `KVBATON_PREFILL` | integer, at least 0, at most 64 | unset | Workers that compute"
+        "| `prefill` | `--prefill` | `KVBATON_PREFILL` | integer, at least 0, at most 64 | unset | Number of prefill workers"
         in page.read_text()
     )
-    assert (
-        "| `prompt` | `PROMPT` | `KVBATON_PROMPT` | text | required | What to answer. |" in page.read_text()
-    )
+    assert "| `prompt` | `PROMPT` | `KVBATON_PROMPT` | text | required | The prompt. |" in page.read_text()

@@ -21,8 +21,7 @@ from msgspec.structs import replace
 
 from contract.errors import KvbatonError
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.protocol.messages import Challenge, Hello, Message, Offer, Prove, Welcome
-from kv_transfer.protocol.transcript import Mac, mac_of
+from kv_transfer.protocol.messages import Challenge, Hello, Mac, Message, Offer, Prove, Welcome, mac_of
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
 
 _EVIL: dict[str, tuple[Any, ...]] = {
@@ -75,7 +74,7 @@ class Side:
     log: tuple[Message, ...] = ()
 
     def given(self, message: Message) -> "Side | None":
-        """Return its next state after this message; None where it refuses."""
+        """Return its next state after this message, None if it refuses the message."""
         half = copy.deepcopy(self.half)
         try:
             replies = half.receive(message)
@@ -86,7 +85,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Attack:
-    """A session that an honest side believes in, and no honest side has opened with it."""
+    """A session that an honest side has opened although no honest side opened it from the other end."""
 
     victim: Side
     believed: tuple[Message, ...]
@@ -98,7 +97,7 @@ class Attack:
 
 
 class Attacker:
-    """Owns the honest sides' states and what it has seen. mac: what the honest sides prove by."""
+    """Owns the honest sides' states and the messages that it has seen. mac: the MAC of the honest sides."""
 
     def __init__(self, mac: Mac = mac_of) -> None:
         d = identity_of("d/1", "boot-d", "decode")
@@ -113,7 +112,7 @@ class Attacker:
         self.completed: list[Side] = []
 
     def find_attack(self) -> Attack | None:
-        """Deliver until nothing new happens, or a side believes what no honest one has said."""
+        """Deliver until nothing new happens, or a side accepts what no honest side has sent."""
         tried: set[tuple[int, bytes]] = set()
         for _ in range(_MAX_ROUNDS):
             before = len(self.sides)
@@ -151,7 +150,7 @@ class Attacker:
         return None if self._is_agreed(then) else Attack(then, then.log)
 
     def _is_agreed(self, side: Side) -> bool:
-        """Whether an honest side of the other kind has sent and received just these messages."""
+        """Return whether an honest side of the other kind has sent and received exactly these messages."""
         session = side.half.session
         other = Accepting if isinstance(side.half, Dialing) else Dialing
         peers = [
@@ -208,7 +207,7 @@ def _forged(known: Message) -> Iterator[Message]:
 
 
 def _moved(first: str, second: str) -> Iterator[tuple[str, str]]:
-    """Yield other ways to cut the two texts, where nothing or a separator stands between them."""
+    """Yield other ways to cut the two texts, with nothing or a separator between them."""
     yield first + second[:1], second[1:]
     head, separator, tail = first.partition("/")
     if separator:

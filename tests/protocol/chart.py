@@ -1,4 +1,4 @@
-"""A counter-example as a message sequence chart in text: who did what, numbered, with what it led to."""
+"""A counter-example as a message sequence chart in text: numbered steps with their results."""
 
 from tests.protocol.explorer import Findings
 from tests.protocol.frames import message_of
@@ -31,7 +31,7 @@ _READ = {
 
 
 def draw(findings: Findings, rules: WorldRules) -> str:
-    """The whole way to the broken law, a line for each step."""
+    """Return the way to the broken law, a line for each step."""
     lines = [f"counter-example in {findings.scenario.name!r}, {len(findings.steps)} steps:"]
     for number, (world, action, after) in enumerate(findings.steps, start=1):
         lines.append(f"{number:3}. {describe(rules, world, action)}")
@@ -41,7 +41,7 @@ def draw(findings: Findings, rules: WorldRules) -> str:
 
 
 def describe(rules: WorldRules, world: World, action: Action) -> str:
-    """One step in words."""
+    """Describe one step."""
     kind, *places = action
     if kind == "sever":
         return f"{world.workers[places[0]].boot} ← {places[1]}: FAULT: this way of reading works no more"

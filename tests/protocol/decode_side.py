@@ -9,10 +9,10 @@ from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.protocol.states import RetryStep
 from kv_transfer.transports.choosing import Alternatives
 from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
@@ -29,7 +29,7 @@ _WAITING = RequestStatus.WAITING_FOR_REMOTE_KVS
 
 
 class Reading:
-    """A posted pull. stage: posted → copying → copied → landed. source_blocks: where it reads, once it has begun."""
+    """A posted pull. stage: posted → copying → copied → landed. source_blocks: those that it reads, once begun."""
 
     def __init__(self, job: PullJob, read: Read) -> None:
         self.key, self.name, self.first_block = job.key, job.name, job.first_block
@@ -47,7 +47,7 @@ class Reading:
 
 
 def lane_of(source: Source) -> str:
-    """The sender's boot id, and the transport where it is not the first one."""
+    """Return the sender's boot id, with the transport if it is not the first one."""
     return source.boot_id + ("" if source.transport == _TRANSPORTS[0] else f"/{source.transport}")
 
 
@@ -90,10 +90,10 @@ class DecodeSide(EngineSide):
         self.scheduler = self.make_scheduler(scenario.rules.decode_scheduler, connector, DECODE_BUDGET)
 
     def prepare(self) -> None:
-        """Before every call: nothing."""
+        """Do nothing before a call."""
 
     def carry_out(self) -> None:
-        """What the transfers' ports were told: jobs stay here, words go out."""
+        """Keep the jobs that the transfers posted here; send their messages out."""
         for effect in self.sink.take():
             match effect:
                 case ("pull", PullJob() as job):
@@ -104,36 +104,36 @@ class DecodeSide(EngineSide):
                     self.sink.ask(*effect)
 
     def hear(self, peer: str, frame: bytes) -> None:
-        """A frame of a prefill worker; see ``ControlHalf.link_message``."""
+        """Take a frame of a prefill worker; see ``ControlHalf.link_message``."""
         message = message_of(frame)
-        assert isinstance(message, msg.SenderWord)
+        assert isinstance(message, msg.SenderMessage)
         self.transfers.on_message(PeerRef(peer, is_dialed=True), message)
 
     def link_up(self, peer: str) -> None:
-        """The dialed link is welcomed."""
+        """Take the session of the dialed link."""
         if self.scenario.num_transports > 1:
             self.transfers._peers.alternatives.begin(_sources_of(peer, self.scenario.num_transports))
         self.transfers.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
-        """It ended, or could not be dialed."""
+        """Take the end of a link, or the failure to dial it."""
         source = self.transfers.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
         if source is not None:
             self.transfers._peers.alternatives.end(source)
 
     def run_out_of_time(self) -> None:
-        """``remote_kv_timeout_seconds`` are over for whoever waits for KV."""
+        """End the waits for KV: ``remote_kv_timeout_seconds`` are over."""
         late = [one for one in self.scheduler.requests.values() if one.status is _WAITING]
         for request in late:
             self.scheduler.live.finish(request, Finish.with_error(ErrorKind.DEADLINE, "no KV came in time"))
 
     def begin(self, peer: str, source_blocks: tuple[int, ...]) -> None:
-        """The lease was valid before the first byte."""
+        """Begin a read whose lease was valid before the first byte."""
         reading = self.lanes[peer][0]
         reading.source_blocks, reading.stage = source_blocks, "copying"
 
     def take_block(self, peer: str, content: Content | None) -> None:
-        """The bytes of the next block land."""
+        """Land the bytes of the next block."""
         reading = self.lanes[peer][0]
         block = reading.block_ids[reading.num_copied]
         self._check_may_write(reading.key, block)
@@ -143,7 +143,7 @@ class DecodeSide(EngineSide):
             reading.stage = "copied"
 
     def land(self, peer: str) -> None:
-        """The last byte is there, and the lease was valid after it."""
+        """Land a read whose lease was valid after the last byte."""
         reading = self.lanes[peer][0]
         if reading.part is not None and reading.ahead is not None:
             self.lanes[peer].pop(0)
@@ -154,7 +154,7 @@ class DecodeSide(EngineSide):
         self.transfers.fetch_event(reading.key, ev.PieceLanded(len(reading.block_ids), 0.0, 0.0))
 
     def end(self, peer: str, why: str) -> None:
-        """The read is terminal without success."""
+        """End a read without success."""
         reading = self.lanes[peer].pop(0)
         may_heal = why != "the lease is over"
         failed: ev.FetchEvent = ev.JobFailed(ErrorKind.TRANSFER_FAILED, why, may_heal)
@@ -163,7 +163,7 @@ class DecodeSide(EngineSide):
         self.transfers.fetch_event(reading.key, ev.JobStopped() if why == "stopped" else failed)
 
     def sever(self, lane: str) -> None:
-        """No read over this transport works any more, though the control link does."""
+        """Break every read over this transport, though not the control link."""
         self.severed.add(lane)
 
     def verify(self, peer: str) -> None:
@@ -195,7 +195,7 @@ class DecodeSide(EngineSide):
         self.transfers.fetch_event(job.key, ev.CommitDone())
 
     def _joined(self, reading: Reading, block: int, content: Content) -> Content:
-        """A block's content when these bytes of it have landed: halves of two contents make none."""
+        """Return a block's content after these bytes have landed; halves of two contents make none."""
         if reading.part is not None:
             return (*content, HALF)
         if reading.ahead is None or not reading.ahead.num_read:
@@ -226,7 +226,7 @@ class DecodeSide(EngineSide):
             raise LawBrokenError(f"{self.boot}: a read for {key} writes into block {block}, which is visible")
 
     def tidy(self) -> None:
-        """An idle lane is no lane."""
+        """Forget idle lanes."""
         super().tidy()
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
         for incoming in self.transfers._incoming:
@@ -235,7 +235,7 @@ class DecodeSide(EngineSide):
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:
-        """Fetches and jobs too."""
+        """Return the fetches and jobs too."""
         held = [
             f"fetch of {one['transfer_id']} is {one['state']}"
             for one in self.transfers.debug_state()["fetches"]
@@ -246,5 +246,5 @@ class DecodeSide(EngineSide):
 
 
 def _sources_of(peer: str, num_transports: int) -> list[Source]:
-    """Where blocks of this incarnation can be read, best first."""
+    """Return the sources by which blocks of this incarnation can be read, best first."""
     return [Source("p", peer, "", peer, name) for name in _TRANSPORTS[:num_transports]]

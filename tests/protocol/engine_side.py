@@ -20,7 +20,7 @@ Content = tuple[int, ...]
 
 
 def no_time() -> float:
-    """The clock stands: time is an action of the explorer."""
+    """Return 0: time is an action of the explorer."""
     return 0.0
 
 
@@ -51,7 +51,7 @@ class Connector:
         return TransferMetadata(orders) if orders else None
 
     def has_work(self) -> bool:
-        """Events and orders; the worker looks at the completions itself."""
+        """Return whether the transfers have something for the scheduler; the worker takes completions itself."""
         has_events = self._fetches is not None and self._fetches.has_events()
         return has_events or (self._sends is not None and self._sends.has_orders())
 
@@ -62,7 +62,7 @@ class Connector:
         return {}
 
     def close(self) -> None:
-        """Nothing runs here."""
+        """Do nothing: no thread runs here."""
 
 
 class EngineSide:
@@ -75,7 +75,7 @@ class EngineSide:
         self.contents: dict[int, Content] = {}
 
     def make_scheduler(self, make: Any, connector: Connector, max_num_batched_tokens: int) -> Scheduler:
-        """Production's, or a mutant."""
+        """Create production's scheduler, or a mutant."""
         scheduler: Scheduler = make(
             self.scenario.settings(max_num_batched_tokens),
             self.pool,
@@ -91,13 +91,13 @@ class EngineSide:
 
     @property
     def needs_step(self) -> bool:
-        """A step may change something."""
+        """Return whether a step may change something."""
         return self.scheduler.load.needs_step() or not self.completions.is_empty
 
     def accept(
         self, number: int, attempt: int, num_delivered: int, transfer: SendTransfer | ReceiveTransfer | None
     ) -> None:
-        """The router's call; a request that the engine refuses is answered with an error."""
+        """Take the router's request; answer it with an error if the engine refuses it."""
         asked = asked_of(self.scenario, number, attempt, num_delivered, transfer)
         try:
             self.scheduler.add_request(asked)
@@ -105,16 +105,16 @@ class EngineSide:
             self.scheduler.reject(asked, error)
 
     def cancel(self, request_id: str, attempt: int | None) -> None:
-        """The router's Cancel."""
+        """Cancel a request of the router."""
         self.scheduler.abort_request(request_id, attempt)
 
     def abort_all(self) -> None:
-        """The router's stream is lost."""
+        """Abort all requests: the router's stream is lost."""
         for asked in [request.asked for request in self.scheduler.requests.values()]:
             self.scheduler.abort_request(asked.request_id, asked.attempt)
 
     def step(self) -> None:
-        """Hear, decide, compute, take in."""
+        """Take in what arrived, schedule, compute, update."""
         self.scheduler.on_transfers_finished(*self.completions.take())
         output = self.scheduler.schedule()
         computed = self._compute(output)
@@ -133,11 +133,11 @@ class EngineSide:
                 )
 
     def take_metadata(self, metadata: TransferMetadata | None) -> None:
-        """This step's orders to the data half."""
+        """Take this step's orders to the data half."""
         assert metadata is None
 
     def tidy(self) -> None:
-        """After every call: check the laws that hold here, and number requests and blocks anew, in the same order."""
+        """Check the laws that hold here, and renumber requests and blocks in the same order. Called after every call."""
         check_integrity(self.scheduler)
         expected = content_of_hashes(self.scenario)
         for block_hash, block in self.pool._index._block_by_hash.items():
@@ -156,7 +156,7 @@ class EngineSide:
                 self.pool._free.move_to_end(block)
 
     def what_is_held(self) -> list[str]:
-        """What must not be there once everything is quiet."""
+        """Return what must not exist once everything is quiet."""
         held = [f"request {key} is {one.status.name}" for key, one in self.scheduler.requests.items()]
         held += [f"{holder} holds {count} blocks" for holder, count in self.pool.holders().items()]
         held += [
@@ -165,7 +165,7 @@ class EngineSide:
         return held
 
     def owner_of(self, block: int) -> str | None:
-        """Who holds the block; None for a free or quarantined one."""
+        """Return the request that holds the block, None for a free or quarantined block."""
         holders = [holder for holder in self.pool.holders() if block in self.pool.table_of(holder)]
         return ", ".join(holders) or None
 
@@ -187,7 +187,7 @@ class EngineSide:
         return computed
 
     def check_prefix(self, key: str, table: list[int], tokens: list[int]) -> None:
-        """The blocks hold the KV of exactly these tokens."""
+        """Check that the blocks hold the KV of exactly these tokens."""
         for index in range(-(-len(tokens) // BLOCK_SIZE)):
             wanted = tuple(tokens[: (index + 1) * BLOCK_SIZE])
             found = self.contents.get(table[index])

@@ -1,4 +1,4 @@
-"""Every world that can be reached, nearest first; the first one that breaks a law is told with the way to it."""
+"""A search of all reachable worlds, nearest first; it reports the first broken law and the way to it."""
 
 import time
 from array import array
@@ -12,7 +12,7 @@ from tests.protocol.world_rules import WorldRules
 
 @dataclass
 class Findings:
-    """What an exploration saw. broken: the first law that it saw broken; steps: the shortest way there, from the start.
+    """The results of an exploration. broken: the first broken law; steps: the shortest way to it.
 
     num_calls: different (state, call) of workers and router that production code answered. endings: how requests ended,
     with the rungs of the ladder that they took.
@@ -31,7 +31,7 @@ class Findings:
 
 
 class Explorer:
-    """Walks breadth first, so that a counter-example is as short as any."""
+    """A breadth-first search, so that a counter-example is as short as possible."""
 
     def __init__(self, scenario: Scenario, max_worlds: int | None = None) -> None:
         self.rules = WorldRules(scenario)
@@ -125,7 +125,7 @@ class Explorer:
         found.steps = steps[::-1]
 
     def _check_that_work_ends(self) -> None:
-        """Progress makes no circles, so without further faults every way ends in a quiet world."""
+        """Check that progress makes no circles: without further faults every way ends in a quiet world."""
         num_after = array("L", bytes(8 * len(self._worlds)))
         before: dict[int, list[int]] = {}
         for index in range(0, len(self._edges), 2):

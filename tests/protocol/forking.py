@@ -1,9 +1,8 @@
-"""Copies of production objects that are good enough to go back to, and a name for each state that they can be in.
+"""Copies of production objects, so that the explorer can go back, and a name for each of their states.
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
-walk plain attributes, so a class that gains one is covered without a word here. What only counts, guesses, waits or is
-called back (locks, counters, expected arrivals, shares of a step, ports, deadlines) is shared by all copies and is no part
-of a state.
+walk plain attributes, so a new attribute needs no change here. All copies share what only counts, estimates, waits or is
+called back (locks, counters, expected arrivals, shares of a step, ports, deadlines): it is no part of a state.
 """
 
 import dataclasses
@@ -33,13 +32,13 @@ _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
 
 
 def fork(root: _T) -> _T:
-    """A copy that shares nothing mutable with ``root`` but what is shared by all copies."""
+    """Copy ``root``; the copy shares nothing mutable with it but what all copies share."""
     copied: _T = _Forking().copy(root)
     return copied
 
 
 def freeze(root: Any) -> Any:
-    """A hashable value; equal for two graphs of the same shape and content."""
+    """Return a hashable value, equal for two graphs of the same shape and content."""
     return _Freezing().value(root)
 
 
@@ -113,7 +112,7 @@ _ATOMS = frozenset({int, str, bytes, float, bool, type(None)})
 
 @cache
 def is_copied(kind: Any) -> bool:
-    """True for our own mutable classes."""
+    """Return True for our own mutable classes."""
     is_ours = f"{kind.__module__}.".startswith(_COPIED_PACKAGES) and not issubclass(kind, (*_SHARED, Enum))
     is_plain = not issubclass(kind, (msgspec.Struct, tuple)) and not is_frozen(kind)
     return is_ours and is_plain and hasattr(kind, "__init__")
@@ -121,7 +120,7 @@ def is_copied(kind: Any) -> bool:
 
 @cache
 def is_frozen(kind: Any) -> bool:
-    """True for a frozen dataclass or Struct."""
+    """Return True for a frozen dataclass or Struct."""
     if issubclass(kind, msgspec.Struct):
         return bool(kind.__struct_config__.frozen)
     parameters: Any = getattr(kind, "__dataclass_params__", None)

@@ -6,10 +6,10 @@ from kv_transfer.protocol.messages import Message, decode_message
 
 
 def frame_of(message: Message) -> bytes:
-    """What goes over a link."""
+    """Encode a message for a link."""
     return msgspec.msgpack.encode(message)
 
 
 def message_of(frame: bytes) -> Message:
-    """What the other side reads."""
+    """Decode a frame of a link."""
     return decode_message(frame)

@@ -1,4 +1,4 @@
-"""Where something can happen: by itself in a worker or on a link, and where each fault can strike."""
+"""The actions that are possible: of a worker or a link by itself, and of each fault."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def look(side: PrefillSide | DecodeSide) -> tuple[Action, ...]:
-    """What a worker can do by itself, without its place in the world."""
+    """The actions of a worker by itself, without its place in the world."""
     actions: list[Action] = [("step",)] if side.needs_step else []
     if isinstance(side, PrefillSide):
         return (*actions, ("digest",)) if side.orders else tuple(actions)
@@ -23,7 +23,7 @@ def look(side: PrefillSide | DecodeSide) -> tuple[Action, ...]:
 
 
 def link_actions(index: int, link: Link) -> Iterator[Action]:
-    """What can happen on a control link."""
+    """Return the actions that are possible on a control link."""
     if link.is_cut or not link.is_up:
         if link.knows_prefill:
             yield "notice", index, True
@@ -62,7 +62,7 @@ def _breakable(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]:
 
 
 def _severable(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]:
-    """Before the first byte of a read; "break" is what may happen behind it."""
+    """Return the lanes that can be severed: before the first byte of a read. After it, "break" may happen."""
     for (index,) in _living(rules, world, False):
         side = rules.decodes.states[world.workers[index].state or 0]
         posted = (lane for lane, reading in look_at_reads(side) if reading.stage == "posted")
@@ -70,7 +70,7 @@ def _severable(rules: "WorldRules", world: World) -> Iterator[tuple[int, str]]:
 
 
 def _being_read(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
-    """Prefill workers whose blocks cross at this moment."""
+    """Return the prefill workers whose blocks are crossing now."""
     for (index,) in _living(rules, world, False):
         side = rules.decodes.states[world.workers[index].state or 0]
         readings = [(peer, reading) for peer, reading in look_at_reads(side) if reading.source_blocks]

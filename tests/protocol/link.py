@@ -1,4 +1,4 @@
-"""A control link of the explored world: two queues of frames, and who knows that it is there."""
+"""A control link of the explored world: two queues of frames, and the sides that have not seen its end."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from typing import NamedTuple
 class Link(NamedTuple):
     """Between one incarnation of a decode worker, which dialed, and one of a prefill worker.
 
-    is_up: the handshake is through; to_prefill then waits for nothing else. is_cut: nothing arrives any more.
-    knows_prefill, knows_decode: that side has not seen the link's end.
+    is_up: the handshake is complete. is_cut: nothing arrives any more. knows_prefill, knows_decode: that side has not seen
+    the link's end.
     """
 
     decode: str
@@ -21,9 +21,9 @@ class Link(NamedTuple):
 
     @property
     def is_forgotten(self) -> bool:
-        """Nobody knows of it."""
+        """True if both sides have seen its end."""
         return not self.knows_prefill and not self.knows_decode
 
     def cut(self) -> "Link":
-        """Whatever was on its way is lost."""
+        """Return the link without its frames, cut."""
         return self._replace(is_cut=True, to_prefill=(), to_decode=())

@@ -16,15 +16,15 @@ Call = tuple[Any, ...]
 
 
 class Part(Protocol):
-    """What a machine is made of."""
+    """The object that a machine is made of."""
 
     sink: Sink
 
     def prepare(self) -> None:
-        """Called before every call, on the copy that will be called."""
+        """Prepare the copy that will be called."""
 
     def carry_out(self) -> None:
-        """Called behind every call, until only effects for others are left in the sink."""
+        """Carry effects out until only those for others are left in the sink."""
 
     def tidy(self) -> None:
         """Check the laws, and make states equal that behave alike."""
@@ -34,7 +34,7 @@ P = TypeVar("P", bound=Part)
 
 
 class Machine(Generic[P]):
-    """Owns all states of one kind of part. A state's number is given out once."""
+    """Owns all states of one kind of part, each with its own number."""
 
     def __init__(self) -> None:
         self.states: list[P] = []
@@ -44,24 +44,24 @@ class Machine(Generic[P]):
 
     @property
     def num_answers(self) -> int:
-        """How many different calls production code has answered."""
+        """The number of different calls that production code has answered."""
         return len(self._answers)
 
     def number(self, part: P) -> int:
-        """The number of this part's state."""
+        """Return the number of this part's state."""
         part.prepare()
         part.tidy()
         return self._intern(part)
 
     def call(self, state: int, *call: Any) -> tuple[int, tuple[Effect, ...]]:
-        """(the state afterwards, what others must hear). Raises LawBrokenError, the same whenever it is asked again."""
+        """Return (state afterwards, effects on others). Raises LawBrokenError, again for every repetition."""
         answer = self._answers.get((state, call))
         if answer is None:
             answer = self._answers[state, call] = self._run(state, call)
         return answer if answer[0] >= 0 else self._refuse(answer[1])
 
     def view(self, state: int, look: Callable[[P], Any]) -> Any:
-        """What ``look`` sees in a state; looked at once, so always pass the same function."""
+        """Return ``look`` of a state; it is computed once, so always pass the same function."""
         seen = self.views.get(state)
         if seen is None:
             seen = self.views[state] = look(self.states[state])
@@ -73,7 +73,7 @@ class Machine(Generic[P]):
         return (self._intern(part) if number == 0 else number), effects
 
     def _ask(self, part: P, call: Call) -> tuple[int, tuple[Effect, ...]]:
-        """(0, effects), or (-1, the law that breaks)."""
+        """Return (0, effects), or (-1, the law that breaks)."""
         part.sink.take()
         try:
             part.prepare()
@@ -97,7 +97,7 @@ class Machine(Generic[P]):
 
 
 class LiveMachine(Machine[P]):
-    """The same for one schedule that is never gone back on: a state's number names a part, which changes in place."""
+    """A machine for one schedule without going back: a state's number names a part, which changes in place."""
 
     def number(self, part: P) -> int:
         self.states.append(part)

@@ -1,4 +1,4 @@
-"""Production's rules with one of them taken out, each by a class that differs in that rule alone."""
+"""Production's rules with one rule removed, each by a class that differs in that rule alone."""
 
 from msgspec.structs import replace
 
@@ -13,7 +13,7 @@ from tests.protocol.scenario import Rules
 
 
 class NoQuarantine(FetchTransfers):
-    """Says that the blocks of a cancelled fetch may be freed, whatever still reads into them."""
+    """Frees the blocks of a cancelled fetch while reads into them are posted."""
 
     def cancel_fetch(self, key: str) -> bool:
         super().cancel_fetch(key)
@@ -21,7 +21,7 @@ class NoQuarantine(FetchTransfers):
 
 
 class EagerReceiver(KVReceiver):
-    """Reserves as soon as a request arrives, not only behind the sender's first ``published``."""
+    """Reserves as soon as a request arrives, not only after the sender's first ``published``."""
 
     def start(self, request: Request) -> None:
         super().start(request)
@@ -51,7 +51,7 @@ class EagerReader(FetchTransfers):
 
 
 class TirelessReader(FetchTransfers):
-    """Forgets which rungs were climbed."""
+    """Forgets the retry steps that were taken."""
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         incoming = self._incoming.get(key)

@@ -30,7 +30,7 @@ NO_MEMORY = cast(KVMemory, None)
 class PrefillSide(EngineSide):
     """Owns one incarnation of a prefill worker.
 
-    orders: what the data thread has to digest, in order. num_leases: how many leases it ever gave.
+    orders: those that the data thread has to digest, in order. num_leases: the number of leases that it ever gave.
     """
 
     def __init__(self, scenario: Scenario, sink: Sink, boot: str) -> None:
@@ -64,22 +64,22 @@ class PrefillSide(EngineSide):
         )
 
     def name_lease(self) -> str:
-        """A token that no other lease of this incarnation ever had."""
+        """Return a token that no other lease of this incarnation ever had."""
         self.num_leases += 1
         return f"{self.boot}/{self.num_leases}"
 
     def take_metadata(self, metadata: TransferMetadata | None) -> None:
-        """The forward pass is done: its orders go to the data thread."""
+        """Pass the orders of a finished forward pass to the data thread."""
         self.orders += metadata.orders if metadata else []
 
     def digest(self, is_failing: bool) -> None:
-        """The data thread digests and publishes its next order, or the first layers of it."""
+        """Digest and publish the data thread's next order, or the first layers of it."""
         order = self.orders.pop(0)
         outcome: ev.SendEvent
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
             self.book.extend(order.name, NO_MEMORY, order.block_ids)
-            outcome = ev.LayersReady(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
+            outcome = ev.LayerRange(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
@@ -89,11 +89,11 @@ class PrefillSide(EngineSide):
             )
             if order.num_parts != LENT_BEFORE:
                 self.book.extend(order.name, NO_MEMORY, order.block_ids)
-            outcome = ev.RangeReady(order.first_block, digests)
+            outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
 
     def hear(self, peer: str, frame: bytes) -> None:
-        """A frame of a decode worker; see ``ControlHalf.link_message``."""
+        """Take a frame of a decode worker; see ``ControlHalf.link_message``."""
         self.transfers.on_heartbeat(peer)
         message = message_of(frame)
         if isinstance(message, msg.FetchBlocks):
@@ -103,11 +103,11 @@ class PrefillSide(EngineSide):
             self.transfers.on_release(peer, message)
 
     def peer_gone(self, peer: str) -> None:
-        """The link of this decode worker ended."""
+        """Take the end of this decode worker's link."""
         self.transfers.on_peer_gone(peer, "gone")
 
     def expire(self, peers: tuple[str, ...]) -> None:
-        """So much time passes that every deadline is over, but for the leases of ``peers``, which live."""
+        """Let every deadline pass but the leases of ``peers``, which are alive."""
         self.transfers._clock = lambda: 2 * LEASE_SECONDS
         for peer in peers:
             self.transfers.on_heartbeat(peer)
@@ -117,7 +117,7 @@ class PrefillSide(EngineSide):
             self.transfers.on_heartbeat(peer)
 
     def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
-        """A reader asks under which block ids it reads; None when the lease is over. See ``is_one_sided``."""
+        """Return the block ids that a reader reads, None if the lease is over. See ``is_one_sided``."""
         try:
             lease = self.book._begin(request)
         except StaleLeaseError:
@@ -128,11 +128,11 @@ class PrefillSide(EngineSide):
         return blocks
 
     def end_read(self, name: LeaseName) -> None:
-        """A counted reader is done, or its connection is gone."""
+        """End a counted reader, which is done or has lost its connection."""
         self.book._end(name, self.book._leases[name])
 
     def is_valid(self, name: LeaseName) -> bool:
-        """The lease's second check."""
+        """Check the lease a second time."""
         try:
             self.book.check(name)
         except StaleLeaseError:
@@ -140,11 +140,11 @@ class PrefillSide(EngineSide):
         return True
 
     def prepare(self) -> None:
-        """Before every call."""
+        """Set the shared sink's port of this side."""
         self.sink.new_lease = self.name_lease
 
     def carry_out(self) -> None:
-        """What the transfers' and the book's ports were told, until nothing is left but words for others."""
+        """Carry out the effects of the transfers and the book until only messages for others are left."""
         words = []
         while asked := self.sink.take():
             for effect in asked:
@@ -159,6 +159,6 @@ class PrefillSide(EngineSide):
             self.sink.ask(*effect)
 
     def what_is_held(self) -> list[str]:
-        """Leases and orders too."""
+        """Return the leases and orders too."""
         held = [f"transfer {one['transfer_id']} is {one['state']}" for one in self.transfers.debug_state()]
         return super().what_is_held() + held + [f"{order.key} is to be digested" for order in self.orders]

@@ -1,4 +1,4 @@
-"""A read of the explored world: lease, bytes of each block, lease again, digests; an action each."""
+"""A read of the explored world: lease, bytes of each block, lease again, digests; each is an action."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 def look_at_reads(side: DecodeSide) -> Iterator[tuple[str, Reading]]:
-    """The read that is each lane's turn."""
+    """Return the next read of each lane."""
     return ((name, lane[0]) for name, lane in side.lanes.items() if lane)
 
 
 def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, is_corrupt: bool) -> "World":
-    """Bring the first read of ``lane`` on by one stage."""
+    """Advance the first read of ``lane`` by one stage."""
     state = world.workers[index].state
     assert state is not None
     reading = rules.decodes.states[state].lanes[lane][0]
@@ -47,7 +47,7 @@ def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, 
 
 
 def break_read(rules: "WorldRules", world: "World", index: int, lane: str) -> "World":
-    """The connection of the lane's first read breaks; the next one may do."""
+    """Break the connection of the lane's first read; the next one may work."""
     reading = rules.decodes.states[world.workers[index].state or 0].lanes[lane][0]
     source = rules.find(world, sender_of(lane))
     if not rules.scenario.is_one_sided and reading.stage != "posted" and source is not None:

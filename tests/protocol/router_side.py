@@ -2,7 +2,7 @@
 
 from contract.errors import ErrorKind, error_from_kind
 from contract.identity import Role
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.legs import PREFILL, Placement
@@ -70,13 +70,13 @@ class RouterSide:
         self.bind_all()
 
     def prepare(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def carry_out(self) -> None:
-        """Calls stay here until they are delivered."""
+        """Keep calls until they are delivered."""
 
     def tidy(self) -> None:
-        """The order of calls to different workers means nothing."""
+        """Sort the calls: their order between different workers means nothing."""
         self.calls.sort(key=lambda call: (call[1], call[2], call[3], call[0] == "cancel"))
         self.workers = dict(sorted(self.workers.items()))
         for request in self.requests:
@@ -84,24 +84,24 @@ class RouterSide:
                 raise LawBrokenError(f"request {request.number} has ended, and goes on")
 
     def bind_all(self) -> None:
-        """Begin an attempt of every request that has none, where there are workers for it."""
+        """Begin an attempt of every request that has none, if there are workers for it."""
         for request in self.requests:
             if not request.ended and not request.is_bound:
                 self._bind(request)
 
     def deliver(self, index: int) -> None:
-        """A call has arrived at its worker (or the worker is gone)."""
+        """Remove a call that has arrived at its worker (or whose worker is gone)."""
         self.calls.pop(index)
 
     def cares(self, boot: str, entry: Entry) -> bool:
-        """The entry is of the attempt that runs; others' entries are dropped, now and at any later time."""
+        """Return whether the entry is of the running attempt; other entries are dropped, now and later."""
         request = self.requests[entry[0]]
         return entry[1] == request.attempt and any(
             leg.boot == boot and not leg.is_over for leg in request.legs
         )
 
     def hear(self, worker: str, boot: str, entry: Entry) -> None:
-        """One entry of a worker's stream; see ``router.attempt.Attempt._take``."""
+        """Take one entry of a worker's stream; see ``router.attempt.Attempt._take``."""
         number, attempt, first_index, tokens, finish_reason, error_kind = entry
         request = self.requests[number]
         leg = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
@@ -130,7 +130,7 @@ class RouterSide:
         self._deliver(request, [token.token_id for token in due])
 
     def lose(self, worker: str) -> None:
-        """The worker's stream is closed; see ``AttachedWorker.gone``."""
+        """Close the worker's stream; see ``AttachedWorker.gone``."""
         boot = self.workers.pop(worker)
         for request in self.requests:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
@@ -140,18 +140,18 @@ class RouterSide:
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
     def attach(self, worker: str, boot: str) -> None:
-        """A worker has registered."""
+        """Register a worker."""
         self.workers[worker] = boot
         for request in self.requests:
             request.failed_workers.discard(worker)
         self.bind_all()
 
     def give_up(self, number: int, kind: str) -> None:
-        """The client has gone, or a deadline is over."""
+        """End a request: the client has gone, or a deadline is over."""
         self._end(self.requests[number], kind)
 
     def doubt(self, number: int) -> None:
-        """An attempt takes too long: another one is made."""
+        """Replace an attempt that takes too long."""
         request = self.requests[number]
         self._fail(request, ErrorKind.DEADLINE, {leg.worker for leg in request.legs})
 

@@ -1,4 +1,4 @@
-"""What is explored: how many workers, requests and blocks there are, which faults may strike, and which rules hold."""
+"""Scenarios to explore: the workers, requests and blocks, the faults that may strike, and the rules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,7 +6,8 @@ from functools import cache
 from pathlib import Path
 
 from contract.block_hash import full_block_hashes
-from contract.requests import EngineRequest, ReceiveTransfer, SamplingParams, SendTransfer
+from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.sampling import SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.settings import EngineSettings
 from kv_transfer.control.fetching import FetchTransfers
@@ -38,8 +39,8 @@ class Scenario:
     """One world to explore.
 
     prompts: length of each request's prompt in tokens; answers: of its answer. prefill_blocks, decode_blocks: usable
-    blocks of each pool. is_one_sided: reads go by block id, nobody counts them, and none can be stopped (RDMA); else the
-    sender counts its readers and a read ends when it is told to. checks_digests: every landed block's (off: pools where
+    blocks of each pool. is_one_sided: reads go by block id, are not counted and cannot be stopped (RDMA); else the
+    sender counts its readers and a read can be stopped. checks_digests: every landed block's (off: pools where
     digests are only sampled, so the lease alone must keep them right). num_transports: over which blocks can be read, on
     every link. num_layer_groups: in how many parts a prompt's last blocks are made readable (1 or 2). faults: names of
     what may strike, at most ``num_faults`` times together.
@@ -65,15 +66,15 @@ class Scenario:
     rules: Rules = field(default_factory=Rules)
 
     def token(self, number: int, position: int) -> int:
-        """What stands at this position of request ``number``: its prompt and its answer are given (law 6)."""
+        """Return the token at this position of request ``number``: its prompt and answer are given (law 6)."""
         return (1 if self.shares_prompt and position < BLOCK_SIZE else 100 * (number + 1)) + position
 
     def tokens(self, number: int, length: int) -> list[int]:
-        """The first ``length`` tokens of a request with its answer."""
+        """Return the first ``length`` tokens of a request with its answer."""
         return [self.token(number, position) for position in range(length)]
 
     def settings(self, max_num_batched_tokens: int) -> EngineSettings:
-        """An engine's, small."""
+        """Return settings of a small engine."""
         return EngineSettings(
             model=Path("none"),
             block_size=BLOCK_SIZE,
@@ -91,7 +92,7 @@ def asked_of(
     num_delivered: int,
     transfer: SendTransfer | ReceiveTransfer | None,
 ) -> EngineRequest:
-    """The leg of an attempt behind ``num_delivered`` tokens; equal questions get the same object."""
+    """Return the leg of an attempt after ``num_delivered`` tokens; equal calls get the same object."""
     return EngineRequest(
         request_id=str(number),
         prompt_token_ids=scenario.tokens(number, scenario.prompts[number] + num_delivered),
@@ -104,7 +105,7 @@ def asked_of(
 
 @cache
 def content_of_hashes(scenario: Scenario) -> dict[bytes, tuple[int, ...]]:
-    """Canonical block hash → the tokens whose KV a block of that name must hold."""
+    """Return block hash → the tokens whose KV a block of that name must hold."""
     contents = {}
     for number, (prompt, answer) in enumerate(zip(scenario.prompts, scenario.answers, strict=True)):
         tokens = scenario.tokens(number, prompt + answer)

@@ -1,17 +1,17 @@
-"""Where the ports of production objects leave what they are told to do, until the explorer carries it out."""
+"""The effects that production objects ask of their ports, until the explorer carries them out."""
 
 from collections.abc import Callable
 from typing import Any
 
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 
 
 class LawBrokenError(AssertionError):
-    """A state of the explored world breaks a law; the message says which."""
+    """A state of the explored world breaks the law that the message names."""
 
 
 class Sink:
-    """What was asked for since the last ``take``, in order; and what a digest is taken of. Shared by all copies.
+    """The effects since the last ``take``, in order, and the contents of digests. Shared by all copies.
 
     climbed: the rungs that fetches have climbed. new_lease: names the lease that is opened now; set by the side that is
     called.
@@ -28,10 +28,10 @@ class Sink:
         self._asked.append(effect)
 
     def take(self) -> list[tuple[Any, ...]]:
-        """Everything since the last call."""
+        """Return everything since the last call."""
         taken, self._asked = self._asked, []
         return taken
 
     def digest(self, content: Any, seed: int) -> int:
-        """A number that no other content or seed has."""
+        """Return a number that no other content or seed has."""
         return self._digests.setdefault((content, seed), len(self._digests) + 1)

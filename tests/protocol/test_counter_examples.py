@@ -1,4 +1,4 @@
-"""With one rule taken out the explorer finds a way to break a law, and tells it step by step."""
+"""With one rule removed the explorer finds a way to break a law, and shows it step by step."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_a_rule_that_is_taken_out_is_missed(
     findings = explorer.explore()
     assert findings.broken is not None and law in findings.broken
     chart = draw(findings, explorer.rules)
-    print(chart)  # noqa: T201 - a reader wants to see it
+    print(chart)  # noqa: T201 - shown to readers of the log
     assert len(findings.steps) <= num_steps, chart
     assert f"{len(findings.steps)} steps" in chart
 
@@ -60,7 +60,7 @@ def test_a_rule_that_is_taken_out_is_missed(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("scenario", "rules", "law", "num_steps"), MISSING)
 def test_production_breaks_nothing_there(scenario: Scenario, rules: Rules, law: str, num_steps: int) -> None:
-    """As many worlds of the same scenario, nearest first, as it takes to find what the mutant breaks, twice over."""
+    """Explore twice as many worlds of the same scenario as it takes to find what the mutant breaks."""
     mutant = Explorer(replace(scenario, rules=rules)).explore()
     assert Explorer(scenario, max_worlds=2 * mutant.num_worlds).explore().broken is None
 

@@ -1,6 +1,6 @@
 """Every interleaving of small worlds: production's schedulers, transfers, transitions and lease book keep the laws.
 
-``docs/protocol.md`` says what a world is, what is checked, and how to read a counter-example.
+``docs/protocol.md`` describes worlds, checks and counter-examples.
 """
 
 import sys
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
@@ -76,7 +76,7 @@ def test_no_law_breaks_where_transports_fail_for_good() -> None:
 
 @pytest.mark.timeout(600)
 def test_the_ladder_ends_with_one_error() -> None:
-    """Where no further attempt is allowed."""
+    """No further attempt is allowed."""
     endings = explored(replace(LADDER, name="no third attempt", num_prefill=1, max_replays=1)).endings
     assert ("error transfer_failed", ("P0>D0", "P0>D0")) in endings
 

@@ -37,7 +37,7 @@ ALL_FAULTS = (
 
 @dataclass
 class WalkReport:
-    """What some schedules saw. broken: a counter-example as a chart for each law that broke (one walk, one law).
+    """The results of some schedules. broken: a counter-example as a chart for each broken law (one walk, one law).
 
     rungs: a request's attempts. climbed: a fetch's, that had to read again; a schedule counts each way once.
     """
@@ -53,7 +53,7 @@ class WalkReport:
     cpu_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         counted = {
             name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()
         }
@@ -61,7 +61,7 @@ class WalkReport:
 
 
 class Walker:
-    """Walks one scenario again and again, each time in a new world. fault_share: how often a fault strikes, 0..1."""
+    """Random walks through one scenario, each in a new world. fault_share: how often a fault strikes, 0..1."""
 
     def __init__(self, scenario: Scenario, seed: int, fault_share: float = 0.08) -> None:
         self._scenario, self._fault_share = scenario, fault_share
@@ -69,7 +69,7 @@ class Walker:
         self.report = WalkReport(seed)
 
     def walk(self, num_schedules: int) -> WalkReport:
-        """So many schedules, each from the start until nothing more can happen."""
+        """Run schedules, each from the start until nothing more can happen."""
         began = time.process_time()
         for _ in range(num_schedules):
             self._walk_once()
@@ -99,7 +99,7 @@ class Walker:
             self.report.rungs[" ".join(request.rungs)] += 1
 
     def _pick(self, rules: WorldRules, world: World) -> list[Action]:
-        """What happens next; nothing where only a deadline can."""
+        """Choose the next action; None if only a deadline is left."""
         faults = list(rules.faults(world)) if self._random.random() < self._fault_share else []
         if faults:
             kind = self._random.choice(sorted({fault[0] for fault in faults}))
@@ -108,7 +108,7 @@ class Walker:
         return [self._random.choice(progress)] if progress else []
 
     def _is_at_rest(self, rules: WorldRules, world: World) -> bool:
-        """Nothing more happens. Raises LawBrokenError where something is left then that should not be."""
+        """Return whether nothing more can happen. Raises LawBrokenError if something is left that should not be."""
         if next(rules.progress(world), None) is not None:
             return False
         left = rules.what_is_left(world)
@@ -118,14 +118,14 @@ class Walker:
 
 
 def _next_deadlines(rules: WorldRules, world: World, num_waits: int) -> list[Action]:
-    """All deadlines of the next kind, after so many kinds in a row that changed nothing."""
+    """Return the deadlines of the next kind, after so many kinds in a row that changed nothing."""
     if num_waits > len(_DEADLINES):
         raise LawBrokenError("nothing ends this: " + "; ".join(rules.what_is_left(world)))
     return [action for action in rules.time(world) if action[0] == _DEADLINES[num_waits - 1]]
 
 
 def replayed(scenario: Scenario, actions: list[Action], law: str) -> str:
-    """The chart of a schedule that broke ``law``."""
+    """Return the chart of a schedule that broke ``law``."""
     rules = WorldRules(scenario)
     findings, world = Findings(scenario, broken=law), rules.begin()
     for action in actions:
@@ -140,7 +140,7 @@ def replayed(scenario: Scenario, actions: list[Action], law: str) -> str:
 
 
 def run_walks(scenarios: Sequence[Scenario], num_schedules: int, seed: int) -> dict[str, Any]:
-    """``num_schedules`` random schedules, shared out among the scenarios; plain data with a chart of what broke.
+    """Run ``num_schedules`` random schedules, divided among the scenarios; return plain data with a chart of what broke.
 
     The same numbers give the same schedules again.
     """

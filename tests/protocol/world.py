@@ -8,7 +8,7 @@ Action = tuple[Any, ...]
 
 
 class WorkerState(NamedTuple):
-    """One worker. state: its machine's, None while it is dead. is_attached: it believes that the router hears it."""
+    """One worker. state: of its machine, None while it is dead. is_attached: it has an open stream to the router."""
 
     name: str
     is_prefill: bool
@@ -19,7 +19,7 @@ class WorkerState(NamedTuple):
 
 
 class World(NamedTuple):
-    """Everything that decides what can happen. limbo: (receiver, sender, frame) of words that were delayed or repeated."""
+    """Everything that decides what can happen. limbo: (receiver, sender, frame) of delayed or repeated messages."""
 
     num_faults: int
     router: int
@@ -30,17 +30,17 @@ class World(NamedTuple):
 
 
 def with_item(items: tuple[Any, ...], index: int, item: Any) -> tuple[Any, ...]:
-    """``items`` with another one at ``index``."""
+    """Return ``items`` with another item at ``index``."""
     return (*items[:index], item, *items[index + 1 :])
 
 
 def remembered(links: tuple[Link, ...]) -> tuple[Link, ...]:
-    """Without those that nobody knows of, in one order."""
+    """Return the links of which a side has not seen the end, sorted."""
     return tuple(sorted(link for link in links if not link.is_forgotten))
 
 
 def without(link: Link, boot: str) -> Link:
-    """The link when this incarnation is dead."""
+    """Return the link after this incarnation's death."""
     if boot == link.prefill:
         return link.cut()._replace(knows_prefill=False)
     return link.cut()._replace(knows_decode=False) if boot == link.decode else link
@@ -49,7 +49,7 @@ def without(link: Link, boot: str) -> Link:
 def posted(
     links: tuple[Link, ...], sender: WorkerState, is_dial: bool, peer: str, frame: bytes
 ) -> tuple[Link, ...]:
-    """A frame of ``sender`` for ``peer`` is on its way, if a link leads there; ``is_dial`` makes one."""
+    """Post a frame of ``sender`` for ``peer``, if there is a link; ``is_dial`` makes one."""
     for index, link in enumerate(links):
         if sender.is_prefill and link.knows_prefill and (link.decode, link.prefill) == (peer, sender.boot):
             if not link.is_cut:

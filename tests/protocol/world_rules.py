@@ -1,4 +1,4 @@
-"""What can happen in a world, and what it leads to."""
+"""The actions that are possible in a world, and their results."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,7 @@ from tests.protocol.world import Action, WorkerState, World, posted, remembered,
 
 
 class WorldRules:
-    """What can happen in a world of this scenario, and what it leads to. Owns the machines."""
+    """The actions that are possible in a world of this scenario, and their results. Owns the machines."""
 
     def __init__(self, scenario: Scenario, make: type[Machine[Any]] = Machine) -> None:
         self.scenario = scenario
@@ -26,7 +26,7 @@ class WorldRules:
         self.routers: Machine[RouterSide] = make()
 
     def begin(self) -> World:
-        """Every request has come, and its legs are on their way."""
+        """Return the first world: every request has arrived, and its legs are on their way."""
         router = self.routers.number(RouterSide(self.scenario, self.sink))
         workers = [WorkerState(f"P{index}", True) for index in range(self.scenario.num_prefill)]
         workers += [WorkerState(f"D{index}", False) for index in range(self.scenario.num_decode)]
@@ -34,14 +34,14 @@ class WorldRules:
         return World(self.scenario.num_faults, router, tuple(workers), streams=((),) * len(workers))
 
     def machine_of(self, worker: WorkerState) -> Machine[Any]:
-        """Where this worker's states are."""
+        """Return the machine with this worker's states."""
         return self.prefills if worker.is_prefill else self.decodes
 
     def progress(self, world: World) -> Iterator[Action]:
-        """What happens sooner or later, if nobody interferes.
+        """Return the actions that happen sooner or later without a fault.
 
-        Where something is on its way that nobody will care about any more, its arrival is the one thing that happens: it
-        commutes with all others, so the worlds between are left out.
+        If something is on its way that will be dropped, its arrival is the only action: it commutes with all others, so the
+        worlds between are left out.
         """
         idle = self._idle_arrival(world)
         return self._all_progress(world) if idle is None else iter((idle,))
@@ -74,7 +74,7 @@ class WorldRules:
             yield "limbo", index
 
     def _life(self, world: World, router: RouterSide, index: int, worker: WorkerState) -> Iterator[Action]:
-        """What the router hears of a worker, and how one that died or was given up comes back."""
+        """Return the actions by which the router gets a worker's stream, and a dead worker comes back."""
         is_known = router.workers.get(worker.name) == worker.boot
         if world.streams[index] and is_known:
             yield "hear", index
@@ -86,14 +86,14 @@ class WorldRules:
             yield "wake", index
 
     def faults(self, world: World) -> Iterator[Action]:
-        """What the environment may do; each costs one fault."""
+        """Return the actions of the environment; each costs one fault."""
         if world.num_faults == 0:
             return
         for name in self.scenario.faults:
             yield from ((name, *place) for place in PLACES[name](self, world))
 
     def time(self, world: World) -> Iterator[Action]:
-        """The deadlines that are over when nothing else happens, soonest first."""
+        """Return the deadlines that pass when nothing else happens, soonest first."""
         for index, worker in enumerate(world.workers):
             if worker.state is not None and worker.is_prefill:
                 yield "expire", index
@@ -105,7 +105,7 @@ class WorldRules:
                 yield "overdue", request.number
 
     def what_is_left(self, world: World) -> list[str]:
-        """What must not be there in a world where nothing more happens."""
+        """Return what must not exist in a world where nothing more happens."""
         router = self.routers.states[world.router]
         left = [f"request {one.number} has not ended" for one in router.requests if not one.ended]
         for worker in world.workers:
@@ -115,7 +115,7 @@ class WorldRules:
         return left
 
     def apply(self, world: World, action: Action, *, is_fault: bool = False) -> World:
-        """The world after this. Raises LawBrokenError."""
+        """Return the world after an action. Raises LawBrokenError."""
         after: World = getattr(self, f"_{action[0]}")(world, *action[1:])
         return after._replace(num_faults=after.num_faults - 1) if is_fault else after
 
@@ -311,20 +311,20 @@ class WorldRules:
     # The pieces of all this.
 
     def find(self, world: World, boot: str) -> int | None:
-        """The index of the living worker of this incarnation."""
+        """Return the index of the living worker of this incarnation."""
         for index, worker in enumerate(world.workers):
             if worker.boot == boot and worker.state is not None:
                 return index
         return None
 
     def ask_router(self, world: World, *call: Any) -> World:
-        """Have the router do something."""
+        """Call the router."""
         state, _ = self.routers.call(world.router, *call)
         num_faults, _, workers, links, streams, limbo = world
         return World(num_faults, state, workers, links, streams, limbo)
 
     def ask(self, world: World, index: int, *call: Any) -> tuple[World, Any]:
-        """Have a worker do something; returns the world with what others hear on its way, and the call's result."""
+        """Call a worker; return the world with the messages to others on their way, and the call's result."""
         worker = world.workers[index]
         assert worker.state is not None
         state, effects = self.machine_of(worker).call(worker.state, *call)
@@ -343,5 +343,5 @@ class WorldRules:
         return World(num_faults, router, workers, links, streams, limbo), result
 
     def call(self, world: World, index: int, *call: Any) -> World:
-        """Like ``ask`` where the result does not matter."""
+        """Call a worker whose result does not matter."""
         return self.ask(world, index, *call)[0]

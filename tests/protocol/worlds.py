@@ -1,4 +1,4 @@
-"""The worlds that are explored, by what they are about. Every one of them is walked to its end."""
+"""The worlds that are explored to their end, by topic."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ TWO_LEASE_ALONE = replace(
 
 
 def struck(scenario: Scenario, fault: str, num_faults: int = 1) -> Scenario:
-    """The same world in which something may go wrong at any moment."""
+    """Return the same world with faults at any moment."""
     return replace(scenario, name=f"{scenario.name}; {fault}", faults=(fault,), num_faults=num_faults)
 
 

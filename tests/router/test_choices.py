@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import TransferError
 from contract.identity import Role
-from contract.requests import choice_seed
+from contract.sampling import choice_seed
 from protos import inference_pb2 as pb
 from protos import worker_pb2
 from router.testing.script import Script

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.text.tiny_model import END, SPECIAL, byte_ids, word_id

@@ -5,7 +5,7 @@ import time
 
 from contract.identity import Role
 from contract.membership import Registration
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin

@@ -7,7 +7,7 @@ import pytest
 
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schema
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from router.http.bodies.body import Body
 from router.http.fields.chat import chat_of, forced_calls
 
@@ -116,5 +116,7 @@ def test_types_of_other_languages_are_understood() -> None:
     found = json.loads(grammar.text)["$defs"]["f"]
     assert found["type"] == "object"
     assert found["properties"] == {"a": {"type": "number"}, "b": {"type": ["string", "null"]}, "c": {}}
-    with pytest.raises(InvalidRequestError, match="#/properties/a/type: 'float' is no type of JSON Schema"):
+    with pytest.raises(
+        InvalidRequestError, match="#/properties/a/type: 'float' is not a type of JSON Schema"
+    ):
         grammar_for([tool("f", parameters, strict=True)])

@@ -9,7 +9,7 @@ import pytest
 from contract.errors import InvalidRequestError
 from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.identity import Role
-from contract.requests import MAX_GRAMMAR_BYTES, Grammar
+from contract.sampling import MAX_GRAMMAR_BYTES, Grammar
 from protos import inference_pb2 as pb
 from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
@@ -208,7 +208,7 @@ def test_annotations_are_bounded_too() -> None:
     """F13: annotations do not count up to a size that is cheap to read."""
     fits = Grammar("json_schema", json.dumps({"title": "x" * (MAX_SCHEMA_BYTES - 100), "enum": [1]}))
     assert reduced(fits).text == '{"enum":[1]}'
-    with pytest.raises(InvalidRequestError, match="with its annotations; it may have 1048576 at most"):
+    with pytest.raises(InvalidRequestError, match="with its annotations; the limit is 1048576"):
         reduced(Grammar("json_schema", json.dumps({"title": "x" * MAX_SCHEMA_BYTES})))
 
 

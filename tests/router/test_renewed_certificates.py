@@ -113,7 +113,7 @@ async def test_a_pair_that_cannot_be_used_changes_nothing_until_it_is_whole(
         await client(old).ask()
         (error,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert said.format(file) in error
-        assert "the certificate that was read before stays" in error
+        assert "the old certificate stays in use" in error
         write_certificate(new, tmp_path, "127.0.0.1")
         await client(new).ask()
         await client(old).is_refused()

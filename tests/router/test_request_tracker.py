@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import OverloadedError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.admission import has_slot
 from router.answer import Delta, Usage
 from router.leg_report import LegReport

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from contract.errors import WorkerLostError
 from contract.identity import Role
 from contract.membership import Credit, Registration
-from contract.requests import SamplingParams
+from contract.sampling import SamplingParams
 from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin

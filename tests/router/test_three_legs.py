@@ -12,7 +12,9 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.identity import Role
-from contract.requests import EngineRequest, FinishReason, SamplingParams
+from contract.outputs import FinishReason
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from protos import worker_pb2_grpc
 from router.admission_queue import AdmissionQueue
 from router.change_signal import ChangeSignal

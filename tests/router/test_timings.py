@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from contract.requests import TransferReport
+from contract.outputs import TransferReport
 from router.testing.script import Script
 from router.timings import Stopwatch, Timings
 from tests.router.cluster import running_cluster

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from protos import worker_pb2 as pb
 from router.settings import RouterSettings
 from tests.router.tool_cluster import (

@@ -27,7 +27,7 @@ def environment_with(folder: Path, *packages: str, alone: Sequence[str] = ()) ->
 
 
 def lines_of(python: str, program: str, *arguments: str, **environment: str) -> list[str]:
-    """What a program prints in such an environment, which sees nothing of ours."""
+    """Run a program in such an environment, isolated from ours, and return its output."""
     outer = {name: value for name, value in process_environment().items() if name != "PYTHONPATH"}
     result = subprocess.run(
         [python, "-c", program, *arguments],

@@ -1,4 +1,4 @@
-"""EleutherAI's lm-evaluation-harness: what it finds through a service is what transformers says of the same checkpoint."""
+"""EleutherAI's lm-evaluation-harness: its results with a service equal those with transformers."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def said_by_transformers(model: Path) -> list[list[tuple[float, bool]]]:
-    """Of each choice of each document: its log probability behind the question, and whether it is the likeliest text."""
+    """Return (log probability after the question, is the most likely text) of each choice of each document."""
     torch.set_num_threads(1)
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
     reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The ``openai`` package against a started service: nothing of it is told that it is not OpenAI's."""
+"""The unchanged ``openai`` package with a real service."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ def test_the_sdks_own_reading_of_a_stream_gives_the_same(client: OpenAI) -> None
 
 
 class Creature(BaseModel):
-    """What an answer shall be."""
+    """The required form of an answer."""
 
     kind: Literal["moose", "fox"]
     name: str = Field(max_length=12)
@@ -98,7 +98,7 @@ def test_completions_take_texts_and_token_ids(client: OpenAI) -> None:
 
 
 def test_embeddings_come_as_the_sdk_asks_for_them(client: OpenAI) -> None:
-    """It asks for base64 unless told otherwise."""
+    """The package requests base64 by default."""
     texts = ["Hello", "comet: ginger"]
     packed = client.embeddings.create(model=MODEL, input=texts)
     plain = client.embeddings.create(model=MODEL, input=texts, encoding_format="float")

@@ -79,7 +79,7 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where all three are installed: they bring one ``openai`` that none of them minds."""
+    """Make an environment with all three packages, which share one version of ``openai``."""
     sdks = ("langchain-openai==1.7.3", "litellm==1.106.2", "instructor==1.17.0")
     return environment_with(tmp_path_factory.mktemp("environment"), *sdks)
 

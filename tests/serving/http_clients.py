@@ -56,7 +56,7 @@ class Client:
 
     @classmethod
     async def connect(cls, address: str) -> "Client":
-        """Connect; a small receive buffer, so that what is not read stays with the server."""
+        """Connect, with a small receive buffer, so that unread bytes stay with the server."""
         own = socket.socket()
         own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         own.setblocking(False)
@@ -69,7 +69,7 @@ class Client:
         self._writer.write(data)
 
     async def read_head(self) -> bytes:
-        """Block until the headers of an answer have come; empty where the connection ends before."""
+        """Block until the headers of an answer have arrived; empty if the connection ends before."""
         try:
             async with asyncio.timeout(20):
                 return await self._reader.readuntil(b"\r\n\r\n")
@@ -77,12 +77,12 @@ class Client:
             return b""
 
     async def read_exactly(self, count: int) -> bytes:
-        """Block until so many bytes have come."""
+        """Block until this number of bytes has arrived."""
         async with asyncio.timeout(20):
             return await self._reader.readexactly(count)
 
     async def ended(self) -> bytes:
-        """Block until the server closes; what came before."""
+        """Block until the server closes; return the bytes received before."""
         found = b""
         try:
             async with asyncio.timeout(20):
@@ -100,7 +100,7 @@ class Client:
 
 
 class Door:
-    """A server and its clients, which are closed with it."""
+    """A server and its clients, which are closed together."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server = server
@@ -108,11 +108,11 @@ class Door:
 
     @property
     def num_open(self) -> int:
-        """Connections that the server holds."""
+        """The number of open connections of the server."""
         return len(self.server.connections)
 
     async def connect(self, sent: bytes = b"") -> Client:
-        """Open one more connection and send this."""
+        """Open another connection and send this."""
         client = await Client.connect(self.server.address)
         self._clients.append(client)
         client.send(sent)
@@ -133,7 +133,7 @@ class Door:
 
 @asynccontextmanager
 async def serving(pages: Pages, limits: HttpLimits, tls: ssl.SSLContext | None = None) -> AsyncIterator[Door]:
-    """A server of these pages."""
+    """Run a server of these pages."""
     app = pages.app()
     door = Door(await start_http(app, "127.0.0.1:0", shutdown_timeout_seconds=0.1, limits=limits, tls=tls))
     try:

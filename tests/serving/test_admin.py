@@ -15,7 +15,7 @@ from serving.metrics import EngineCollector
 
 
 class Service:
-    """What an admin port tells about."""
+    """The state that an admin port reports."""
 
     missing: str | None = None
 

@@ -89,7 +89,11 @@ def test_a_file_that_goes_bad_lets_nobody_in_until_it_is_mended(
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(None, "cannot be read"), ("# only this\n", "holds no key"), ("ok\nsecret one\n", "entry 2 is no key")],
+    [
+        (None, "cannot be read"),
+        ("# only this\n", "contains no key"),
+        ("ok\nsecret one\n", "entry 2 is not a valid key"),
+    ],
 )
 def test_a_bad_file_stops_the_start(tmp_path: Path, content: str | None, words: str) -> None:
     file = tmp_path / "keys"
@@ -102,7 +106,7 @@ def test_a_bad_file_stops_the_start(tmp_path: Path, content: str | None, words: 
 
 
 def test_a_bad_setting_stops_the_start() -> None:
-    with pytest.raises(SettingError, match="api_keys: entry 2 is no key") as caught:
+    with pytest.raises(SettingError, match="api_keys: entry 2 is not a valid key") as caught:
         ApiKeys("a,b c")
     assert caught.value.param == "api_keys"
 
@@ -117,7 +121,7 @@ def test_a_tenant_is_a_digest_of_its_key_and_nobody_is_one_without_keys() -> Non
 
 
 def test_short_keys_are_logged_by_their_number(caplog: pytest.LogCaptureFixture) -> None:
-    """M5: they are served, since clients have them, but not in silence."""
+    """M5: they are accepted, since clients use them, with a warning."""
     ApiKeys("a" * 31 + "," + "b" * 32 + ",c")
     (record,) = caplog.records
     assert record.getMessage().startswith("2 of 3 API keys have fewer than 32 characters")
@@ -129,6 +133,6 @@ def test_short_keys_are_logged_by_their_number(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("keys", ["", " ", ",", " , \t,"])
 def test_a_setting_without_a_key_lets_nobody_in_by_accident(keys: str) -> None:
-    """M5: an empty variable opened the service to everybody."""
-    with pytest.raises(SettingError, match="api_keys is set, and holds no key"):
+    """M5: an empty variable opened the service to every client."""
+    with pytest.raises(SettingError, match="api_keys is set but contains no key"):
         ApiKeys(keys)

@@ -1,4 +1,4 @@
-"""Internal gRPC on real sockets, against strangers on either end."""
+"""Internal gRPC on real sockets, with an unauthenticated program at either end."""
 
 import asyncio
 import datetime
@@ -31,13 +31,13 @@ WORKER = worker_name("w", "boot")
 
 
 class Recorder(worker_pb2_grpc.WorkerServicer):
-    """A listener that notes what it is sent, and by whom."""
+    """A listener that records its messages and their senders."""
 
     def __init__(self) -> None:
         self.received: list[tuple[pb.CancelRequest, list[str], Any]] = []
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Take it."""
+        """Record a message."""
         self.received.append((request, list(peer_names(context)), context.invocation_metadata()))
         return pb.Accepted()
 
@@ -54,7 +54,7 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
 async def listening(
     credentials: grpc.ServerCredentials | None, options: Options | None = None
 ) -> AsyncIterator[tuple[str, Recorder]]:
-    """A server with these credentials; None: without TLS."""
+    """Run a server with these credentials; None: without TLS."""
     server, recorder = grpc.aio.server(options=options), Recorder()
     worker_pb2_grpc.add_WorkerServicer_to_server(recorder, server)
     port = (
@@ -103,7 +103,7 @@ ROGUES: dict[str, Callable[[], grpc.ServerCredentials | None]] = {
 
 @pytest.mark.parametrize("rogue", ROGUES)
 async def test_a_rogue_listener_gets_nothing(rogue: str) -> None:
-    """H4: whoever listened on a port was handed the proof, and then prompts."""
+    """H4: any listener on the port received the proof, and then prompts."""
     async with listening(ROGUES[rogue]()) as (address, recorder):
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await ask(router_tls(SECRET).channel(address, WORKER, []))
@@ -116,7 +116,7 @@ def anonymous(address: str) -> grpc.aio.Channel:
 
 
 def without_certificate(address: str) -> grpc.aio.Channel:
-    """It trusts the right authority but shows nothing: what a replayed metadata would come with."""
+    """It trusts the right authority but has no certificate, like a replay of metadata."""
     credentials = grpc.ssl_channel_credentials(authority_pem(SECRET, Party.WORKERS))
     options = [("grpc.ssl_target_name_override", WORKER)]
     return grpc.aio.secure_channel(address, credentials, options=options)

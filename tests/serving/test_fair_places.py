@@ -10,14 +10,14 @@ from serving.fair_places import FairPlaces
 
 
 async def hold(places: FairPlaces, client: str, connection: str, has_place: asyncio.Event) -> None:
-    """Take a place and keep it."""
+    """Hold a place until cancelled."""
     async with places.place(client, connection):
         has_place.set()
         await asyncio.Event().wait()
 
 
 def held_by(places: FairPlaces, client: str, connection: str) -> tuple["asyncio.Task[None]", asyncio.Event]:
-    """A task that takes a place, and the event of its having it."""
+    """Start a task that holds a place; return it with the event that is set when it has the place."""
     has_place = asyncio.Event()
     return asyncio.create_task(hold(places, client, connection, has_place)), has_place
 
@@ -50,17 +50,17 @@ async def test_who_holds_less_takes_the_oldest_place_of_who_holds_most(
 
 
 async def test_those_that_wait_are_bounded_and_the_crowd_is_refused() -> None:
-    """One client does not fill the line of all; what it has too many is refused, last first."""
+    """One client cannot fill the queue; its excess calls are rejected, last first."""
     places = FairPlaces(1, 3)
     first, has_place = held_by(places, "a", "1")
     await has_place.wait()
     crowd = [held_by(places, "a", "1")[0] for _ in range(3)]
     await asyncio.sleep(0)
     one_more, _ = held_by(places, "a", "1")
-    with pytest.raises(OverloadedError, match="wait for their turn"):
+    with pytest.raises(OverloadedError, match="calls are waiting already"):
         await one_more
     other, has_place = held_by(places, "b", "9")
-    with pytest.raises(OverloadedError, match="wait for their turn"):
+    with pytest.raises(OverloadedError, match="calls are waiting already"):
         await crowd[-1]
     async with asyncio.timeout(10):
         await has_place.wait()
@@ -73,7 +73,7 @@ async def test_those_that_wait_are_bounded_and_the_crowd_is_refused() -> None:
 
 @pytest.mark.parametrize("cancel_at", range(4))
 async def test_no_place_is_lost_by_a_cancel(cancel_at: int) -> None:
-    """At whichever step of waiting and holding it comes."""
+    """A cancellation at any step of waiting and holding releases the place."""
     places = FairPlaces(1, 10)
     async with AsyncExitStack() as held:
         await held.enter_async_context(places.place("a", "1"))

@@ -1,4 +1,4 @@
-"""An error that nobody is left to hear."""
+"""An error for a call that has ended."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from serving.grpc_errors import abort
 
 
 class EndedCall:
-    """What gRPC's context does where the call ended a moment before, and the event loop has not heard of it yet."""
+    """gRPC's context after a call has ended, before the event loop is notified."""
 
     async def abort(self, *_: object) -> None:
         raise grpc.aio.InternalError("Failed to execute a batch")

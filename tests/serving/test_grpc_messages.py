@@ -1,4 +1,4 @@
-"""What a gRPC client can make a server hold before, and after, its message is there."""
+"""Limits of the resources that a gRPC client can use, before and after its message has arrived."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ KEYED = (("authorization", "Bearer sk-right"),)
 
 
 class Echo:
-    """A service of two methods that answer eight megabytes, or what they got."""
+    """A service of two methods that answer eight megabytes, or their message."""
 
     def __init__(self) -> None:
         self.address = ""
@@ -39,7 +39,7 @@ class Echo:
         return request
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """Both, for a server."""
+        """Return both methods, for a server."""
         methods: dict[str, Any] = {
             "Big": grpc.unary_unary_rpc_method_handler(self.big, bytes, bytes),
             "Echo": grpc.unary_unary_rpc_method_handler(self.echo, bytes, bytes),
@@ -49,7 +49,7 @@ class Echo:
 
 @asynccontextmanager
 async def serving(service: "Echo | Watch", **bounds: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A server that wants a key, and a channel to it."""
+    """Run a server that requires a key, and open a channel to it."""
     server = grpc.aio.server(
         interceptors=[
             ApiKeyInterceptor(ApiKeys("sk-right"), WrongKeys()),
@@ -67,12 +67,12 @@ async def serving(service: "Echo | Watch", **bounds: Any) -> AsyncIterator[grpc.
 
 
 def half_sent(channel: grpc.aio.Channel, method: str, metadata: Any = None) -> Any:
-    """A call whose message does not come."""
+    """Start a call whose message is never sent."""
     return channel.stream_stream(f"/test.Echo/{method}")(metadata=metadata)
 
 
 async def test_a_call_without_a_key_ends_before_its_message_is_there() -> None:
-    """M4: nothing of a stranger's message is waited for, or kept."""
+    """M4: the message of an unauthenticated client is neither awaited nor kept."""
     service = Echo()
     async with serving(service) as channel:
         for _ in range(40):
@@ -83,7 +83,7 @@ async def test_a_call_without_a_key_ends_before_its_message_is_there() -> None:
 
 
 async def test_messages_that_do_not_come_end_their_calls() -> None:
-    """M4: so many messages are received at once, each for so long."""
+    """M4: the number of messages received at once is limited, and the time of each."""
     service = Echo()
     async with serving(service, max_reads=2, read_seconds=0.3) as channel:
         calls = [half_sent(channel, "Echo", KEYED) for _ in range(6)]
@@ -95,7 +95,7 @@ async def test_messages_that_do_not_come_end_their_calls() -> None:
 
 
 async def test_a_connection_of_silent_calls_keeps_no_other_out() -> None:
-    """H5, M4: all places were held for a minute by calls that said nothing, again and again."""
+    """H5, M4: calls without a message could hold all places for a minute, again and again."""
     service = Echo()
     async with serving(service, max_reads=4, read_seconds=600) as silent:
         calls = [half_sent(silent, "Echo", KEYED) for _ in range(100)]
@@ -117,7 +117,7 @@ class Watch:
         self.num_open = self.num_ended = 0
 
     async def watch(self, _: bytes, context: Any) -> None:
-        """Say that it is here, and no more."""
+        """Send one response and then nothing."""
         self.num_open += 1
         try:
             await context.write(b"here")
@@ -127,19 +127,19 @@ class Watch:
             self.num_ended += 1
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """It, for a server."""
+        """Return the service, for a server."""
         method: Any = grpc.unary_stream_rpc_method_handler(self.watch, bytes, bytes)
         return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Watch": method})
 
 
 def watch_on(channel: grpc.aio.Channel) -> Any:
-    """One more watch."""
+    """Start another watch."""
     method: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
     return method(b"")
 
 
 async def test_streams_that_need_no_key_are_bounded() -> None:
-    """H7: a stranger could hold 128 watches of the health a connection, for as long as it liked."""
+    """H7: an unauthenticated client could hold 128 health watches per connection without a time limit."""
     service = Watch()
     async with serving(service, max_reads=8) as channel:
         watches = [watch_on(channel) for _ in range(120)]
@@ -162,7 +162,7 @@ async def test_streams_that_need_no_key_are_bounded() -> None:
 
 
 async def test_a_whole_answer_that_is_not_taken_ends() -> None:
-    """P7: over gRPC as over HTTP, a client that reads nothing does not keep an answer in the process."""
+    """P7: as over HTTP, the answer of a client that reads nothing is dropped."""
     service = Echo()
     async with serving(service, stall_seconds=0.3) as channel:
         call = half_sent(channel, "Big", KEYED)

@@ -1,4 +1,4 @@
-"""The book of connections against random clients."""
+"""The list of connections with random clients."""
 
 import hypothesis.strategies as st
 import pytest
@@ -8,19 +8,19 @@ from serving.http_connections import EVICTION_AGE_SECONDS, Connections, address_
 
 
 class Peer:
-    """A connection whose client does what the test says."""
+    """A connection whose client is controlled by the test."""
 
     def __init__(self) -> None:
         self.is_waiting = True
         self.is_aborted = False
 
     def abort(self) -> None:
-        """Remember that it was closed."""
+        """Record that it was closed."""
         self.is_aborted = True
 
 
 class World:
-    """The book, its clock, and what should be in it."""
+    """The list, its clock, and its expected content."""
 
     def __init__(self, max_connections: int, max_per_address: int) -> None:
         self.now = 0.0
@@ -30,7 +30,7 @@ class World:
         self.open: dict[Peer, str] = {}
 
     def arrive(self, address: str) -> bool:
-        """One more client; whether it got in."""
+        """Add another client; return whether it was accepted."""
         if not self.book.make_room() or not self.book.admits(address):
             self._drop_aborted()
             return False
@@ -46,7 +46,7 @@ class World:
             del self.open[peer]
 
     def check(self) -> None:
-        """The book holds what it should, within its limits."""
+        """The list has the expected content, within its limits."""
         self.book.check_integrity()
         assert len(self.book) == len(self.open) <= self.max
         for address in set(self.open.values()):
@@ -62,7 +62,7 @@ ACTIONS = st.tuples(
 def test_no_limit_is_passed_and_no_busy_connection_is_closed(
     actions: list[tuple[str, int, str]], max_connections: int, max_per_address: int
 ) -> None:
-    """H7: whatever clients do, the caps hold, and waiting connections never keep a new one out for long."""
+    """H7: for all behaviours of clients the limits hold, and waiting connections never block a new one for long."""
     world = World(max_connections, max_per_address)
     for action, number, address in actions:
         peers = list(world.open)
@@ -91,7 +91,7 @@ def test_no_limit_is_passed_and_no_busy_connection_is_closed(
 
 
 def test_a_young_connection_is_not_closed_for_a_newer_one() -> None:
-    """P2: a burst of honest clients does not close itself: each gets the time to send."""
+    """P2: a burst of normal clients does not evict itself: each has time to send."""
     world = World(1, 1)
     assert world.arrive("a")
     assert not world.arrive("a")

@@ -1,4 +1,4 @@
-"""What an HTTP client can make a process hold, over real sockets."""
+"""Limits of the resources that an HTTP client can use, over real sockets."""
 
 import asyncio
 import errno
@@ -50,7 +50,7 @@ async def test_headers_between_requests_are_timed_as_well() -> None:
 
 
 async def test_an_idle_connection_is_closed() -> None:
-    """H7: a client that has been answered and stays is let go."""
+    """H7: an idle client is disconnected after its answer."""
     async with serving(Pages(), HttpLimits(header_seconds=PATIENT, idle_seconds=0.2)) as door:
         client = await door.connect(GET)
         assert (await client.ended()).endswith(b"hello")
@@ -67,7 +67,7 @@ async def test_header_bytes_are_bounded() -> None:
         await door.until_empty()
 
 
-async def test_silent_connections_give_way_to_new_ones() -> None:
+async def test_silent_connections_are_evicted_to_new_ones() -> None:
     """H7: a service whose places are all taken by silent clients still answers, each time."""
     limits = HttpLimits(max_connections=8, header_seconds=PATIENT, idle_seconds=PATIENT)
     async with serving(Pages(), limits) as door:
@@ -80,8 +80,8 @@ async def test_silent_connections_give_way_to_new_ones() -> None:
             door.server.connections.check_integrity()
 
 
-async def test_half_sent_bodies_give_way_to_new_connections() -> None:
-    """H7: a request whose body does not come holds its place no better than silence."""
+async def test_half_sent_bodies_are_evicted_to_new_connections() -> None:
+    """H7: a request without its body is evicted like a silent connection."""
     limits = HttpLimits(max_connections=4, header_seconds=PATIENT, idle_seconds=PATIENT)
     async with serving(Pages(), limits) as door:
         for _ in range(8):
@@ -109,7 +109,7 @@ async def test_where_every_client_is_being_answered_new_ones_wait() -> None:
 
 
 async def test_one_address_has_a_limit_of_its_own() -> None:
-    """H7: beyond it a connection is answered 503, unless one of the address is waiting."""
+    """H7: above the limit a connection is answered 503, unless another one of the address is waiting."""
     pages = Pages()
     async with serving(pages, HttpLimits(max_connections=100, max_per_address=2)) as door:
         busy = [await door.connect() for _ in range(2)]
@@ -154,7 +154,7 @@ async def test_the_end_of_an_answer_that_is_not_read_is_dropped_too() -> None:
 
 
 async def test_a_half_finished_tls_handshake_ends(tmp_path: Path) -> None:
-    """H7: a client that opens TLS and says nothing holds its place for the header time-out only."""
+    """H7: a client that opens TLS and sends nothing holds its place for the header time-out only."""
     tls = read_tls(*write_certificate(trustme.CA(), tmp_path, "localhost"))
     assert tls is not None
     limits = HttpLimits(header_seconds=0.2)
@@ -165,8 +165,8 @@ async def test_a_half_finished_tls_handshake_ends(tmp_path: Path) -> None:
             await door.until_empty()
 
 
-async def test_silent_tls_handshakes_give_way(tmp_path: Path) -> None:
-    """H7: before the handshake as well a silent client gives way."""
+async def test_silent_tls_handshakes_are_evicted(tmp_path: Path) -> None:
+    """H7: a silent client is evicted before the handshake as well."""
     tls = read_tls(*write_certificate(trustme.CA(), tmp_path, "localhost"))
     assert tls is not None
     limits = HttpLimits(max_connections=2, header_seconds=PATIENT)
@@ -183,7 +183,7 @@ async def test_silent_tls_handshakes_give_way(tmp_path: Path) -> None:
 async def test_what_is_no_http_is_answered_without_its_bytes(
     line: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """L4: the sender of a line with a key does not read it in the answer, nor anybody in the log."""
+    """L4: a key in an invalid line is quoted neither in the answer nor in the log."""
     async with serving(Pages(), HttpLimits()) as door:
         client = await door.connect(line + b"\r\nAuthorization: Bearer sk-not-to-be-told\r\n\x00: y\r\n\r\n")
         answer = await client.ended()
@@ -193,7 +193,7 @@ async def test_what_is_no_http_is_answered_without_its_bytes(
 
 
 async def test_a_process_without_descriptors_waits_for_one(caplog: pytest.LogCaptureFixture) -> None:
-    """P3: an accept that finds no descriptor is one line of the log, and is tried again."""
+    """P3: an accept without a free descriptor writes one log line, and is retried."""
     async with serving(Pages(), HttpLimits()) as door:
         first = await door.connect(GET)
         assert b" 200 " in await first.read_head()
@@ -207,7 +207,7 @@ async def test_a_process_without_descriptors_waits_for_one(caplog: pytest.LogCap
 
 
 class _Full:
-    """A listening socket of a process that has no descriptor left."""
+    """A listening socket of a process without a free descriptor."""
 
     def __init__(self) -> None:
         self.num_calls = 0

@@ -1,4 +1,4 @@
-"""Names by which a server may be called: pages that rebind their own name to this machine are refused."""
+"""Host names of a server: pages that rebind their own name to this machine are refused."""
 
 import hypothesis.strategies as st
 import pytest
@@ -31,13 +31,13 @@ from serving.http_hosts import HostCheck, listed_hosts
     ],
 )
 def test_names(address: str, configured: str, header: str | None, is_admitted: bool) -> None:
-    """M9: on an address of this machine alone its own names pass, and those of the setting."""
+    """M9: on a loopback address its own names and the configured ones are valid."""
     assert HostCheck(address, listed_hosts(configured)).admits(header) is is_admitted
 
 
 @given(st.text(max_size=40))
 def test_no_header_is_taken_for_a_name_that_it_is_not(header: str) -> None:
-    """M9: what is admitted names this machine, however it is written."""
+    """M9: a valid name denotes this machine in any spelling."""
     if HostCheck("127.0.0.1:8000").admits(header):
         name = header.lower().rpartition(":")[0] if header.lower().rpartition(":")[1] else header.lower()
         assert name.strip("[]").rstrip(".") in ("localhost", "127.0.0.1", "::1", "")

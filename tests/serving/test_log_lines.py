@@ -1,4 +1,4 @@
-"""Log lines that strangers have a part in."""
+"""Log lines with untrusted text."""
 
 import io
 import logging
@@ -17,7 +17,7 @@ from serving.logs import configure_logs
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What a configured process writes; the root logger is as before afterwards."""
+    """Collect the output of a configured process, and restore the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     written = io.StringIO()
@@ -70,7 +70,7 @@ def test_a_forged_line_stays_within_its_own(forged: str, wanted: str, stream: io
 
 
 def test_a_line_has_a_length(stream: io.StringIO) -> None:
-    """L1: a name of 8 MB is not a line of 8 MB; its beginning and end are there, and how much is not."""
+    """L1: a name of 8 MB is shortened to its beginning, its end, and the number of omitted characters."""
     logging.getLogger("router").warning("model %s is not served", "x" * 8_000_000)
     line = stream.getvalue()
     assert len(line) < MAX_LINE + 200
@@ -85,7 +85,7 @@ def test_a_line_has_a_length(stream: io.StringIO) -> None:
 
 
 def test_an_error_has_a_length() -> None:
-    """L2: whatever a request holds, an error quotes no more of it than a reader takes in."""
+    """L2: an error quotes a limited part of a request."""
     assert len(InvalidRequestError("x" * 10**7).message) < 3000
 
 
@@ -116,7 +116,7 @@ def test_a_fault_that_repeats_is_counted() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0, 3)), max_size=200))
 def test_no_place_writes_more_than_its_share(steps: list[tuple[int, float]]) -> None:
-    """P3: in any window each place writes at most its bound, and every record is written or counted."""
+    """P3: in every window each place writes at most its limit, and every record is written or counted."""
     now = [0.0]
     repeats = RepeatFilter(lambda: now[0])
     written: dict[int, list[float]] = {}

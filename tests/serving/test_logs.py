@@ -1,4 +1,4 @@
-"""Logs: one line a record, settings without secrets."""
+"""Logs: one line per record, settings without secrets."""
 
 import asyncio
 import io
@@ -20,7 +20,7 @@ class ExampleSettings(Settings):
 
 @pytest.fixture
 def stream() -> Iterator[io.StringIO]:
-    """What a configured process writes; the root logger is as before afterwards."""
+    """Collect the output of a configured process, and restore the root logger afterwards."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     written = io.StringIO()

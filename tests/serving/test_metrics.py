@@ -1,4 +1,4 @@
-"""From plain counters to Prometheus families."""
+"""Conversion of plain counters to Prometheus families."""
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families

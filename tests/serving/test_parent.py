@@ -1,4 +1,4 @@
-"""A child that shall not outlive its parent."""
+"""A child that ends with its parent."""
 
 import subprocess
 import sys

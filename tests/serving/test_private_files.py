@@ -1,4 +1,4 @@
-"""Secrets, API keys and private keys in files: what other users can read or replace is refused."""
+"""Secrets, API keys and private keys in files: files that other users can read or replace are refused."""
 
 import os
 import stat
@@ -68,10 +68,10 @@ def test_exactly_the_modes_without_bits_for_others_are_private(tmp_path: Path, m
 @pytest.mark.parametrize("secret", ["4", "4821", "x" * (MIN_SECRET_CHARACTERS - 1), f"  {'x' * 31}  \n\n"])
 def test_a_secret_that_can_be_guessed_offline_is_refused(tmp_path: Path, secret: str) -> None:
     """M5: a one-character secret was accepted."""
-    with pytest.raises(SettingError, match=r"holds \d+ characters.*32 or more.*openssl rand") as caught:
+    with pytest.raises(SettingError, match=r"has \d+ characters.*at least 32.*openssl rand") as caught:
         read_secret_file(write_private(tmp_path / "secret", secret))
     assert "4821" not in caught.value.message.replace(str(tmp_path), "")
-    with pytest.raises(SettingError, match="32 or more"):
+    with pytest.raises(SettingError, match="at least 32"):
         RouterSettings(secret=secret.strip()).read_secret()
 
 
@@ -89,7 +89,7 @@ def test_ends_of_lines_are_no_part_of_the_secret(tmp_path: Path, end: str) -> No
 
 
 def test_a_secret_in_a_folder_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
-    """M5: whoever may write to the folder may replace the file."""
+    """M5: a user who can write to the folder can replace the file."""
     folder = tmp_path / "open"
     folder.mkdir()
     file = write_private(folder / "secret", SECRET)
@@ -101,7 +101,7 @@ def test_a_secret_in_a_folder_that_everybody_may_write_to_is_refused(tmp_path: P
 
 
 def test_both_ends_of_a_link_are_checked(tmp_path: Path) -> None:
-    """M5: a link that everybody may change is as good as no file mode at all."""
+    """M5: a link that every user may change makes the file's mode useless."""
     folder = tmp_path / "open"
     folder.mkdir()
     link = folder / "secret"
@@ -136,14 +136,14 @@ def test_a_secret_that_is_no_text_is_refused(tmp_path: Path) -> None:
         (0o775, 7, 3, None),
         (0o1777, 0, 0, None),
         (0o1775, 0, 99, None),
-        (0o755, 8, 3, "user 8"),
-        (0o1777, 8, 3, "user 8"),
+        (0o755, 8, 3, "its owner, user 8"),
+        (0o1777, 8, 3, "its owner, user 8"),
         (0o775, 0, 99, "group 99"),
         (0o770, 7, 99, "group 99"),
     ],
 )
 def test_who_may_rename_what_lies_in_the_folder(mode: int, user: int, group: int, who: str | None) -> None:
-    """M5: only folders that everybody may write to were refused."""
+    """M5: only world-writable folders were refused."""
     info = os.stat_result((stat.S_IFDIR | mode, 0, 0, 0, user, group, 0, 0, 0, 0))
     found = who_else_may_replace(info, 7, {3, 4})
     assert found is None if who is None else (found or "").startswith(who)
@@ -151,10 +151,10 @@ def test_who_may_rename_what_lies_in_the_folder(mode: int, user: int, group: int
 
 @pytest.mark.parametrize("secret", [" " * 40, "\n" * 40, "x" * 31 + "\n\n", "\0" * 40, "x" * 31 + "\x07" * 9])
 def test_what_is_not_printed_does_not_make_a_secret_longer(tmp_path: Path, secret: str) -> None:
-    """M5: 40 spaces in KVBATON_SECRET, and 40 NULs in a file, were taken."""
-    with pytest.raises(SettingError, match=r"holds \d+ characters.*32 or more"):
+    """M5: 40 spaces in KVBATON_SECRET, and 40 NULs in a file, were accepted."""
+    with pytest.raises(SettingError, match=r"has \d+ characters.*at least 32"):
         RouterSettings(secret=secret).read_secret()
-    with pytest.raises(SettingError, match=r"32 or more|is empty"):
+    with pytest.raises(SettingError, match=r"at least 32|is empty"):
         read_secret_file(write_private(tmp_path / "secret", secret))
 
 

@@ -1,4 +1,4 @@
-"""What every service's settings have in common."""
+"""The properties of all services' settings."""
 
 import pytest
 from pydantic import ValidationError
@@ -15,7 +15,7 @@ class ExampleSettings(Settings):
 
 
 def test_an_unknown_name_is_refused() -> None:
-    """Law 10: a typo sets nothing, so it must not pass."""
+    """Law 10: a typo sets nothing, so it must be an error."""
     with pytest.raises(ValidationError, match=r"siz\n.*not permitted"):
         ExampleSettings.model_validate({"siz": 5})
 
@@ -35,7 +35,7 @@ class WaitingSettings(Settings):
 
 @pytest.mark.parametrize("value", ["inf", "nan", "1e300", "10000001"])
 def test_a_time_that_no_clock_can_wait_for_is_refused_by_name(value: str) -> None:
-    """It was taken, and ended the first thread that waited for it, or the start, with an OverflowError."""
+    """It was accepted, and the first wait for it failed with an OverflowError."""
     with pytest.raises(ValidationError, match=r"some_seconds\n.*10000000 or less"):
         WaitingSettings.model_validate({"some_seconds": value})
     assert WaitingSettings.model_validate({"some_seconds": "1e7"}).some_seconds == 1e7

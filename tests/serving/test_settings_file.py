@@ -1,4 +1,4 @@
-"""The settings file: what it gives to whom, and what is refused."""
+"""The settings file: its values for each command, and its errors."""
 
 from pathlib import Path
 
@@ -39,17 +39,17 @@ def test_the_top_is_for_all_and_a_table_for_its_command_over_the_top(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("max_queu = 5\n", ":1: 'max_queu' is no setting of any command (did you mean max_queue?)"),
+        ("max_queu = 5\n", ":1: 'max_queu' is not a setting of any command (did you mean max_queue?)"),
         (
             "\n[decode]\nmax-num-seqs = 5\n",
-            ":3 [decode]: 'max-num-seqs' is no setting of decode (did you mean",
+            ":3 [decode]: 'max-num-seqs' is not a setting of decode (did you mean",
         ),
-        ("[decode]\nmax_queue = 5\n", "'max_queue' is no setting of decode (it is one of router)"),
-        ("[rooter]\nmax_queue = 5\n", ":1 [rooter]: 'rooter' is no command (did you mean router?)"),
-        ("[zzz]\n", "'zzz' is no command; tables are router, decode"),
-        ("log_level = \n", "is no TOML: Invalid value (at line 1"),
-        ("log_level = 'a'\n[log_level]\n", "a name is a value or a table"),
-        (b"log_level = 'a'\n# \xff\n", ":2 is no TOML: its bytes are not UTF-8"),
+        ("[decode]\nmax_queue = 5\n", "'max_queue' is not a setting of decode (it is one of router)"),
+        ("[rooter]\nmax_queue = 5\n", ":1 [rooter]: unknown command 'rooter' (did you mean router?)"),
+        ("[zzz]\n", "unknown command 'zzz'; tables are router, decode"),
+        ("log_level = \n", "is not valid TOML: Invalid value (at line 1"),
+        ("log_level = 'a'\n[log_level]\n", "a name is either a value or a table"),
+        (b"log_level = 'a'\n# \xff\n", ":2 is not valid TOML: its bytes are not UTF-8"),
     ],
 )
 def test_what_is_wrong_is_told_with_file_line_and_the_right_name(
@@ -71,7 +71,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
 def test_a_secret_that_others_can_read_is_refused_without_showing_it(tmp_path: Path, mode: int) -> None:
     with pytest.raises(
-        SettingError, match=r"secret is a secret, and the file's mode is 06.*chmod 600"
+        SettingError, match=r"secret is a secret, but the file's mode is 06.*chmod 600"
     ) as caught:
         read(tmp_path, '[router]\nsecret = "hunter2"\n', mode)
     assert "hunter2" not in caught.value.message

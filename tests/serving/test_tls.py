@@ -1,4 +1,4 @@
-"""Certificate and key: what is wrong with them is said at the start."""
+"""Certificate and key: errors are reported at start."""
 
 import os
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.private_files import write_private
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Certificate and key."""
+    """Return a certificate and its key."""
     issued = trustme.CA().issue_cert("localhost")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))
@@ -46,9 +46,9 @@ def test_files_that_cannot_be_used_are_named(pair: tuple[Path, Path], tmp_path: 
     with pytest.raises(SettingError, match=r"tls_key_file .*none cannot be read"):
         read_tls(certificate, tmp_path / "none")
     write_private(tmp_path / "text", "hello")
-    with pytest.raises(SettingError, match="no certificate and key in PEM"):
+    with pytest.raises(SettingError, match="not a certificate and key in PEM"):
         read_tls(tmp_path / "text", key)
-    with pytest.raises(SettingError, match="no certificate and key in PEM"):
+    with pytest.raises(SettingError, match="not a certificate and key in PEM"):
         read_tls(certificate, tmp_path / "text")
 
 
@@ -74,7 +74,7 @@ def test_an_encrypted_key_is_refused_without_a_question(pair: tuple[Path, Path])
 def test_what_is_no_regular_file_is_refused_at_once(
     pair: tuple[Path, Path], tmp_path: Path, kind: str
 ) -> None:
-    """M5: a pipe as the certificate held up the start for ever, a device filled the memory."""
+    """M5: a pipe as the certificate blocked the start for ever, a device filled the memory."""
     certificate = tmp_path / "other.pem"
     if kind == "pipe":
         os.mkfifo(certificate)

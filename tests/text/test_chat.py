@@ -128,7 +128,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
         (None, "messages", "at least one message"),
         ([], "messages", "at least one message"),
         ("hi", "messages", "at least one message"),
-        ([{"role": "user", "content": "a"}, "hi"], "messages[1]", "no object"),
+        ([{"role": "user", "content": "a"}, "hi"], "messages[1]", "must be an object"),
         ([{"role": "wizard", "content": "a"}], "messages[0].role", "'wizard'"),
         ([{"content": "a"}], "messages[0].role", "None"),
         ([{"role": "user"}], "messages[0].content", "missing"),
@@ -149,7 +149,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
             "string",
         ),
         ([{"role": "assistant", "tool_calls": 7}], "messages[0].tool_calls", "list of calls"),
-        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]", "no call"),
+        ([{"role": "assistant", "tool_calls": ["f"]}], "messages[0].tool_calls[0]", "must be a call"),
         (
             [{"role": "assistant", "tool_calls": [{"function": {"name": ""}}]}],
             "messages[0].tool_calls[0].function.name",
@@ -175,7 +175,7 @@ def test_a_bad_message_is_named_by_its_index(messages: Any, param: str, words: s
     ],
 )
 def test_an_answer_of_nothing_or_of_reasoning_is_history(message: dict[str, Any]) -> None:
-    """F10: clients that do not know reasoning send ``content: null`` back, and nothing else."""
+    """F10: clients without support for reasoning send back only ``content: null``."""
     (parsed,) = parse_messages([{"role": "assistant", **message}])
     assert not parsed.get("content") and "tool_calls" not in parsed
 
@@ -188,7 +188,7 @@ def test_a_refusal_is_the_content_where_there_is_no_other() -> None:
 
 @pytest.mark.parametrize("content", [{"content": None}, {"content": ""}, {}])
 def test_an_assistant_message_with_tool_calls_needs_no_content(content: Any) -> None:
-    """F2: null, empty and missing contents stay what they are."""
+    """F2: null, empty and missing contents stay distinct."""
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
     sent = {"role": "assistant", **content, "tool_calls": calls}
     (message,) = parse_messages([sent])
@@ -223,9 +223,9 @@ def test_blocks_leave_no_blank_lines() -> None:
     ("source", "words"),
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[5].content + 1 }}", "refuses these messages"),
-        ("{{ messages.append(1) }}", "refuses these messages"),
-        ("{{ ''.__class__.__mro__ }}", "refuses these messages"),
+        ("{{ messages[5].content + 1 }}", "rejects these messages"),
+        ("{{ messages.append(1) }}", "rejects these messages"),
+        ("{{ ''.__class__.__mro__ }}", "rejects these messages"),
     ],
 )
 def test_a_template_that_refuses_is_the_clients_error(source: str, words: str) -> None:
@@ -252,7 +252,7 @@ def test_a_broken_template_is_a_setting_error() -> None:
     "arguments", ['{"a": ', "[1]", "7", '{"a": "\\ud800"}', '["A"]', '{"a": NaN}', '{"a": 1,}']
 )
 def test_arguments_of_a_call_stay_the_clients_text(arguments: str) -> None:
-    """F10: whatever a model wrote as arguments is accepted in a conversation."""
+    """F10: any arguments of a model are accepted in a conversation."""
     calls = [{"function": {"name": "f"}}, {"function": {"name": "a b", "arguments": arguments}}]
     (message,) = parse_messages([{"role": "assistant", "tool_calls": calls}])
     assert message["tool_calls"][1] == calls[1]

@@ -1,4 +1,4 @@
-"""tokenizer.json files that are made to harm: an error that names the file, instead of the end of the process."""
+"""Hostile tokenizer.json files: an error names the file, and the process survives."""
 
 import json
 from collections.abc import Callable
@@ -39,23 +39,26 @@ def steps(name: str, *each: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
 
 
 HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (steps("normalizer", *[TEN_OF_ONE] * 9), "its normalizer can make more than 4096 characters of one"),
-    (steps("normalizer", {"type": "Sequence", "normalizers": [TEN_OF_ONE] * 4}), "its normalizer can make"),
-    (steps("normalizer", LONG), "its normalizer can make"),
-    (steps("pre_tokenizer", *[{"type": "ByteLevel"}] * 50), "its pre_tokenizer can make"),
-    (steps("decoder", TEN_OF_ONE | {"content": "y" * 5000}), "its decoder can make"),
-    (lambda spec: spec.update(post_processor=COPIES), "its post_processor can make more than 16"),
-    (lambda spec: spec.update(post_processor=NO_TOKEN), "tokenizer.json is no tokenizer"),
-    (steps("normalizer", EMPTY), "the model's tokenizer fails: index out of bounds"),
+    (steps("normalizer", *[TEN_OF_ONE] * 9), "its normalizer can turn one character into more than 4096"),
+    (steps("normalizer", {"type": "Sequence", "normalizers": [TEN_OF_ONE] * 4}), "its normalizer can turn"),
+    (steps("normalizer", LONG), "its normalizer can turn"),
+    (steps("pre_tokenizer", *[{"type": "ByteLevel"}] * 50), "its pre_tokenizer can turn"),
+    (steps("decoder", TEN_OF_ONE | {"content": "y" * 5000}), "its decoder can turn"),
+    (
+        lambda spec: spec.update(post_processor=COPIES),
+        "its post_processor can turn one character into more than 16",
+    ),
+    (lambda spec: spec.update(post_processor=NO_TOKEN), "tokenizer.json is not a valid tokenizer"),
+    (steps("normalizer", EMPTY), "the model's tokenizer failed: index out of bounds"),
     (
         steps("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////////"}),
-        "shorter than it says",
+        "shorter than its declared length",
     ),
-    (lambda spec: spec.update(normalizer=[1]), "tokenizer.json is no tokenizer"),
+    (lambda spec: spec.update(normalizer=[1]), "tokenizer.json is not a valid tokenizer"),
     (lambda spec: spec["model"]["vocab"].update(z=2**32 - 1), "it has token id 4294967295"),
     (
         lambda spec: spec["model"].update(continuing_subword_prefix="é" * 10, merges=[["a", "b"]]),
-        "tokenizer.json is no tokenizer",
+        "tokenizer.json is not a valid tokenizer",
     ),
     (
         lambda spec: spec.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[UNK]"}),
@@ -68,7 +71,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 def test_a_hostile_tokenizer_is_refused_by_name(
     tmp_path: Path, harm: Callable[[dict[str, Any]], object], words: str
 ) -> None:
-    """L8: a panic of the library is no Exception, and what it cannot allocate ends the process."""
+    """L8: a panic of the library is not an Exception, and a failed allocation ends the process."""
     with pytest.raises(SettingError, match=words) as caught:
         Tokenizer.from_folder(folder_with(tmp_path, harm))
     assert "tokenizer.json" in caught.value.message
@@ -80,7 +83,7 @@ def test_a_panic_while_a_text_is_tokenized_is_the_callers_error(tmp_path: Path) 
     split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
     tokenizer = Tokenizer.from_folder(folder_with(tmp_path, steps("pre_tokenizer", split)))
     assert tokenizer.encode("aa")
-    with pytest.raises(InternalError, match="the model's tokenizer fails"):
+    with pytest.raises(InternalError, match="the model's tokenizer failed"):
         tokenizer.encode("a" * 60 + "b")
 
 

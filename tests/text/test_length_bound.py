@@ -1,4 +1,4 @@
-"""A text that certainly does not fit is found without tokenizing it; one that fits is never taken for such."""
+"""A text that certainly does not fit is rejected without tokenizing it; one that fits is never rejected."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def unigram() -> Backend:
 
 
 def dropping() -> Backend:
-    """Characters that it does not know have no token at all."""
+    """Unknown characters have no token."""
     return Backend(models.BPE({"a": 0, "b": 1}, []))
 
 
@@ -60,7 +60,7 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("make", MAKERS)
 @given(data=st.data())
 def test_what_fits_is_never_refused(make: Any, data: st.DataObject) -> None:
-    """H2: whatever the tokenizer does to a text, the bound refuses only what has more tokens."""
+    """H2: for any tokenizer the bound rejects only texts with too many tokens."""
     backend = make()
     bound = LengthBound(backend)
     text = data.draw(TEXTS) * data.draw(st.integers(1, 4))
@@ -123,7 +123,7 @@ def test_a_text_that_cannot_fit_is_not_tokenized(make: Any) -> None:
 
 
 def test_a_text_that_probably_cannot_fit_is_tokenized_in_part() -> None:
-    """H2: a tokenizer whose tokens may stand for anything is asked about the text's beginning."""
+    """H2: with unbounded tokens, the beginning of the text is tokenized."""
     backend = CountingBackend(word_pieces())
     bound: Any = LengthBound(backend)  # type: ignore[arg-type]
     assert bound.is_exceeded("ab " * 300_000, 512)

@@ -1,4 +1,4 @@
-"""Contents of messages as clients of several APIs write them: parts of other names, empty lists, calls of old."""
+"""Contents of messages from clients of several APIs: other names of parts, empty lists, old forms of calls."""
 
 from typing import Any
 

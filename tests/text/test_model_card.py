@@ -1,4 +1,4 @@
-"""What is read of a model folder."""
+"""The facts that are read from a model folder."""
 
 import json
 from pathlib import Path
@@ -49,7 +49,7 @@ def test_what_is_missing_is_named(tmp_path: Path, config: dict[str, Any], words:
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"holds no config\.json"):
+    with pytest.raises(SettingError, match=r"contains no config\.json"):
         ModelCard.from_folder(tmp_path)
 
 
@@ -153,7 +153,7 @@ def test_null_and_other_spellings_of_no_choice_are_taken(tmp_path: Path) -> None
 def test_a_file_with_half_of_a_surrogate_pair_is_refused_by_name(tmp_path: Path) -> None:
     """L8: the template was taken, and every chat failed."""
     files = model_files() | {"tokenizer_config.json": b'{"chat_template": "{{ 1 }}\\uD83d"}'}
-    with pytest.raises(SettingError, match=r"tokenizer_config\.json holds half of a surrogate pair"):
+    with pytest.raises(SettingError, match=r"tokenizer_config\.json contains half of a surrogate pair"):
         ModelCard.from_folder(write_model(tmp_path / "tiny", files))
     whole = model_files() | {"tokenizer_config.json": b'{"chat_template": "\\ud83d\\ude00"}'}
     assert ModelCard.from_folder(write_model(tmp_path / "whole", whole)).chat_template is not None

@@ -1,4 +1,4 @@
-"""Stop strings: cut exactly, wherever the pieces end."""
+"""Stop strings: exact cuts, independent of the pieces."""
 
 from itertools import pairwise
 
@@ -80,7 +80,7 @@ def test_the_automaton_finds_what_reading_finds(text: str, stops: list[str]) -> 
 
 
 def test_a_token_costs_no_more_with_many_long_stop_strings() -> None:
-    """H6: 64 KB of strings that nearly match everywhere do not keep the event loop from anything else."""
+    """H6: 64 KB of strings that nearly match everywhere do not block the event loop."""
     stops = ["a" * (960 + number) + "b" for number in range(64)]
     matcher = StopStrings(stops)
     sent = "".join(matcher.push("aa") for _ in range(20_000))

@@ -1,4 +1,4 @@
-"""What a model was shown wrongly: each conversation as a client sends it, through a model folder."""
+"""Conversations that were shown wrongly to a model: each as sent by a client, with a model folder."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The chat templates of a model folder, in every layout that it is written in."""
+"""The chat templates of a model folder, in every layout."""
 
 import json
 import os
@@ -96,14 +96,14 @@ def test_a_template_gets_every_named_special_token(tmp_path: Path) -> None:
 
 def test_a_template_that_is_too_large_is_refused(tmp_path: Path) -> None:
     folder = folder_with(tmp_path, chat_template_jinja="x" * (4 * 2**20 + 1))
-    with pytest.raises(SettingError, match="at most 4194304"):
+    with pytest.raises(SettingError, match="limit of a chat template is 4194304"):
         ModelCard.from_folder(folder)
 
 
 def test_a_template_of_another_encoding_is_refused_by_name(tmp_path: Path) -> None:
     folder = folder_with(tmp_path)
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
-    with pytest.raises(SettingError, match=r"chat_template\.jinja is no UTF-8"):
+    with pytest.raises(SettingError, match=r"chat_template\.jinja is not valid UTF-8"):
         ModelCard.from_folder(folder)
 
 

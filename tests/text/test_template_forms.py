@@ -1,4 +1,4 @@
-"""What the probe finds about templates of every form and habit, and that no message is ever lost."""
+"""The probe's results for templates of every form, and the proof that no message is lost."""
 
 import json
 from typing import Any
@@ -126,7 +126,7 @@ def texts_of(message: dict[str, Any]) -> list[str]:
 @settings(max_examples=25, deadline=None)
 @given(messages=st.lists(MESSAGE, min_size=1, max_size=6))
 def test_no_message_is_ever_lost(name: str, messages: list[dict[str, Any]]) -> None:
-    """F4: a conversation is either wholly in the prompt, or refused."""
+    """F4: a conversation is either completely in the prompt, or rejected."""
     try:
         prompt = TEMPLATES[name].render(Chat(messages=parse_messages(messages)))
     except InvalidRequestError:

@@ -1,4 +1,4 @@
-"""Templates with narrow rules about turns, calls and tools, and what they are given instead."""
+"""Templates with strict rules about turns, calls and tools, and the forms for them."""
 
 import copy
 import json

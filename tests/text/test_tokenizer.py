@@ -1,4 +1,4 @@
-"""Text to token ids as transformers does it, and the bytes of single tokens."""
+"""Token ids equal to those of transformers, and the bytes of single tokens."""
 
 import asyncio
 import json
@@ -100,10 +100,10 @@ def test_bytes_of_a_byte_level_token(tmp_path: Path) -> None:
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(SettingError, match=r"contains no tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(SettingError, match="is no tokenizer"):
+    with pytest.raises(SettingError, match="is not a valid tokenizer"):
         Tokenizer.from_folder(tmp_path)
     write_model(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
@@ -113,7 +113,7 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick_switches() -> Iterator[None]:
-    """Threads that want the GIL wait for a tenth of a millisecond only, where its holder can be interrupted."""
+    """Set a short switch interval: threads that wait for the GIL get it within 0.1 ms if its holder is interruptible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-4)
     yield

@@ -1,4 +1,4 @@
-"""What a client says about tools: checked, and brought into the form that templates and parsers take."""
+"""Checks of a request's tools, tool choice and calls."""
 
 import json
 from typing import Any
@@ -110,7 +110,7 @@ def test_a_bad_choice_is_named(raw: Any, param: str) -> None:
     assert param in caught.value.message
 
 
-def test_a_kind_of_choice_that_comes_later_is_said_to_be_so() -> None:
+def test_an_unsupported_kind_of_choice_is_named() -> None:
     with pytest.raises(UnsupportedFieldError):
         parse_tool_choice({"type": "allowed_tools"}, [function("f")])
 

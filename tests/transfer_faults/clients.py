@@ -9,7 +9,9 @@ from itertools import count
 
 from contract.errors import ErrorKind
 from contract.identity import Role
-from contract.requests import EngineOutput, EngineRequest, FinishReason, SamplingParams, SendTransfer
+from contract.outputs import EngineOutput, FinishReason
+from contract.requests import EngineRequest, SendTransfer
+from contract.sampling import SamplingParams
 from engine.testing.fakes import CRASH_TOKEN, fake_answer
 from tests.transfer_faults.pool import LAYOUT
 from tests.transfer_faults.workers import Worker

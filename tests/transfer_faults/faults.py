@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager, suppress
 from typing import Any, Protocol
 
-from contract.requests import EngineRequest, SamplingParams
+from contract.requests import EngineRequest
+from contract.sampling import SamplingParams
 from engine.testing.fakes import CRASH_TOKEN
 from tests.chaos.proxy import FaultyPort
 from tests.transfer_faults.framed import FramedPort, Trick

@@ -11,11 +11,12 @@ from typing import Any, cast
 
 from contract.errors import ErrorKind, UnavailableError
 from contract.identity import Role, new_boot_id
-from contract.requests import EngineOutput, EngineRequest, ReceiveTransfer
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.settings import EngineSettings
 from kv_transfer.connector import TransferFactory
-from kv_transfer.protocol.states import RetryStep
+from kv_transfer.protocol.events import RetryStep
 from kv_transfer.settings import TransferSettings
 from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 

@@ -4,19 +4,9 @@ from hypothesis import strategies as st
 
 from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration, Welcome
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    Grammar,
-    PoolingParams,
-    ReceiveTransfer,
-    RequestTimings,
-    SamplingParams,
-    SendTransfer,
-    TokenLogprobs,
-    TransferReport,
-)
+from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import Grammar, SamplingParams
 
 UINT32 = st.integers(0, 2**32 - 1)
 UINT64 = st.integers(0, 2**64 - 1)

@@ -7,19 +7,9 @@ from google.protobuf.message import Message
 
 from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration, Welcome
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    FinishReason,
-    Grammar,
-    PoolingParams,
-    ReceiveTransfer,
-    RequestTimings,
-    SamplingParams,
-    SendTransfer,
-    TokenLogprobs,
-    TransferReport,
-)
+from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from tests.wire.test_round_trips import CODECS
 

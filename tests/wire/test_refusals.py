@@ -6,15 +6,9 @@ import pytest
 
 from contract.errors import InvalidRequestError
 from contract.membership import Registration
-from contract.requests import (
-    EngineOutput,
-    EngineRequest,
-    Grammar,
-    PoolingParams,
-    ReceiveTransfer,
-    SamplingParams,
-    SendTransfer,
-)
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from wire.legs import (
     cancel_from_proto,
@@ -48,7 +42,7 @@ def test_a_grammar_arrives_as_it_was_sent() -> None:
 
 
 def test_a_kind_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="no grammar of kind 'xml'") as refusal:
+    with pytest.raises(InvalidRequestError, match="unknown kind of grammar 'xml'") as refusal:
         task_from_proto(task(grammar=pb.Grammar(kind="xml")))
     assert refusal.value.param == "grammar"
 

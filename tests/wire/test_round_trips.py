@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from contract.membership import Load
-from contract.requests import EngineOutput, EngineRequest, PoolingParams
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, PoolingParams
 from protos import worker_pb2 as pb
 from tests.wire import strategies
 from wire.legs import (

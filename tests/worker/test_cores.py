@@ -1,4 +1,4 @@
-"""Which cores a worker is kept to."""
+"""The cores that a worker is bound to."""
 
 import multiprocessing
 import os
@@ -16,13 +16,13 @@ from worker.settings import WorkerSettings
 @pytest.mark.parametrize(
     ("text", "cores"), [("3", (3,)), ("0-3,8", (0, 1, 2, 3, 8)), ("4, 2-2,4", (4, 2)), ("1-2,2-3", (1, 2, 3))]
 )
-def test_words_are_those_of_taskset(text: str, cores: tuple[int, ...]) -> None:
+def test_the_format_is_that_of_taskset(text: str, cores: tuple[int, ...]) -> None:
     assert parse_cores(text) == cores
     assert parse_cores(show_cores(cores)) == cores
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1,,2", "-1", "²"])
-def test_other_words_are_refused(tmp_path: Path, text: str) -> None:
+def test_other_text_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValidationError, match="give numbers and ranges"):
         WorkerSettings(model=tmp_path, cores=text)
 
@@ -45,7 +45,7 @@ def _cores_after(cores: tuple[int, ...], found: Any) -> None:
     found.put(sorted(os.sched_getaffinity(0)))
 
 
-def test_the_process_is_kept_there() -> None:
+def test_the_process_is_bound_to_its_cores() -> None:
     last = max(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     found = context.SimpleQueue()
@@ -55,6 +55,6 @@ def test_the_process_is_kept_there() -> None:
     child.join()
 
 
-def test_a_core_that_is_not_there_is_named() -> None:
-    with pytest.raises(SettingError, match="core 99999 is not there"):
+def test_an_unavailable_core_is_named() -> None:
+    with pytest.raises(SettingError, match="core 99999 is not available"):
         run_on((99999,))

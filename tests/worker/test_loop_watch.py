@@ -1,4 +1,4 @@
-"""A service whose event loop hangs ends, though its other threads would go on."""
+"""A service whose event loop hangs ends, though its other threads still run."""
 
 import asyncio
 import subprocess
@@ -8,7 +8,7 @@ from worker.loop_watch import EXIT_CODE, LoopWatch
 
 
 def test_a_process_whose_event_loop_hangs_ends_with_its_reason() -> None:
-    """P4: nothing else would notice; gRPC's own threads answer pings."""
+    """P4: nothing else would detect it; gRPC's own threads answer pings."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "tests.worker.hanging_loop_program"],
         capture_output=True,
@@ -23,7 +23,7 @@ def test_a_process_whose_event_loop_hangs_ends_with_its_reason() -> None:
 
 
 async def test_a_loop_that_turns_is_left_alone_and_a_watch_ends_with_its_block() -> None:
-    """P4: a busy loop is no hang."""
+    """P4: a busy loop is not a hang."""
     ended: list[str] = []
     with LoopWatch(0.2, lambda: ended.append("ended")) as watch:
         for _ in range(40):

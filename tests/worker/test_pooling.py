@@ -1,4 +1,4 @@
-"""How a model folder says that its prompts are pooled."""
+"""The pooling that a model folder configures."""
 
 import json
 from pathlib import Path
@@ -18,12 +18,12 @@ def folder_with(tmp_path: Path, config: Any) -> Path:
     return tmp_path
 
 
-def test_without_a_configuration_it_is_the_last_token(tmp_path: Path) -> None:
+def test_the_default_pooling_is_the_last_token(tmp_path: Path) -> None:
     assert pooling_of(tmp_path) == PoolingParams("last", normalize=True)
 
 
 @pytest.mark.parametrize(("mode", "kind"), [("mean_tokens", "mean"), ("lasttoken", "last")])
-def test_as_sentence_transformers_writes_it(tmp_path: Path, mode: str, kind: str) -> None:
+def test_the_flags_of_sentence_transformers_are_read(tmp_path: Path, mode: str, kind: str) -> None:
     modes = [
         "cls_token",
         "mean_tokens",
@@ -53,7 +53,7 @@ def test_other_kinds_are_refused_by_name(tmp_path: Path, config: Any) -> None:
 
 
 @pytest.mark.parametrize(("named", "kind"), [("mean", "mean"), (["lasttoken"], "last")])
-def test_as_newer_versions_write_it(tmp_path: Path, named: Any, kind: str) -> None:
+def test_the_list_of_newer_versions_is_read(tmp_path: Path, named: Any, kind: str) -> None:
     assert pooling_of(folder_with(tmp_path, {"pooling_mode": named})).kind == kind
 
 

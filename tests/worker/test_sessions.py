@@ -1,4 +1,4 @@
-"""A request belongs to the stream that it came for: when that is gone, nobody would hear its tokens."""
+"""A request belongs to the stream for which it was sent: its tokens can go to no other."""
 
 import asyncio
 from pathlib import Path
@@ -18,7 +18,7 @@ def session_of(running_worker: Running) -> str:
 
 
 async def test_a_request_for_an_earlier_stream_is_refused(tmp_path: Path) -> None:
-    """The router has thought it dead, it has aborted everything and is back: a late call starts nothing unseen."""
+    """The router counted the worker as dead and it has attached again: a late call for the old stream is rejected."""
     async with running(Role.DECODE, tmp_path) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
         old = session_of(it)

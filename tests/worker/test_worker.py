@@ -1,4 +1,4 @@
-"""A worker between a real router and a fake engine: what it accepts, refuses, carries and gives up."""
+"""A worker between a real router and a fake engine."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -29,9 +29,10 @@ from tests.engine_scheduling.stepping import fake_settings
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
 from worker.aggregated import AggregatedServicer
+from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
-from worker.worker import Worker, WorkerIdentity
+from worker.worker import Worker
 
 SECRET = "a secret of the tests, of 32 or more characters"
 SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}
@@ -93,7 +94,7 @@ def task(request_id: str = "r", max_tokens: int = 4, **fields: Any) -> pb.Task:
 
 
 def waiting_leg(request_id: str = "r", attempt: int = 0) -> pb.DecodeRequest:
-    """A decode leg that waits for KV that nobody sends."""
+    """Return a decode leg that waits for KV that is never sent."""
     source = pb.TransferSource(transfer_id="t", worker_id="p", boot_id="b", control_address="127.0.0.1:1")
     return pb.DecodeRequest(task=task(request_id, attempt=attempt, first_index=1), source=source)
 
@@ -130,7 +131,13 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
         (Role.DECODE, "Embed", pb.EmbedLegRequest(task=task()), missing, "Embed"),
         (Role.AGGREGATED, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
         (Role.PREFILL, "Embed", pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
-        (Role.AGGREGATED, "Decode", pb.DecodeRequest(task=task(), source=source), invalid, "fetches no KV"),
+        (
+            Role.AGGREGATED,
+            "Decode",
+            pb.DecodeRequest(task=task(), source=source),
+            invalid,
+            "does not fetch KV",
+        ),
         (
             Role.AGGREGATED,
             "Decode",
@@ -149,7 +156,7 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
 
 
 @pytest.mark.parametrize(("role", "call", "request_message", "code", "text"), refusals())
-async def test_what_cannot_be_served_is_refused_by_name(
+async def test_an_unserved_call_is_refused_with_the_reason(
     tmp_path: Path, role: Role, call: str, request_message: Any, code: grpc.StatusCode, text: str
 ) -> None:
     async with running(role, tmp_path) as it:
@@ -164,7 +171,7 @@ async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -
     """The same choice of the same attempt twice is refused; cancel ends it; a later attempt is another request."""
     async with running(Role.DECODE, tmp_path) as it:
         await it.call("Decode", waiting_leg())
-        with pytest.raises(grpc.aio.AioRpcError, match="here already"):
+        with pytest.raises(grpc.aio.AioRpcError, match="already running"):
             await it.call("Decode", waiting_leg())
         await it.call("Decode", waiting_leg(attempt=1))
         assert it.worker.num_requests == 2
@@ -185,7 +192,7 @@ async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> No
 
 @pytest.mark.parametrize("role", [Role.AGGREGATED, Role.PREFILL])
 async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
-    """On a prefill worker it needs no transfer; the model's own kind of pooling is read when it comes."""
+    """A prefill worker needs no transfer for it; the model's pooling is read with each request."""
     async with running(role, tmp_path) as it:
         await it.call("Embed", pb.EmbedLegRequest(task=task()))
         await until_accepted(it, 0)
@@ -209,7 +216,7 @@ async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path)
 
 
 async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
-    """A worker without a router holds nothing, and accepts nothing."""
+    """A worker without a router holds no requests and accepts none."""
     async with running(Role.DECODE, tmp_path) as it:
         await it.call("Decode", waiting_leg())
         await until_accepted(it, 1)
@@ -223,7 +230,7 @@ async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
 
 
 async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
-    """With the tokens of a step, or from an idle engine; nothing is said twice."""
+    """The load is sent with the tokens of a step, or from an idle engine; an unchanged load is not sent again."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, idle_seconds=0.01) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
@@ -241,7 +248,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
 
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:
-    """Law 9: the small files of the model folder come over the wire, byte by byte."""
+    """Law 9: the small files of the model folder are sent unchanged."""
     async with running(Role.AGGREGATED, tmp_path) as it:
         got: dict[str, bytes] = {}
         async for piece in it.stub.GetModelFiles(pb.GetModelFilesRequest()):
@@ -252,7 +259,7 @@ async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> No
 
 
 async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -> None:
-    """It does not try again for ever: the worker ends with the reason."""
+    """The worker ends with the reason instead of retrying for ever."""
     router = RouterService(RouterSettings(**FREE, secret="another secret, which also has 32 characters"))
     await router.start()
     engine = await InProcessClient.start(fake_settings(), fake_connector_factory, start=start_fake_executor)
@@ -269,7 +276,7 @@ async def test_a_router_with_another_secret_refuses_the_worker(tmp_path: Path) -
 
 
 async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
-    """The supervisor starts it again; nobody waits for an engine that is gone."""
+    """The supervisor restarts it; no request waits for an engine that is gone."""
     async with running(Role.AGGREGATED, tmp_path) as it:
         await it.worker.engine.shutdown()
         await asyncio.wait([it.run], timeout=10)
@@ -277,7 +284,7 @@ async def test_a_dead_engine_ends_the_worker(tmp_path: Path) -> None:
 
 
 async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) -> None:
-    """None of them hears of a bug of its own: they end with the stream, and another worker may go on with them."""
+    """They end with the stream, not with an error of their own, and another worker may continue them."""
     heard: asyncio.Queue[Any] = asyncio.Queue()
     async with running(Role.DECODE, tmp_path, ProcessClient) as it, asyncio.timeout(20):
         await it.router.wait_for_workers(1)
@@ -292,7 +299,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
     assert "has stopped" in str(it.run.exception())
 
 
-def test_secrets_are_read_or_named(tmp_path: Path) -> None:
+def test_errors_about_a_secret_name_the_problem(tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     write_private(empty, "\n")
     for path, text in ((None, "not set"), (tmp_path / "missing", "cannot be read"), (empty, "is empty")):
@@ -306,7 +313,7 @@ def test_a_wildcard_host_needs_a_name_to_dial(tmp_path: Path) -> None:
 
 
 def test_a_lease_must_outlast_a_peers_silence(tmp_path: Path) -> None:
-    """Signs of life come a few times per peer_timeout_seconds: a shorter lease would end while its reader lives."""
+    """Leases are renewed a few times per peer_timeout_seconds: a shorter lease would expire while its reader lives."""
     with pytest.raises(
         ValueError, match=r"lease_seconds is 0.5: it must be peer_timeout_seconds \(3.0\) or more"
     ):

@@ -1,1 +1,1 @@
-"""An answer's text → content, reasoning and tool calls, while it comes, whatever pieces it comes in."""
+"""Parses the text of an answer incrementally into content, reasoning and tool calls."""

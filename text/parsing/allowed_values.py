@@ -1,4 +1,4 @@
-"""Sets of JSON values as schemas describe them, and the JSON text of a bare text that stands for one of those."""
+"""Sets of JSON values that schemas describe, and the conversion of bare text to one of these values."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -8,28 +8,28 @@ from typing import Any
 from text.parsing.json_text import decoded
 
 ANY = frozenset({"null", "boolean", "object", "array", "number", "integer", "string"})
-"""All types; a number may also be an integer."""
+"""All types; "number" excludes integers."""
 _SPELLED = {"True": "true", "False": "false", "None": "null"}
 
 
 MAX_CONSTANTS = 256
-"""Values that are kept of a list. Of a longer one only the types are known, so that sets of many schemas cost little."""
+"""Limit of listed values; of a longer list only the types are kept, so that sets of many schemas cost little."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values of some types; only ``constants`` of them, by their keys, where a schema lists those."""
+    """All values of some types, or only ``constants`` of them (by key) if a schema lists these."""
 
     types: frozenset[str] = ANY
     constants: Mapping[Any, Any] | None = None
 
     @property
     def is_text(self) -> bool:
-        """Every one of them is a string."""
+        """True if all values are strings."""
         return self.types == {"string"}
 
     def both(self, other: "Allowed") -> "Allowed":
-        """What is in this set and in the other one."""
+        """Return the intersection with another set."""
         types = self.types & other.types
         known = [one for one in (self.constants, other.constants) if one is not None]
         if not known:
@@ -38,7 +38,7 @@ class Allowed:
         return one_of(value for value in constants.values() if type_of(value) in types)
 
     def either(self, other: "Allowed") -> "Allowed":
-        """What is in this set or in the other one."""
+        """Return the union with another set."""
         types = self.types | other.types
         if self.constants is None or other.constants is None:
             return Allowed(types)
@@ -46,9 +46,9 @@ class Allowed:
         return Allowed(types, constants if len(constants) <= MAX_CONSTANTS else None)
 
     def written(self, text: str) -> str:
-        """The JSON text of the value that ``text`` stands for.
+        """Return the JSON text of the value that ``text`` stands for.
 
-        Where several types are possible, it is a string; where every type is, objects and lists are no strings.
+        If several types are possible, the value is a string; if all types are, objects and lists are not strings.
         """
         bare = text.strip()
         bare = _SPELLED.get(bare, bare)
@@ -65,7 +65,7 @@ class Allowed:
 
 
 def type_of(value: Any) -> str:
-    """The name of a value's type; a number without a fraction is an integer."""
+    """Return the name of a value's type; a number without a fraction is an integer."""
     match value:
         case None:
             return "null"
@@ -84,18 +84,18 @@ def type_of(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """The JSON text of a string."""
+    """Return the JSON text of a string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def one_of(values: Iterable[Any]) -> Allowed:
-    """The values that are listed."""
+    """Return the set of the listed values."""
     listed = list(values)
     constants = {key_of(value): value for value in listed} if len(listed) <= MAX_CONSTANTS else None
     return Allowed(frozenset(map(type_of, listed)), constants)
 
 
 def key_of(value: Any) -> Any:
-    """A key by which equal values are found: True and 1 are two values in JSON, 1 and 1.0 are one."""
+    """Return a key that is equal for equal values: in JSON True and 1 differ, 1 and 1.0 are equal."""
     kind = type_of(value)
     return (kind, json.dumps(value, sort_keys=True) if kind in ("array", "object") else value)

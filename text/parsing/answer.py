@@ -1,4 +1,4 @@
-"""The parsers of one answer, one behind the other: what is no reasoning is searched for calls."""
+"""The parsers of one answer in sequence: text that is not reasoning is searched for calls."""
 
 from text.parsing.parser import ToolParser
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece
@@ -6,7 +6,7 @@ from text.parsing.reasoning import ReasoningParser
 
 
 class AnswerParser:
-    """One answer's text → pieces; without parsers all of it is content. max_calls: calls behind these are left out."""
+    """Parses one answer into pieces; without parsers all of it is content. max_calls: further calls are dropped."""
 
     def __init__(
         self,
@@ -21,33 +21,33 @@ class AnswerParser:
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Markup that must be in the text, also where it is special tokens."""
+        """Markup that must be in the text even if it consists of special tokens."""
         return tuple(tag for parser in (self._reasoning, self._calls) if parser for tag in parser.tags)
 
     @property
     def is_reasoning(self) -> bool:
-        """The text is in the reasoning now."""
+        """True while the text is in the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain with this text."""
+        """Add text and return the pieces that are certain now."""
         pieces: list[Piece] = self._reasoning.push(text) if self._reasoning else [Content(text)]
         return self._with_calls(pieces)
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back, at the end of the text; call once."""
+        """Return the pieces that were held back, at the end of the text; call once."""
         pieces = self._with_calls(self._reasoning.flush()) if self._reasoning else []
-        return [*pieces, *self._wanted(self._calls.flush() if self._calls else [])]
+        return [*pieces, *self._within_limit(self._calls.flush() if self._calls else [])]
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._calls is None:
             return pieces
         out: list[Piece] = []
         for piece in pieces:
-            out += self._wanted(self._calls.push(piece.text)) if isinstance(piece, Content) else [piece]
+            out += self._within_limit(self._calls.push(piece.text)) if isinstance(piece, Content) else [piece]
         return out
 
-    def _wanted(self, pieces: list[Piece]) -> list[Piece]:
+    def _within_limit(self, pieces: list[Piece]) -> list[Piece]:
         limit = self._max_calls
         return [
             piece

@@ -1,4 +1,4 @@
-"""How a model writes what is no plain text: chosen by settings, or found in the text of its chat template."""
+"""The format of a model's calls and reasoning, chosen by settings or found in its chat template."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,12 +29,12 @@ _SIGNS = (
     ("none", ("<tool_call>", "<arg_key>")),
     ("hermes", ("<tool_call>", "arguments")),
 )
-"""(parser, what a template says all of, if the model writes calls as that parser reads them), the first that fits."""
+"""(parser, texts that a template contains if the model writes calls in that parser's format); the first match is used."""
 
 
 @dataclass(frozen=True)
 class ParserChoice:
-    """What the settings say. reasoning_tags: the opening and the closing one. special_tokens_in_messages: those count."""
+    """The settings of the answer format. reasoning_tags: (opening, closing). special_tokens_in_messages: see ModelCard."""
 
     tool_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
@@ -44,14 +44,14 @@ class ParserChoice:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """One model's way. None: it writes no calls, or no reasoning, that anybody here could read."""
+    """The answer format of one model. None: no known format of calls, or of reasoning."""
 
     tool_parser: type[ToolParser] | None = None
     reasoning_tags: tuple[str, str] | None = None
 
     @classmethod
     def chosen(cls, choice: ParserChoice, template: str) -> "AnswerFormat":
-        """By the settings, and the template's text where they say auto."""
+        """Return the format by the settings, or by the template's text for auto."""
         name = _found(template) if choice.tool_parser == "auto" else choice.tool_parser
         is_thinking = all(tag in template for tag in choice.reasoning_tags)
         if choice.reasoning_parser != "auto":
@@ -59,10 +59,10 @@ class AnswerFormat:
         return cls(TOOL_PARSERS.get(name), choice.reasoning_tags if is_thinking else None)
 
     def parser(self, chat: Chat, prompt_end: str, *, has_grammar: bool = False) -> AnswerParser:
-        """A parser for one answer. prompt_end: how the prompt ends; it may have opened the reasoning.
+        """Return a parser for one answer. prompt_end: the end of the prompt, which may have opened the reasoning.
 
-        has_grammar: the answer is bound to a form from its first token on, so that there is no reasoning before it, and no
-        call but those that the form asks for.
+        has_grammar: a grammar constrains the answer from its first token on, so it has no reasoning, and no calls except
+        those of the grammar.
         """
         if chat.tool_choice.is_forced:
             return AnswerParser(

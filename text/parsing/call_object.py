@@ -1,4 +1,4 @@
-"""A call that is written as a JSON object: ``{"name": …, "arguments": {…}}``."""
+"""Parses a call that is a JSON object: ``{"name": …, "arguments": {…}}``."""
 
 from collections.abc import Callable
 
@@ -8,13 +8,13 @@ from text.parsing.reader import Reader, Steps, Write
 _NAME = "name"
 _ARGUMENTS = ("arguments", "parameters")
 _HARMLESS = ("type", "id", *_ARGUMENTS)
-"""Keys that may stand before the name; any other one says that the object is no call."""
+"""Keys that may precede the name; any other one means that the object is not a call."""
 
 
 class CallObject:
-    """One such object, its keys in any order.
+    """Parses one such object, with its keys in any order.
 
-    ``begin`` is called with its name, if that is accepted; then ``arguments`` with their JSON text as it comes.
+    Calls ``begin`` with its name, if that is accepted; then ``arguments`` with pieces of their JSON text.
     """
 
     def __init__(
@@ -27,10 +27,10 @@ class CallObject:
         self._has_begun = False
         self._has_arguments = False
         self._early: list[str] = []
-        """Arguments that came before the name."""
+        """Arguments that preceded the name."""
 
     def read(self) -> Steps[None]:
-        """Read the object that stands here, or as much of it as is a call."""
+        """Read the object at this position, as far as it is a call."""
         reader = self._reader
         if not (yield from reader.skip("{")):
             return
@@ -43,7 +43,7 @@ class CallObject:
                 return
 
     def _read_entry(self) -> Steps[bool]:
-        """A key and its value. False where the object is no call, or broken."""
+        """Read a key and its value; return False if the object is not a call, or invalid."""
         reader = self._reader
         yield from reader.skip_space()
         key = yield from read_string(reader)
@@ -85,7 +85,7 @@ class CallObject:
 
 
 def _as_object(written: str) -> str:
-    """Arguments that are written as null or as a string are the object that is meant; all others as they are."""
+    """Convert arguments that are null, or an object in a string, to the object; return others unchanged."""
     if written == "null":
         return "{}"
     inner = decoded(written) if written.startswith('"') else None

@@ -1,6 +1,6 @@
-"""Answers that a grammar forces to be calls: their JSON schema, and the parser of what is written by it.
+"""Forced calls: the JSON schema of an answer that must consist of calls, and the parser of such answers.
 
-The answer to a named function is its arguments; else it is a list of ``{"name": …, "parameters": {…}}``.
+For a named function the answer is its arguments, otherwise a list of ``{"name": …, "parameters": {…}}``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,18 +15,18 @@ from text.tools import Tool, ToolChoice
 
 Schema = dict[str, Any]
 _Place = tuple[()] | tuple["_Place", str]
-"""Where a schema stands: the keys on the way there, the last one outermost."""
+"""The location of a schema: the keys on the path to it, the last one outermost."""
 _VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas, but JSON as it is."""
+"""Keywords whose values are plain JSON, not schemas."""
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values map names to schemas."""
 
 
 def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: bool) -> Schema:
-    """Return the JSON schema of the answer that ``choice`` (required, or a function of ``tools``) asks for.
+    """Return the JSON schema of the answer that ``choice`` (required, or a function of ``tools``) requires.
 
-    The arguments of a call are always an object, whatever else the function's schema allows: other arguments are no
-    call for the parser. parallel: more than one call is allowed. A schema's references to its own root stay valid.
+    The arguments of a call are always an object, even if the function's schema allows other values, which the parser would
+    not accept as a call. parallel: more than one call is allowed. A schema's references to its own root stay valid.
     Raises InvalidRequestError about a function whose schema allows no object.
     """
     schemas: dict[str, Schema] = {}
@@ -46,9 +46,9 @@ def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: boo
 
 
 class ForcedCallsParser(ToolParser):
-    """The calls of an answer by ``forced_calls_schema``. What breaks it is content.
+    """Parses answers in the format of ``forced_calls_schema``. Other text is content.
 
-    name: the function that was named. model_parser: the parser of the model's own calls, whose ids these calls get.
+    name: the named function, if any. model_parser: the parser of the model's own calls, which makes the ids.
     """
 
     def __init__(self, name: str | None = None, model_parser: type[ToolParser] = ToolParser) -> None:
@@ -74,7 +74,7 @@ class ForcedCallsParser(ToolParser):
 
 
 def only_objects(schema: Any) -> Schema | None:
-    """Return the JSON schema with every value but objects taken out; None where its type allows no object."""
+    """Return the JSON schema restricted to objects; None if its type allows no object."""
     if schema is None or schema is True:
         return {"type": "object"}
     types = schema.get("type", "object") if isinstance(schema, dict) else None
@@ -88,8 +88,8 @@ def _parameters(tool: Tool, where: str) -> Schema:
     schema = only_objects(function.get("parameters"))
     if schema is None:
         raise InvalidRequestError(
-            f"tool_choice asks for a call, but the parameters of {function['name']!r} allow no object, and arguments are"
-            " always one. Set their type to 'object'",
+            f"tool_choice requires a call, but the parameters of {function['name']!r} allow no object, which arguments"
+            " always are. Set their type to 'object'",
             param=where,
         )
     return schema
@@ -105,7 +105,7 @@ def _call_schema(name: str) -> Schema:
 
 
 def _moved(schema: Schema, root: str) -> Schema:
-    """Return a schema that stands at ``root`` instead of at its document's root.
+    """Return a schema changed for its new location ``root``, instead of its document's root.
 
     References by anchors become references by pointers, since two schemas in one document may use one anchor.
     """
@@ -115,7 +115,7 @@ def _moved(schema: Schema, root: str) -> Schema:
 
 
 def _anchors(root_schema: Any, root: str) -> Iterator[tuple[str, str]]:
-    """Yield the anchors within, each with the pointer to its schema."""
+    """Yield the anchors in a schema, each with the pointer to its schema."""
     waiting: list[tuple[Any, _Place]] = [(root_schema, ())]
     while waiting:
         value, place = waiting.pop()
@@ -136,7 +136,7 @@ def _pointer(place: _Place) -> str:
 
 
 def _with_references(value: Any, root: str, anchors: dict[str, str]) -> Any:
-    """Return a copy of a schema, or of a list of schemas, whose references hold below ``root``."""
+    """Return a copy of a schema, or of a list of schemas, whose references are valid below ``root``."""
     if isinstance(value, list):
         return [_with_references(inner, root, anchors) for inner in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Hermes 2 Pro, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``, once for each call."""
+"""Hermes 2 Pro, Qwen 2.5 and Qwen 3: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` for each call."""
 
 from text.parsing.parser import ToolParser
 from text.parsing.reader import Steps
@@ -8,7 +8,7 @@ _CLOSE = "</tool_call>"
 
 
 class HermesParser(ToolParser):
-    """Calls stand between tags, anywhere in the answer; a last closing tag may be missing."""
+    """Parses calls between tags, anywhere in the answer; the last closing tag may be missing."""
 
     tags = (_OPEN, _CLOSE)
 

@@ -1,4 +1,4 @@
-"""JSON values copied as the text that they are, while it comes."""
+"""Copies the text of JSON values incrementally, without changing it."""
 
 import re
 from typing import Any
@@ -17,9 +17,9 @@ _SCALAR = re.compile(r"[-+.\w]+")
 
 
 def copy_value(reader: Reader, write: Write) -> Steps[bool]:
-    """Read one value and write its text out as it comes. False where none stands here, or it does not end.
+    """Read one value and write its text in pieces; return False if there is none, or it does not end.
 
-    Strings and brackets are followed; what stands between them is the model's own.
+    Only strings and brackets are checked; the text between them is copied.
     """
     first = yield from reader.peek()
     if first == '"':
@@ -32,7 +32,7 @@ def copy_value(reader: Reader, write: Write) -> Steps[bool]:
 
 
 def read_string(reader: Reader) -> Steps[str | None]:
-    """The value of the string that stands here. None where there is none, it does not end, or it is no JSON."""
+    """Read a string and return its value; None if there is none, it does not end, or it is invalid."""
     parts: list[str] = []
     if (yield from reader.peek()) != '"' or not (yield from _copy_string(reader, parts.append)):
         return None
@@ -41,7 +41,7 @@ def read_string(reader: Reader) -> Steps[str | None]:
 
 
 def decoded(text: str) -> Any:
-    """The value of a JSON text; None (as for null) where it is no JSON."""
+    """Return the value of a JSON text; None (as for null) if it is invalid."""
     try:
         return msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -9,9 +9,9 @@ _PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3Parser(ToolParser):
-    """Without a tag, calls stand at the answer's beginning and name a tool that was offered; behind the tag, any.
+    """Parses calls after the tag, or at the answer's beginning if they name an offered tool.
 
-    So an answer that is itself JSON stays what it is.
+    An answer that is JSON but not a call stays content.
     """
 
     tags = (_PYTHON_TAG,)

@@ -1,8 +1,9 @@
-"""Bring the arguments of a call, as a model wrote them, into a JSON object: whatever they are, and while they come.
+"""Repairs the arguments of a call to a JSON object, incrementally.
 
-A model's arguments may be cut, hold raw newlines, NaN or a trailing comma, or be no object. What is valid keeps its
-value. What is not is kept as far as it can be: a cut text is closed where it ends, a bare word becomes a string, a
-missing value null, and arguments that are no object become ``{"arguments": …}``.
+A model's arguments may be truncated, contain raw newlines, NaN or a trailing comma, or not be an object. Valid parts keep
+their values. Invalid parts are kept as far as possible: truncated text is closed, a bare word becomes a string, a missing
+value null, and arguments that are not an object become ``{"arguments": …}``.
+
 """
 
 import json
@@ -15,7 +16,7 @@ from text.parsing.mended_string import copy_string, quoted
 from text.parsing.reader import Reader, Steps
 
 _MAX_DEPTH = 64
-"""Objects and lists within each other; a bracket that would open one more is text."""
+"""Nesting limit of objects and lists; a deeper bracket is text."""
 _FILLER = re.compile(r"[\s,]+")
 _BEFORE_VALUE = re.compile(r"[\s:]+")
 _BARE = re.compile(r'[^\s,:"{}\[\]]+')
@@ -26,7 +27,7 @@ _WRAPPER = "arguments"
 
 
 def arguments_object(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; no text, and null, are no arguments."""
+    """Return the arguments of a call as an object; empty for no text and for null."""
     try:
         found = msgspec.json.decode(text)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -40,7 +41,7 @@ def arguments_object(text: str) -> dict[str, Any]:
 
 
 class ArgumentsWriter:
-    """Text of arguments, as it comes → the text of a JSON object, as it is certain. However the text is cut, it is one."""
+    """Converts the text of arguments to the text of a JSON object, incrementally. The result is valid for every input."""
 
     def __init__(self) -> None:
         self._reader = Reader()
@@ -49,7 +50,7 @@ class ArgumentsWriter:
         self._steps = self._read()
 
     def push(self, text: str) -> str:
-        """Return the JSON text that is certain with this text."""
+        """Add text and return the JSON text that is certain now."""
         self._reader.add(text)
         next(self._steps, None)
         return self._taken()
@@ -79,7 +80,7 @@ class ArgumentsWriter:
             yield from self._read_wrapped()
 
     def _read_wrapped(self) -> Steps[None]:
-        """All of the text is one value; null is no arguments."""
+        """Read the whole text as one value; null stands for no arguments."""
         start = yield from self._reader.peek()
         if start in ('"', "["):
             self._write(f'{{"{_WRAPPER}": ')
@@ -145,7 +146,7 @@ class ArgumentsWriter:
         self._write("]")
 
     def _read_key(self) -> Steps[str | None]:
-        """Return a property's name, also one without quotes; None where it is cut."""
+        """Read a property's name, also without quotes; None if it is truncated."""
         reader = self._reader
         if (yield from reader.peek()) != '"':
             return (yield from reader.take_all(_BARE)) or reader.take(_ANY)

@@ -1,4 +1,4 @@
-"""Copy a string as a model wrote it into a valid JSON string, while it comes."""
+"""Copies a string, repaired to a valid JSON string, incrementally."""
 
 import json
 import re
@@ -13,10 +13,10 @@ _REPLACEMENT = "\ufffd"
 
 
 def copy_string(reader: Reader, write: Write) -> Steps[bool]:
-    """Read the string that stands here. False where the text ends within it; what is written is closed all the same.
+    """Read a string and write it; return False if the text ends within it. The written string is always closed.
 
-    Raw control characters are escaped, a backslash that begins no escape stands for itself, half of a surrogate pair
-    is U+FFFD, an escape that is cut is left out.
+    Raw control characters are escaped, a backslash without a valid escape is literal, half of a surrogate pair becomes
+    U+FFFD, a truncated escape is dropped.
     """
     yield from reader.skip('"')
     write('"')
@@ -34,7 +34,7 @@ def copy_string(reader: Reader, write: Write) -> Steps[bool]:
 
 
 def quoted(text: str) -> str:
-    """Return the JSON string of a text; half of a surrogate pair is U+FFFD."""
+    """Return the JSON string of a text; half of a surrogate pair becomes U+FFFD."""
     return json.dumps("".join(map(_scalar, text)), ensure_ascii=False)
 
 
@@ -57,7 +57,7 @@ def _copy_escape(reader: Reader, write: Write) -> Steps[None]:
 
 
 def _read_unit(reader: Reader, write: Write) -> Steps[int | None]:
-    """Return the number in the four digits of an escape; None where the text ends, or where they are written as text."""
+    """Return the number in the four digits of an escape; None if the text ends, or if they were written as text."""
     digits = ""
     while len(digits) < 4 and (yield from reader.peek()):
         digit = reader.take(_HEX)
@@ -69,7 +69,7 @@ def _read_unit(reader: Reader, write: Write) -> Steps[int | None]:
 
 
 def _copy_unit(unit: int, reader: Reader, write: Write) -> Steps[None]:
-    """Write a UTF-16 unit, with the one behind it where the two are a pair."""
+    """Write a UTF-16 unit, together with the following one if they are a pair."""
     while 0xD800 <= unit < 0xDC00 and (yield from reader.skip("\\u")):
         parts: list[str] = []
         low = yield from _read_unit(reader, parts.append)

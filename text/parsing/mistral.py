@@ -17,7 +17,7 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class MistralParser(ToolParser):
-    """Calls follow a tag, anywhere in the answer. Their ids are what these models' templates take: 9 letters or digits."""
+    """Parses calls that follow a tag, anywhere in the answer."""
 
     tags = (_CALLS, _CALL_ID, _ARGS)
 
@@ -26,7 +26,7 @@ class MistralParser(ToolParser):
 
     @staticmethod
     def new_call_id() -> str:
-        """Return 9 letters and digits: these models' templates refuse other ids."""
+        """Return 9 letters and digits: these models' templates reject other ids."""
         return "".join(secrets.choice(_ID_CHARACTERS) for _ in range(_ID_LENGTH))
 
     def _read_calls(self, _: str) -> Steps[None]:

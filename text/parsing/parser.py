@@ -1,4 +1,4 @@
-"""What all parsers of an answer share: text in, pieces out, and what is no call given back."""
+"""The base of all parsers of an answer."""
 
 import secrets
 from abc import ABC, abstractmethod
@@ -12,7 +12,7 @@ from text.tools import Tool
 
 
 class TextParser(ABC):
-    """One answer's text, read once. ``push`` gives what is certain, ``flush`` the rest at the end."""
+    """Parses one answer. ``push`` returns the pieces that are certain, ``flush`` the rest at the end."""
 
     def __init__(self) -> None:
         self._reader = Reader()
@@ -20,20 +20,20 @@ class TextParser(ABC):
         self._steps = self._read()
 
     def push(self, text: str) -> list[Piece]:
-        """The pieces that are certain with this text."""
+        """Add text and return the pieces that are certain now."""
         self._reader.add(text)
         next(self._steps, None)
         return self._taken()
 
     def flush(self) -> list[Piece]:
-        """The pieces that were held back, at the end of the text; call once."""
+        """Return the pieces that were held back, at the end of the text; call once."""
         self._reader.is_ended = True
         next(self._steps, None)
         return self._taken()
 
     @abstractmethod
     def _read(self) -> Steps[None]:
-        """Read all of the text; ``_emit`` what it is."""
+        """Read the whole text and ``_emit`` its pieces."""
 
     def _emit(self, piece: Piece) -> None:
         append(self._pieces, piece)
@@ -48,15 +48,15 @@ class TextParser(ABC):
 
 
 class ToolParser(TextParser):
-    """Finds calls in an answer. Nothing of the text is lost but a call's own markup and white space beside it.
+    """Finds calls in an answer. Only the markup of calls and white space beside it are dropped from the text.
 
-    Between two texts one such white space stays. A call counts from its name on: what stops being a call before that
-    is given back as content, what breaks after that ends the call, and the text goes on as content. Arguments are
-    copied as the model writes them: JSON if that is JSON. tools: what the model was offered.
+    Between two texts one such white space is kept. A call begins with its name: text that turns out not to be a call
+    before its name is content; an error after that ends the call, and the following text is content. Arguments are
+    copied unchanged, so they are JSON if the model wrote JSON. tools: those offered to the model.
     """
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """Markup that may be special tokens of the model; it must be in the text all the same."""
+    """Markup that may consist of special tokens; it must be in the text nevertheless."""
 
     def __init__(self, tools: Sequence[Tool] = ()) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class ToolParser(TextParser):
         self._num_calls = 0
         self._has_content = False
         self._space = ""
-        """White space beside calls, which is content once more content comes."""
+        """White space beside calls, which becomes content if more content follows."""
 
     def _content(self, text: str) -> None:
         if text:
@@ -89,15 +89,15 @@ class ToolParser(TextParser):
 
     @staticmethod
     def new_call_id() -> str:
-        """Return an id for one more call, as the model's chat template takes it."""
+        """Return a new call id in the format that the model's chat template accepts."""
         return f"call_{secrets.token_hex(12)}"
 
     def _give_back(self) -> None:
-        """What was read since ``hold`` is content, if a call has not begun."""
+        """Emit the text since ``hold`` as content."""
         self._content(self._reader.release())
 
     def _read_marked(self, markers: Sequence[str], calls: Callable[[str], Steps[None]]) -> Steps[None]:
-        """Content, and ``calls`` behind each marker, to the end of the text."""
+        """Read content, and ``calls`` after each marker, to the end of the text."""
         reader = self._reader
         while marker := (yield from reader.copy_until(markers, self._content)):
             reader.hold()
@@ -111,11 +111,11 @@ class ToolParser(TextParser):
                 yield from self._skip_space()
 
     def _read_object(self, accepts: Callable[[str], bool] = bool) -> Steps[None]:
-        """``{"name": …, "arguments": …}``; if it is one, and its name is accepted, the call begins."""
+        """Read ``{"name": …, "arguments": …}``; the call begins if it is one and its name is accepted."""
         yield from CallObject(self._reader, accepts, self._begin, self._arguments).read()
 
     def _read_list(self) -> Steps[None]:
-        """Such objects, separated by commas, up to the list's closing bracket; it was opened."""
+        """Read such objects, separated by commas, up to the closing bracket of a list that is already open."""
         reader = self._reader
         yield from reader.skip_space()
         yield from self._read_object()

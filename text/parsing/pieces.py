@@ -1,4 +1,4 @@
-"""What an answer's text consists of."""
+"""The pieces of an answer."""
 
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -6,14 +6,14 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class Content:
-    """Text for the reader."""
+    """Text of the answer itself."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Reasoning:
-    """Text that the model thought before it answered."""
+    """Text of the model's reasoning before the answer."""
 
     text: str
 
@@ -29,7 +29,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments; the fragments of a whole call are one JSON object."""
+    """A fragment of the JSON text of a call's arguments; all fragments of a call form one JSON object."""
 
     index: int
     text: str
@@ -41,7 +41,7 @@ P = TypeVar("P", bound=Piece)
 
 
 def append(pieces: list[P], piece: P) -> None:
-    """Add a piece at the end; text that goes on is joined, empty text is left out."""
+    """Append a piece; text of the same kind is joined with the last one, empty text is dropped."""
     if isinstance(piece, CallBegin):
         pieces.append(piece)
     elif piece.text:

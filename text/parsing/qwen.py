@@ -1,6 +1,6 @@
 """Qwen3-Coder: ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…</function></tool_call>``.
 
-The values are bare text; the tool's schema says which JSON they are.
+The values are bare text; the tool's schema determines their JSON type.
 """
 
 import re
@@ -19,13 +19,13 @@ _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
 _VALUE_ENDS = (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE)
-"""Models leave the first one out at times."""
+"""Models sometimes omit the first one."""
 _NAME = re.compile(r"[^<>\s]+")
 _NEWLINES = re.compile("\n+")
 
 
 class QwenParser(ToolParser):
-    """Calls may stand anywhere in the answer. The outer tag may be missing where the function is one of the tools.
+    """Parses calls anywhere in the answer. The outer tag may be missing if the function is one of the tools.
 
     One newline after a parameter's tag and one before its end are not part of the value.
     """
@@ -51,7 +51,7 @@ class QwenParser(ToolParser):
             yield from self._read_parameters(self._schema_of(name))
 
     def _schema_of(self, name: str) -> ToolSchema:
-        """Each tool's is read once for all its calls."""
+        """Return a tool's schema, which is read once for all its calls."""
         tool = self._tools.get(name)
         if tool is None:
             return ToolSchema(None)
@@ -78,7 +78,7 @@ class QwenParser(ToolParser):
             yield from reader.skip(_CLOSE)
 
     def _read_value(self, allowed: Allowed) -> Steps[bool]:
-        """False where the answer ends within the value."""
+        """Read a value; return False if the answer ends within it."""
         yield from self._reader.skip("\n")
         if allowed.is_text:
             self._arguments('"')

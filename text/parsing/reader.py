@@ -1,8 +1,9 @@
-"""Text that comes in pieces, read as if it were whole.
+"""Reads text that arrives in pieces as if it were complete.
 
-Everything that may have to wait for text is a generator that yields where it needs more, and goes on when there is
-more or when the text has ended. So a format is written down in the order in which it is read, and where the pieces were
-cut makes no difference.
+Every function that may have to wait for text is a generator that yields when it needs more, and is resumed when there is
+more or when the text has ended. A format is therefore written in the order in which it is read, and the boundaries of the
+pieces do not matter.
+
 """
 
 import re
@@ -13,27 +14,27 @@ from text.stop import num_held_back
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
-"""Yields where more text is needed; its result is T."""
+"""Yields when more text is needed; its result is T."""
 Write = Callable[[str], None]
 
 SPACE = " \t\r\n"
 MAX_SPACE = 64
-"""Characters of white space before markup that can belong to it; what is longer is text, and nobody waits for its end."""
+"""Limit of white space before markup that belongs to it; a longer one is text, and is not held back."""
 _SPACES = re.compile(f"[{SPACE}]+")
 
 
 class Reader:
-    """Owns the text that has come and not been read, and on demand what was read since ``hold``."""
+    """Owns the text that has arrived and was not read, and on request the text read since ``hold``."""
 
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
         self._held_from: int | None = None
         self.is_ended = False
-        """No more text will come."""
+        """True if no more text will arrive."""
 
     def add(self, text: str) -> None:
-        """More text has come."""
+        """Add text that has arrived."""
         start = self._at if self._held_from is None else self._held_from
         self._text = self._text[start:] + text
         self._at -= start
@@ -41,48 +42,48 @@ class Reader:
 
     @property
     def is_held(self) -> bool:
-        """What is read is kept, because it may have to be given back."""
+        """True if the text read since ``hold`` is kept."""
         return self._held_from is not None
 
     @property
     def held(self) -> str:
-        """What was read since ``hold``."""
+        """The text read since ``hold``."""
         return "" if self._held_from is None else self._text[self._held_from : self._at]
 
     def hold(self) -> None:
-        """Keep what is read from here on."""
+        """Keep the text that is read from here on."""
         self._held_from = self._at
 
     def release(self) -> str:
-        """What was read since ``hold``; it is not kept any longer."""
+        """Return the text read since ``hold``, and stop keeping it."""
         held = self.held
         self._held_from = None
         return held
 
     def peek(self) -> Steps[str]:
-        """The next character, not read; empty at the end of the text."""
+        """Return the next character without reading it; empty at the end of the text."""
         while self._at == len(self._text) and not self.is_ended:
             yield
         return self._text[self._at : self._at + 1]
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """Read what matches here of the text that has come; empty where nothing does."""
+        """Read the match of the pattern at this position in the text that has arrived; empty if there is none."""
         match = pattern.match(self._text, self._at)
         return self._read(len(match[0])) if match else ""
 
     def take_all(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Read what matches here, once and again, up to a character that does not."""
+        """Read consecutive matches of the pattern, up to a character that does not match."""
         found = ""
         while (yield from self.peek()) and (more := self.take(pattern)):
             found += more
         return found
 
     def skip_space(self) -> Steps[str]:
-        """Read white space; it is the result."""
+        """Read white space and return it."""
         return (yield from self.take_all(_SPACES))
 
     def skip(self, literal: str) -> Steps[bool]:
-        """Read exactly this text, if it stands here; read nothing otherwise."""
+        """Read exactly this text and return True, or read nothing and return False."""
         while True:
             found = self._text[self._at : self._at + len(literal)]
             if found == literal:
@@ -93,10 +94,10 @@ class Reader:
             yield
 
     def copy_until(self, markers: Sequence[str], write: Write, *, trim: str = SPACE) -> Steps[str | None]:
-        """Read up to the first of ``markers``, or of the ``trim`` characters before it, and write it out as it comes.
+        """Read up to the first of ``markers``, or the ``trim`` characters before it, and write the text in pieces.
 
-        There are MAX_SPACE of those at most. The result is the marker, which is not read; None where the text ends
-        first: then all of it was written.
+        At most MAX_SPACE characters are trimmed. Returns the marker, which is not read, or None if the text ends first; then
+        all of it was written.
         """
         pattern = re.compile("|".join(map(re.escape, markers)))
         while True:
@@ -112,7 +113,7 @@ class Reader:
             yield
 
     def copy_rest(self, write: Write) -> Steps[None]:
-        """Read to the end of the text and write it out as it comes."""
+        """Read to the end of the text and write it in pieces."""
         while (yield from self.peek()):
             write(self._read(len(self._text) - self._at))
 

@@ -1,4 +1,4 @@
-"""Reasoning that a model writes before its answer: ``<think>…</think>``."""
+"""Parses the reasoning before an answer: ``<think>…</think>``."""
 
 from text.parsing.parser import TextParser
 from text.parsing.pieces import Reasoning
@@ -6,10 +6,9 @@ from text.parsing.reader import Steps
 
 
 class ReasoningParser(TextParser):
-    """Tells the reasoning at an answer's beginning from the answer. White space beside the tags belongs to them.
+    """Separates the reasoning at an answer's beginning from the answer. White space beside the tags is dropped.
 
-    tags: the opening and the closing one. is_reasoning: whether the text is in the reasoning now; at first, whether the
-    prompt has opened it.
+    tags: (opening, closing). is_reasoning: True while the text is in the reasoning; initially, if the prompt has opened it.
     """
 
     def __init__(self, opening: str, closing: str, *, is_reasoning: bool = False) -> None:

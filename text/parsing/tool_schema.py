@@ -1,7 +1,8 @@
-"""Read a tool's JSON schema for what one of its parameters may be, in each way in which a schema can say it.
+"""Finds the allowed values of a tool's parameter in its JSON schema.
 
-Followed are references within the schema (by pointer, ``$anchor`` and ``$id``), ``allOf``, ``anyOf``, ``oneOf``,
-``then`` and ``else``. A keyword that is unknown, or of a wrong type, restricts nothing.
+References within the schema (by pointer, ``$anchor`` and ``$id``), ``allOf``, ``anyOf``, ``oneOf``, ``then`` and ``else``
+are followed. An unknown keyword, or one of a wrong type, restricts nothing.
+
 """
 
 from collections.abc import Callable, Iterable
@@ -14,19 +15,19 @@ from text.parsing.allowed_values import ANY, Allowed, one_of
 
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAX_DEPTH = 64
-"""References and schemas within schemas that are followed; what lies deeper restricts nothing."""
+"""Depth to which references and nested schemas are followed; deeper ones restrict nothing."""
 _IMPLIED = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format", "contentEncoding", "contentMediaType"),
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
     "object": ("properties", "required", "additionalProperties", "patternProperties", "propertyNames"),
 }
-"""Keywords that are about one type only: the type that is meant where nothing else names one."""
+"""Keywords that imply a type if the schema names none."""
 _Reader = Callable[[Any, int], Allowed | None]
 
 
 class ToolSchema:
-    """One tool's parameters. Each schema within is read once, however often it is referred to."""
+    """The schema of one tool's parameters. Each schema in it is read once, even if it is referred to several times."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -35,14 +36,14 @@ class ToolSchema:
         self._places: dict[str, Any] | None = None
 
     def parameter(self, name: str) -> Allowed:
-        """What the parameter may be; everything where the schema does not say."""
+        """Return the allowed values of a parameter; all values if the schema does not restrict it."""
         if name not in self._parameters:
             seen: set[int] = set()
             self._parameters[name] = self._property(name, seen, self._root, 0) or Allowed()
         return self._parameters[name]
 
     def _property(self, name: str, seen: set[int], schema: Any, depth: int) -> Allowed | None:
-        """What an object's schema says about one of its properties; None where it says nothing."""
+        """Return an object schema's restriction of one of its properties; None if there is none."""
         if not isinstance(schema, dict) or id(schema) in seen or depth > _MAX_DEPTH:
             return None
         seen.add(id(schema))
@@ -50,7 +51,7 @@ class ToolSchema:
         return _both([own, *self._composed(schema, partial(self._property, name, seen), depth)])
 
     def _value(self, schema: Any, depth: int) -> Allowed | None:
-        """What a schema allows; None where it only refers to itself."""
+        """Return the values that a schema allows; None if it only refers to itself."""
         if not isinstance(schema, dict) or depth > _MAX_DEPTH:
             return Allowed()
         if id(schema) not in self._values:
@@ -63,7 +64,7 @@ class ToolSchema:
         return self._values[id(schema)]
 
     def _composed(self, schema: dict[str, Any], read: _Reader, depth: int) -> list[Allowed | None]:
-        """What the schemas say that all apply: those it refers to, and those it is composed of."""
+        """Return the restrictions of the schemas that a schema refers to and is composed of, all of which apply."""
         targets = [self._target(schema[name]) for name in _REFERENCES if isinstance(schema.get(name), str)]
         parts = [read(one, depth + 1) for one in (*targets, *_listed(schema, "allOf"))]
         branches = [_listed(schema, name) for name in ("anyOf", "oneOf")]
@@ -71,7 +72,7 @@ class ToolSchema:
         return parts + [_either(read(one, depth + 1) for one in those) for those in branches if those]
 
     def _target(self, reference: str) -> Any:
-        """The schema that a reference names; None where it is none of this document's."""
+        """Return the target of a reference; None if it is not in this document."""
         base, _, fragment = reference.partition("#")
         document = self._root if not base else self._named().get(self._absolute(base))
         if fragment and not fragment.startswith("/"):
@@ -81,7 +82,7 @@ class ToolSchema:
         return document
 
     def _absolute(self, uri: str) -> str:
-        """A name, as it is meant within the document that the root's own names."""
+        """Resolve a URI relative to the root's own id."""
         if uri.startswith("#") or not isinstance(self._root, dict):
             return uri
         own = next((self._root[key] for key in ("$id", "id") if isinstance(self._root.get(key), str)), "")
@@ -91,7 +92,7 @@ class ToolSchema:
             return uri
 
     def _named(self) -> dict[str, Any]:
-        """The schemas that have a name: ``$id`` as it is meant, anchors behind a ``#``."""
+        """Return the named schemas: by resolved ``$id``, and by anchor after a ``#``."""
         if self._places is None:
             self._places = {}
             waiting = [self._root]
@@ -115,7 +116,7 @@ def _within(document: Any, step: str) -> Any:
 
 
 def _schemas_of_property(schema: dict[str, Any], name: str) -> list[Any]:
-    """The named property's, or else those of every pattern: no pattern of a client is run here."""
+    """Return the schema of the named property, else those of all patterns: a client's patterns are never executed."""
     named = schema.get("properties")
     if isinstance(named, dict) and name in named:
         return [named[name]]
@@ -131,7 +132,7 @@ def _listed(schema: dict[str, Any], name: str) -> list[Any]:
 
 
 def _own(schema: dict[str, Any]) -> Allowed | None:
-    """What ``type``, ``enum`` and ``const`` say together; None where nothing. ``nullable`` adds null, as in OpenAPI."""
+    """Return the restriction by ``type``, ``enum``, ``const`` and OpenAPI's ``nullable``; None if there is none."""
     found = schema.get("type")
     names = [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
     types = frozenset[str]().union(*(_named_type(name) for name in names))
@@ -156,12 +157,12 @@ def _implied(schema: dict[str, Any]) -> Allowed:
 
 
 def _both(parts: Iterable[Allowed | None]) -> Allowed | None:
-    """What all of them allow that say something; None where none does."""
+    """Return the intersection of the restrictions that are not None; None if all are."""
     known = [part for part in parts if part is not None]
     return reduce(Allowed.both, known) if known else None
 
 
 def _either(parts: Iterable[Allowed | None]) -> Allowed | None:
-    """What any of them allows that say something; None where none does."""
+    """Return the union of the restrictions that are not None; None if all are."""
     known = [part for part in parts if part is not None]
     return reduce(Allowed.either, known) if known else None

@@ -1,1 +1,1 @@
-"""What the model is shown: chat templates, the message forms that they take, and the proof that no message is lost."""
+"""Renders chats: chat templates, the message forms that they need, and the proof that no message is lost."""

@@ -1,4 +1,4 @@
-"""The arguments of calls in a conversation: JSON text as the client sent it, and the object that templates want."""
+"""Converts the arguments of calls in a conversation between the client's text and the object that templates need."""
 
 import json
 from typing import Any
@@ -7,9 +7,9 @@ _MAX_DEPTH = 64
 
 
 def as_object(text: str) -> dict[str, Any] | None:
-    """Return the JSON object that ``text`` is, or None if it is anything else.
+    """Return the JSON object in ``text``, or None for anything else.
 
-    An object that Python cannot hold as the text says it (a key twice, NaN, half a surrogate pair, deep nesting) is None.
+    None also for an object that Python cannot represent (duplicate keys, NaN, half a surrogate pair, deep nesting).
     """
     if not text.strip():
         return {}
@@ -25,7 +25,7 @@ def as_object(text: str) -> dict[str, Any] | None:
 
 
 def as_json(text: str) -> str:
-    """Return ``text`` if it is a JSON object, else the JSON string that holds it; no text is an empty object."""
+    """Return ``text`` if it is a JSON object, else its JSON string; an empty text becomes an empty object."""
     if not text.strip():
         return "{}"
     return text if as_object(text) is not None else json.dumps(text, ensure_ascii=False)
@@ -52,7 +52,7 @@ def _depth(text: str) -> int:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("duplicate key")
     return found
 
 

@@ -1,8 +1,9 @@
-"""One conversation in one message form: rendered, and proven whole.
+"""Renders one conversation in one message form, and proves that it is complete.
 
-The conversation is rendered twice, as it is and with marks around its texts. Every mark has to be there, with its text, and
-the marked prompt without its marks has to be the prompt; if a template decides by what a text says, each text is searched in
-the prompt instead.
+The conversation is rendered twice, without and with marks around its texts. Every mark must be present, with its text, and
+the marked prompt without its marks must be equal to the prompt. If a template's output depends on the content of texts, each
+text is searched in the prompt instead.
+
 """
 
 import json
@@ -22,14 +23,14 @@ from text.templates.search import Search
 from text.templates.systems import add_to_system
 
 _SHORT = 16
-"""Characters; a shorter text may stand in the markup too."""
+"""Length below which a text may occur in the markup as well."""
 Render = Callable[[Mapping[str, Any]], str]
-"""Renders one template. Raises InvalidRequestError with the template's own words."""
+"""Renders one template. Raises InvalidRequestError with the template's own message."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A rendered conversation. texts: (start, end) in ``text`` of what the client sent; None if that is not known."""
+    """A rendered conversation. texts: (start, end) in ``text`` of the client's texts; None if unknown."""
 
     text: str
     texts: tuple[tuple[int, int], ...] | None
@@ -38,7 +39,7 @@ class Prompt:
 def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | None = None) -> Prompt:
     """Return the prompt of a conversation in this form. special: matches the model's special tokens.
 
-    Raises InvalidRequestError if the template refuses the form, or names what the prompt would not show.
+    Raises InvalidRequestError if the template rejects the form; the error names a text that the prompt would not contain.
     """
     text = render(_variables(chat, form, chat.messages, list(chat.documents)))
     _check_tools(chat, text)
@@ -58,9 +59,9 @@ def attempt(render: Render, chat: Chat, form: Form, special: re.Pattern[str] | N
 def _typed(
     render: Render, chat: Chat, form: Form, text: str, special: re.Pattern[str] | None
 ) -> tuple[tuple[int, int], ...] | None:
-    """Return where the prompt has special tokens that the client sent, for a template that reads what texts begin with.
+    """Return the client's special tokens in the prompt, for a template whose output depends on the beginning of texts.
 
-    If it also reads special tokens in answers, those of other messages alone. None if the template reads these too.
+    If it also depends on special tokens in answers, only those of other messages. None if it depends on these too.
     """
     if special is None:
         return None
@@ -77,9 +78,9 @@ def _typed(
 def attempt_continued(
     render: Render, chat: Chat, form: Form, special: re.Pattern[str] | None = None
 ) -> Prompt:
-    """Return the prompt up to the end of the last message's content, as the template writes it.
+    """Return the prompt up to the end of the last message's content.
 
-    Raises InvalidRequestError as ``attempt`` does, and if the template does not write that content as it is.
+    Raises InvalidRequestError as ``attempt`` does, and if the template changes that content.
     """
     _check_continued(chat.messages)
     prompt = attempt(render, chat, form, special)
@@ -97,7 +98,7 @@ def attempt_continued(
         texts = None if prompt.texts is None else tuple(span for span in prompt.texts if span[1] <= end)
         return Prompt(prompt.text[:end], texts)
     raise InvalidRequestError(
-        "continue_final_message needs a last message whose content the model's chat template writes as it is",
+        "continue_final_message needs a last message whose content the model's chat template does not change",
         param="continue_final_message",
     )
 
@@ -147,24 +148,24 @@ def _check_tools(chat: Chat, text: str) -> None:
     for index, tool in enumerate(chat.tools):
         if not search.has([tool["function"]["name"]]):
             raise InvalidRequestError(
-                f"the model's chat template does not show tools[{index}]: the model cannot be offered tools this way",
+                f"the model's chat template does not show tools[{index}]: it does not support tools",
                 param=f"tools[{index}]",
             )
 
 
 def _check_all_within(texts: list[MarkedText], prompt: str, plain: str | None) -> None:
-    """Raise InvalidRequestError for a text that the prompt does not hold. plain: the prompt of marked texts.
+    """Raise InvalidRequestError for a text that is not in the prompt. plain: the prompt of marked texts.
 
-    A text that is there several times, or is so short that the markup may hold it, has to be there as often as in
-    ``plain``; places within a word do not count.
+    A text that occurs several times, or is so short that the markup may contain it, must occur as often as in ``plain``,
+    not counting occurrences within a word.
     """
     search = Search(prompt)
-    wanted = [_without_reasoning(text) for text in texts if text.is_required]
-    for text in wanted:
+    required = [_without_reasoning(text) for text in texts if text.is_required]
+    for text in required:
         if not search.has([text.text, *text.spellings()]):
             raise _lost(text)
-    last = {text.text: text for text in wanted}
-    for content, num_sent in Counter(text.text for text in wanted).items():
+    last = {text.text: text for text in required}
+    for content, num_sent in Counter(text.text for text in required).items():
         if num_sent > 1 or len(content) < _SHORT:
             _check_number(search, last[content], num_sent, plain)
 
@@ -189,7 +190,7 @@ def _without_reasoning(text: MarkedText) -> MarkedText:
 
 def _lost(text: MarkedText) -> InvalidRequestError:
     return InvalidRequestError(
-        f"the model's chat template does not show {text.where}, or not all of it: the model would answer another "
-        "conversation; leave that out, or send it in another role",
+        f"the model's chat template does not show {text.where}, or not all of it, so the model would answer another "
+        "conversation; remove it, or send it in another role",
         param=text.where,
     )

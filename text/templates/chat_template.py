@@ -1,4 +1,4 @@
-"""A model's chat template: probed once, then each conversation in the form in which it is proven whole."""
+"""A model's chat template, which is probed once; each conversation is rendered in a form that is proven complete."""
 
 import re
 import time
@@ -27,15 +27,15 @@ from text.templates.turns import has_neighbours
 
 TOOL_USE = "tool_use"
 RAG = "rag"
-"""Names of templates for conversations with tools, and with documents, as ``transformers`` saves them."""
+"""``transformers``' names of templates for conversations with tools, and with documents."""
 _PROBE_SECONDS = 60
-"""For all renderings of one template before it serves."""
+"""Time limit of all renderings while a template is probed."""
 
 
 class ChatTemplate:
-    """One model's chat templates, probed when it is made. Owns its renderer.
+    """One model's chat templates, probed by the constructor. Owns its renderer.
 
-    Raises SettingError if a template cannot be compiled, or takes too much of anything.
+    Raises SettingError if a template cannot be compiled, or exceeds a limit.
     """
 
     def __init__(
@@ -54,9 +54,8 @@ class ChatTemplate:
         """Compile and probe the templates.
 
         tool_source: the template for conversations with tools. named: others by name. tokens: more special tokens.
-        special: matches special tokens of the model, which stay text where a client typed them.
-        make_renderer: sources by name → what renders them; by default in this process, without bounds. clock: tells how
-        long probing takes.
+        special: matches special tokens of the model, which stay text if a client typed them. make_renderer: makes a renderer
+        of sources by name; by default one in this process, without limits. clock: measures the time of probing.
         """
         self._sources = {**(named or {}), DEFAULT: source}
         if tool_source is not None:
@@ -76,11 +75,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The text of all templates that are used."""
+        """The source text of all templates that are used."""
         return "\n".join(self._sources[name] for name in self._findings)
 
     def form(self, name: str = DEFAULT) -> Form:
-        """Return the form that a template was found to show."""
+        """Return the form that was found for a template."""
         return self._findings[name].form
 
     def render(self, chat: Chat) -> str:
@@ -88,10 +87,10 @@ class ChatTemplate:
         return self.prompt(chat).text
 
     def prompt(self, chat: Chat) -> Prompt:
-        """Return the prompt, in which every text of the conversation is written.
+        """Return the prompt, which contains every text of the conversation.
 
-        Raises InvalidRequestError with the template's own words if it refuses the messages, and naming the message if no
-        form shows it whole.
+        Raises InvalidRequestError with the template's own message if it rejects the conversation, and with the name of a
+        message that no form shows completely.
         """
         name = self._name_for(chat)
         render = self._render(name)
@@ -112,7 +111,7 @@ class ChatTemplate:
         raise first
 
     def close(self) -> None:
-        """Give back what rendering holds; the template is not used afterwards."""
+        """Close the renderer; the template must not be used afterwards."""
         self._renderer.close()
 
     def _name_for(self, chat: Chat) -> str:
@@ -126,7 +125,7 @@ class ChatTemplate:
         return lambda variables: _unicode(self._renderer.render(name, {**variables, **self._tokens}))
 
     def _probed(self, name: str) -> Findings:
-        """Probe a template with what it needs: some show no message without tools, or without documents."""
+        """Probe a template with the inputs that it needs: some show no message without tools, or without documents."""
         render = _until(self._clock, self._clock() + _PROBE_SECONDS, self._render(name))
         first: Probe | None = None
         for chat_with, form in _settings_of(name):
@@ -146,13 +145,11 @@ class ChatTemplate:
 
 
 def _until(clock: Callable[[], float], deadline: float, render: Render) -> Render:
-    """Return what renders until a time, and raises TemplateLimitError then."""
+    """Wrap a renderer to raise TemplateLimitError after a deadline."""
 
     def render_in_time(variables: Mapping[str, Any]) -> str:
         if clock() > deadline:
-            raise TemplateLimitError(
-                f"it takes more than {_PROBE_SECONDS} s to try it in every form", param="model"
-            )
+            raise TemplateLimitError(f"probing it takes more than {_PROBE_SECONDS} s", param="model")
         return render(variables)
 
     return render_in_time
@@ -163,7 +160,7 @@ def _attempted(render: Render, chat_with: Callable[[Chat], Chat], chat: Chat, fo
 
 
 def _settings_of(name: str) -> Iterator[tuple[Callable[[Chat], Chat], Form]]:
-    """Yield what to try a template with: what its conversations always have, and the form to begin with."""
+    """Yield the settings of a probe: a function that adds inputs to every conversation, and the initial form."""
 
     def with_tools(chat: Chat) -> Chat:
         return replace(chat, tools=chat.tools or tools)
@@ -183,9 +180,9 @@ def _settings_of(name: str) -> Iterator[tuple[Callable[[Chat], Chat], Form]]:
 
 
 def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
-    """Yield the forms to try for a conversation, each also with neighbouring messages of one role merged.
+    """Yield the forms to try for a conversation, each also with adjacent messages of one role merged.
 
-    A merged form is for a template that refuses the form before it.
+    A merged form is for a template that rejects the form before it.
     """
     for plainer in _plainer_forms(chat, form):
         yield plainer
@@ -194,7 +191,7 @@ def _forms_for(chat: Chat, form: Form) -> Iterator[Form]:
 
 
 def _plainer_forms(chat: Chat, form: Form) -> Iterator[Form]:
-    """Yield the forms to try for a conversation: the template's own, then those that any template may show."""
+    """Yield the forms to try for a conversation: the template's own, then simpler ones."""
     yield form
     messages = chat.messages
     plainer = form
@@ -223,9 +220,9 @@ def _plainer_forms(chat: Chat, form: Form) -> Iterator[Form]:
 
 
 def _unicode(text: str) -> str:
-    """Return the text. Raises InvalidRequestError if it holds half of a surrogate pair: no tokenizer takes that."""
+    """Return the text. Raises InvalidRequestError for half of a surrogate pair, which no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise refusal("it writes half of a surrogate pair") from error
+        raise refusal("its output contains half of a surrogate pair") from error
     return text

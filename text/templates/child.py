@@ -1,7 +1,8 @@
-"""The process that renders chat templates: one frame in, one frame out, until its input ends.
+"""The process that renders chat templates: it answers one frame with one frame until its input ends.
 
-A template is code of whoever made the model folder. Here it may take neither more processor time nor more memory than it is
-given: the kernel ends the process at the first limit, an allocation fails at the second.
+A template is code of an untrusted author. In this process its CPU time and memory are limited: the kernel ends the process
+at the first limit, and an allocation fails at the second.
+
 """
 
 import json
@@ -15,20 +16,20 @@ from contract.errors import InvalidRequestError, SettingError
 from text.templates.sandbox import LocalRenderer
 
 HEADER = struct.Struct("<Q")
-"""Before each frame: its length in bytes."""
+"""The header of each frame: its length in bytes."""
 TOO_MUCH = "too much"
 REFUSAL = "refusal"
 INVALID = "invalid"
 TEXT = "text"
-"""What an answer is: its one key."""
+"""The kinds of answers; each answer has one key."""
 _LENGTH = "length"
 _FREE_CHARACTERS = 2**20
 _CHARACTERS_PER_BYTE = 16
-"""A prompt has at most so many characters, and so many more for each byte of what it is made of."""
+"""Limits of a prompt's characters: a free number, plus a number per byte of its inputs."""
 
 
 def main() -> None:
-    """Serve one parent. The first frame has the limits and the sources, each further one a template's name and variables."""
+    """Serve one parent: the first frame has the limits and sources, each further one a template's name and variables."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
@@ -66,7 +67,7 @@ def read_frame(source: BinaryIO) -> dict[str, Any] | None:
 
 
 def write_frame(sink: BinaryIO, frame: dict[str, Any]) -> None:
-    """Write a frame, and flush it."""
+    """Write a frame and flush it."""
     data = encode_frame(frame)
     sink.write(HEADER.pack(len(data)))
     sink.write(data)
@@ -79,7 +80,7 @@ def encode_frame(frame: dict[str, Any]) -> bytes:
 
 
 def decode_frame(data: bytes) -> dict[str, Any]:
-    """Return the frame of these bytes."""
+    """Parse the bytes of a frame."""
     found: dict[str, Any] = json.loads(data.decode("utf-8", "surrogatepass"))
     return found
 

@@ -1,4 +1,4 @@
-"""Where a model folder keeps its chat templates, in every layout that ``transformers`` has written."""
+"""Finds the chat templates of a model folder, in every layout that ``transformers`` has used."""
 
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,13 @@ TEMPLATE_FILES = (
     "chat_template.json",
     "processor_config.json",
 )
-"""The files that templates are read from, apart from tokenizer_config.json."""
+"""The files from which templates are read, apart from tokenizer_config.json."""
 
 
 def read_templates(folder: Path) -> dict[str, str]:
-    """Return the model's chat templates by name; empty if it has none that is named "default" or has no name.
+    """Return the model's chat templates by name; empty if none is named "default" or has no name.
 
-    A template of a file goes over one of the same name in tokenizer_config.json, that over chat_template.json, and that over
+    A template in a file takes precedence over one of the same name in tokenizer_config.json, then chat_template.json, then
     processor_config.json. Raises SettingError for a file that cannot be a template.
     """
     found: dict[str, str] = {}
@@ -49,7 +49,9 @@ def read_templates(folder: Path) -> dict[str, str]:
 def _by_name(raw: Any, file: Path) -> dict[str, str]:
     if isinstance(raw, list):
         if not all(isinstance(entry, dict) for entry in raw):
-            raise SettingError(f"{file} cannot be read: chat_template is no list of templates", param="model")
+            raise SettingError(
+                f"{file} cannot be read: chat_template is not a list of templates", param="model"
+            )
         raw = {name: entry.get("template") for entry in raw if isinstance(name := entry.get("name"), str)}
     if isinstance(raw, str):
         raw = {DEFAULT: raw}
@@ -63,6 +65,6 @@ def _by_name(raw: Any, file: Path) -> dict[str, str]:
 def _read(file: Path) -> str:
     if file.is_file() and (size := file.stat().st_size) > _MAX_BYTES:
         raise SettingError(
-            f"{file} has {size} bytes; a chat template has at most {_MAX_BYTES}", param="model"
+            f"{file} has {size} bytes; the limit of a chat template is {_MAX_BYTES}", param="model"
         )
     return read_text(file, _MAX_BYTES) or ""

@@ -1,4 +1,4 @@
-"""Message forms: how a neutral conversation (``text.chat``) is given to a template that wants it in one of several forms."""
+"""Message forms: converts a conversation (``text.chat``) to the form that a template needs."""
 
 import hashlib
 import json
@@ -11,28 +11,32 @@ from text.templates.systems import content_text, merge_systems, system_into_user
 from text.templates.turns import merge_neighbours, merged, name_calls, one_call_each
 
 BROKEN_KEY = "arguments"
-"""The key under which arguments that are no object stand, for templates that go through the keys of an object."""
+"""The key of arguments that are not an object, for templates that iterate over the keys of an object."""
 _ID_LENGTH = 9
 _EMPTY: dict[str, Any] = {"description": "", "parameters": {"type": "object", "properties": {}}}
 Absent = Literal["null", "empty", "missing", "part"]
-"""A content without text, as four different things; "part" is a list of one part without text."""
+"""The representation of a content without text; "part" is a list of one part without text."""
 ABSENT: tuple[Absent, ...] = ("null", "empty", "missing", "part")
 
 
 @dataclass(frozen=True)
 class Form:
-    """The form in which one template shows whole conversations.
+    """The form in which one template shows complete conversations.
 
-    parts: roles whose text is given as a list of parts. keeps_parts: roles whose parts are given as the client sent them;
-    they are joined by newlines for other roles. system: where system messages stand. developer: the role of developer
-    messages. apart: lists of neighbouring leading roles that stay apart (each its own message). later: roles of system
-    messages that may follow other messages. arguments: of calls, as an object or JSON text. broken: arguments that are no
-    object, as that text, or as the one value of an object. calls: as ``tool_calls``, or as JSON in the text. results: tool
-    messages, or user messages. call_contents, bare_contents: contents without text that may stand beside calls, and alone;
-    the first replaces others. splits_calls: text and calls are two messages. one_call: a message has one call at most,
-    followed by its result. call_ids: as sent, of nine characters, or with the function's name. merges: neighbouring messages
-    of one role are one. reasoning: the key of earlier reasoning; None leaves it out. tools: as the client sent them, the
-    function alone, or as JSON in the system message. fills: keys that functions without them get, empty.
+    Texts. parts: roles whose text is passed as a list of parts. keeps_parts: roles whose parts are passed unchanged; for
+    other roles they are joined by newlines.
+
+    System messages. system: their place. developer: the role of developer messages. apart: pairs of adjacent leading
+    roles that stay separate messages. later: roles of system messages that may follow other messages.
+
+    Calls. calls: as ``tool_calls``, or as JSON in the text. arguments: as an object or JSON text. broken: arguments
+    that are not an object, as their text, or as the only value of an object. results: as tool messages or user
+    messages. call_contents, bare_contents: allowed contents without text beside calls, and alone; the first replaces
+    others. splits_calls: text and calls are two messages. one_call: a message has at most one call, followed by its
+    result. call_ids: as sent, of nine characters, or with the function's name.
+
+    merges: adjacent messages of one role are merged. reasoning: the key of earlier reasoning; None drops it. tools: as sent,
+    the function only, or as JSON in the system message. fills: keys that are added, empty, to functions without them.
     """
 
     parts: frozenset[str] = frozenset()
@@ -57,7 +61,7 @@ class Form:
 
 
 def shape(messages: list[Message], form: Form) -> list[Message]:
-    """Return the messages as the template gets them; the given ones are not changed."""
+    """Return the messages for the template; the given ones are not changed."""
     shaped = [_with_role(message, form) for message in messages]
     shaped = merge_systems(shaped, form.apart, form.later)
     if form.system == "user":
@@ -74,7 +78,7 @@ def shape(messages: list[Message], form: Form) -> list[Message]:
 
 
 def shape_tools(tools: list[dict[str, Any]], form: Form) -> list[dict[str, Any]] | None:
-    """Return the tools as the template gets them; None if it gets none."""
+    """Return the tools for the template; None if it gets none."""
     if form.fills:
         tools = [_filled(tool, form.fills) for tool in tools]
     if form.tools == "system" or not tools:
@@ -107,9 +111,9 @@ def _assistant(message: Message, form: Form) -> list[Message]:
         return [message]
     if not content_text(message["content"]).strip():
         return [_set_absent(message, form.call_contents[0])]
-    said = {key: value for key, value in message.items() if key != "tool_calls"}
-    called = {key: value for key, value in message.items() if not key.startswith("reasoning")}
-    return [said, _set_absent(called, form.call_contents[0])]
+    text_message = {key: value for key, value in message.items() if key != "tool_calls"}
+    call_message = {key: value for key, value in message.items() if not key.startswith("reasoning")}
+    return [text_message, _set_absent(call_message, form.call_contents[0])]
 
 
 def _with_reasoning(message: Message, form: Form) -> Message:

@@ -1,4 +1,4 @@
-"""Put marks around every text of a conversation that a template has to show."""
+"""Puts marks around every text of a conversation that a template must show."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _DOCUMENT_TEXTS = ("text", "content", "contents", "document", "body", "passage")
 
 
 def mark_messages(messages: list[Message], marks: Marks, *, is_continued: bool = False) -> list[Message]:
-    """Return the messages with marks. is_continued: white space at the last one's end stands within its mark."""
+    """Return the messages with marks. is_continued: the last mark includes white space at the end."""
     marked = [_marked(message, f"messages[{index}]", marks) for index, message in enumerate(messages)]
     if is_continued:
         last = len(messages) - 1
@@ -20,7 +20,7 @@ def mark_messages(messages: list[Message], marks: Marks, *, is_continued: bool =
 
 
 def mark_documents(documents: list[dict[str, Any]], marks: Marks) -> list[dict[str, Any]]:
-    """Return the documents with marks around the strings directly in them; their text is required."""
+    """Return the documents with marks around their direct strings, of which their text is required."""
     return [
         {
             key: marks.wrap(value, f"documents[{index}].{key}", is_required=key in _DOCUMENT_TEXTS)

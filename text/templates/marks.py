@@ -1,7 +1,8 @@
-"""Marks around each text of a conversation, which show where a template writes the text.
+"""Marks around the texts of a conversation, which show the places of these texts in a template's output.
 
-A mark begins with a random word that no text contains by chance. Marks stand within the white space at a text's ends, so
-that a template that trims a text trims the marked one in the same way.
+A mark begins with a random word that no text contains by chance. Marks are placed within the white space at a text's ends,
+so that a template that trims a text trims the marked one in the same way.
+
 """
 
 import html
@@ -12,15 +13,15 @@ from dataclasses import dataclass, field
 
 _CLOSED_REASONING = re.compile(r"</[\w:|-]*think\w*>|\[/THINK\]|<\|?/?channel\|>")
 _SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
-"""Words for a template, which it may take out of a text."""
+"""Commands to a template, which it may remove from a text."""
 _JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"')
 
 
 @dataclass(frozen=True)
 class MarkedText:
-    """A text of the conversation. where: its place in the request. is_required: a prompt without it is not served.
+    """A text of the conversation. where: its place in the request. is_required: a prompt without it is rejected.
 
-    is_answer: it is an answer of the model, in which templates may drop reasoning.
+    is_answer: it is an answer of the model, from which templates may drop reasoning.
     """
 
     where: str
@@ -29,17 +30,17 @@ class MarkedText:
     is_answer: bool
 
     def is_written_as(self, written: str) -> bool:
-        """Return whether ``written`` is the text, as it is or escaped; white space and switches do not count."""
+        """Return whether ``written`` is the text, unchanged or escaped, ignoring white space and commands."""
         bare = _bare(written)
         return written == self.text or any(bare == _bare(spelling) for spelling in self.spellings())
 
     def without_reasoning(self) -> str | None:
-        """Return what follows the reasoning that an answer holds in its text, or None if it holds none."""
+        """Return the text after the reasoning in an answer, or None if there is no reasoning."""
         closed = list(_CLOSED_REASONING.finditer(self.text)) if self.is_answer else []
         return self.text[closed[-1].end() :].strip() if closed else None
 
     def spellings(self) -> list[str]:
-        """Return the text as templates may write it."""
+        """Return the forms in which templates may write the text."""
         text = self.text
         found = [text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1], repr(text)[1:-1]]
         escaped = html.escape(text)
@@ -54,10 +55,9 @@ class MarkedText:
 
 @dataclass
 class Written:
-    """What a template wrote of marked texts. plain: the same without marks.
+    """A template's output for marked texts. plain: the output without marks.
 
-    spans: text's number → (start, end) of each place in ``plain``. ends: text's number → ends without a start.
-    tails: text's number → what follows its last end.
+    spans: text's number → (start, end) of each occurrence in ``plain``. ends: text's number → ends without a start.
     """
 
     plain: str = ""
@@ -82,7 +82,7 @@ class Marks:
         is_answer: bool = False,
         ends_with_space: bool = False,
     ) -> str:
-        """Return ``text`` with marks around what is not white space at its ends. ends_with_space: that is within them."""
+        """Return ``text`` with marks inside the white space at its ends. ends_with_space: the end mark is after it."""
         bare = text.strip()
         if not bare:
             return text
@@ -93,11 +93,11 @@ class Marks:
         return f"{text[:start]}{self._word}s{number}x{text[start:end]}{self._word}e{number}x{text[end:]}"
 
     def wrap_json(self, text: str, where: str) -> str:
-        """Return the text of a JSON object with marks within each of its strings, keys too."""
+        """Return the text of a JSON object with marks in each of its strings, including keys."""
         return _JSON_STRING.sub(lambda match: f'"{self.wrap(match[1], where)}"', text)
 
     def read(self, rendered: str) -> Written:
-        """Find the marks in what a template wrote."""
+        """Find the marks in a template's output."""
         written = Written()
         pieces = []
         position = begin = 0
@@ -119,7 +119,7 @@ class Marks:
         return written
 
     def spans(self, written: Written) -> tuple[tuple[int, int], ...]:
-        """Return where the texts stand, in order; of an answer without its reasoning, what is left of it."""
+        """Return the spans of the texts, in order; of an answer whose reasoning was dropped, the span of the rest."""
         found = [span for spans in written.spans.values() for span in spans]
         for number, ends in written.ends.items():
             if rest := self.texts[number].without_reasoning():
@@ -127,7 +127,7 @@ class Marks:
         return tuple(sorted(found))
 
     def lost(self, written: Written) -> MarkedText | None:
-        """Return the first required text that was not written whole."""
+        """Return the first required text that was not written completely."""
         for number, text in enumerate(self.texts):
             if text.is_required and not self._is_whole(number, text, written):
                 return text
@@ -144,7 +144,7 @@ class Marks:
 
 
 class TypedMarks(Marks):
-    """Marks around special tokens within texts alone, for templates that look at what a text begins or ends with."""
+    """Marks around special tokens in texts only, for templates whose output depends on the ends of a text."""
 
     def __init__(self, special: re.Pattern[str], *, with_answers: bool) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Find the message form of one template, by what it writes of marked conversations.
+"""Finds the message form of one template by its output for marked conversations.
 
-Every question is a kind of conversation with unguessable texts, tried in one form after the other; the first form in which
-all texts are written decides. Nothing is concluded from the template's source.
+Every question is a kind of conversation with unguessable texts, tried in one form after the other; the first form whose
+output contains all texts is used. The template's source is not interpreted.
+
 """
 
 import re
@@ -16,16 +17,16 @@ from text.templates.forms import Form
 from text.templates.sandbox import TemplateLimitError
 
 Attempt = Callable[[Chat, Form], str]
-"""Renders a conversation in a form and proves it whole. Raises InvalidRequestError otherwise."""
+"""Renders a conversation in a form and proves it complete. Raises InvalidRequestError otherwise."""
 Candidate = tuple[str, Form]
 REFUSED = "refused"
 _PART = re.compile(r"""['"]type['"]: ['"]text['"]""")
-"""How a list of parts is written by a template that takes it for text."""
+"""The output for a list of parts of a template that treats it as text."""
 
 
 @dataclass
 class Findings:
-    """What is known of a template. abilities: kind of conversation → how it is shown, or REFUSED."""
+    """The results of a probe. abilities: kind of conversation → the way in which it is shown, or REFUSED."""
 
     form: Form = field(default_factory=Form)
     abilities: dict[str, str] = field(default_factory=dict)
@@ -35,13 +36,13 @@ class Probe:
     """Owns the findings about one template while it is probed."""
 
     def __init__(self, attempt: Attempt, form: Form | None = None) -> None:
-        """Begin with a form; by default the plain one."""
+        """Start with a form; by default the plain one."""
         self._attempt = attempt
         self.findings = Findings(form or Form())
 
     @property
     def form(self) -> Form:
-        """The form that is known so far."""
+        """The form found so far."""
         return self.findings.form
 
     def written(self, chat: Chat, form: Form) -> str | None:
@@ -63,7 +64,7 @@ class Probe:
         chats: Iterable[Chat],
         num_blemishes: Callable[[str], int] = lambda _: 0,
     ) -> bool:
-        """Take the first candidate that shows all chats, with the fewest blemishes. Returns whether there is one."""
+        """Choose the first candidate that shows all chats, with the fewest blemishes; return whether there is one."""
         best: tuple[int, str, Form] | None = None
         tried = list(chats)
         for label, form in candidates:
@@ -81,11 +82,11 @@ class Probe:
         return best is not None
 
     def keep(self, form: Form) -> None:
-        """Take a form that was tried otherwise."""
+        """Set a form that was tried by other means."""
         self.findings.form = form
 
     def note(self, kind: str, how: str) -> None:
-        """Record how a kind of conversation is shown."""
+        """Record the way in which a kind of conversation is shown."""
         self.findings.abilities[kind] = how
 
 
@@ -94,21 +95,21 @@ def word() -> str:
     return f"w{secrets.token_hex(6)}"
 
 
-def say(role: str, content: Any = "", **others: Any) -> Message:
-    """Return a message; its content is an unguessable word if none is given."""
+def message_of(role: str, content: Any = "", **others: Any) -> Message:
+    """Make a message; its content is an unguessable word if none is given."""
     return {"role": role, "content": word() if content == "" else content, **others}
 
 
 def part(text: str) -> Message:
-    """Return a part of a content."""
+    """Make a text part of a content."""
     return {"type": "text", "text": text}
 
 
 def chat(*messages: Message, **others: Any) -> Chat:
-    """Return a conversation."""
+    """Make a conversation."""
     return Chat(messages=list(messages), **others)
 
 
 def with_parts(form: Form, role: str) -> Form:
-    """Return the form that gives the texts of a role as lists of parts."""
+    """Return the form that passes the texts of a role as lists of parts."""
     return replace(form, parts=form.parts | {role})

@@ -1,4 +1,4 @@
-"""Renders chat templates in a process of their own, which may be killed."""
+"""Renders chat templates in a separate process, which may be killed."""
 
 import contextlib
 import json
@@ -25,14 +25,14 @@ _PROGRAM = (
 
 
 _LOOK_SECONDS = 1.0
-"""How often a process that does not answer is looked at."""
+"""Interval of checks of a process that does not answer."""
 
 
 @dataclass(frozen=True)
 class RenderLimits:
-    """cpu_seconds: of one rendering. max_memory_bytes: address space of the process. max_output_characters: of one prompt.
+    """The limits of one rendering: CPU time, address space of the process, and characters of the prompt.
 
-    wall_seconds: for an answer of the process, which may have to wait for a processor.
+    wall_seconds: time limit of an answer, for which the process may have to wait for a CPU.
     """
 
     cpu_seconds: float = 2.0
@@ -46,7 +46,7 @@ class _StoppedError(TemplateLimitError):
 
 
 class ProcessRenderer:
-    """Owns the process, which is started when it is needed, and again after it was killed. May be used by several threads.
+    """Owns the process, which is started when needed, and again after it was killed. Thread-safe.
 
     Raises SettingError if a template cannot be compiled within the limits.
     """
@@ -61,13 +61,13 @@ class ProcessRenderer:
             self._start()
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """Return the text. Raises InvalidRequestError with the template's own words, TemplateLimitError among them."""
+        """Return the text. Raises InvalidRequestError with the template's own message, or TemplateLimitError."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             try:
                 answer = self._ask({"name": name, "variables": variables})
-            except _StoppedError:  # by somebody else: the conversation is not at fault
+            except _StoppedError:  # by another program: the conversation is not at fault
                 self._start()
                 answer = self._ask({"name": name, "variables": variables})
         if TEXT in answer:
@@ -89,7 +89,8 @@ class ProcessRenderer:
         )
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)
-        self._process, self._finalizer = process, weakref.finalize(self, _end, process)
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
         limits = self._limits
         try:
             answer = self._ask(
@@ -116,9 +117,9 @@ class ProcessRenderer:
         self._process = self._finalizer = None
 
     def _ask(self, frame: dict[str, Any]) -> dict[str, Any]:
-        """Send a frame and return the answer. Raises TemplateLimitError if the process ended, or had to be ended.
+        """Send a frame and return the answer. Raises TemplateLimitError if the process ended, or had to be killed.
 
-        _StoppedError where it was stopped by a signal: it could never answer, and is ended.
+        Raises _StoppedError if it was stopped by a signal; it could never answer, and is killed.
         """
         process = self._process
         if process is None or process.stdin is None or process.stdout is None:
@@ -145,13 +146,13 @@ class ProcessRenderer:
     def _shown(self) -> str:
         limits = self._limits
         return (
-            f"{limits.cpu_seconds:g} s of processor time, {limits.max_memory_bytes >> 20} MiB of memory, or"
+            f"{limits.cpu_seconds:g} s of CPU time, {limits.max_memory_bytes >> 20} MiB of memory, or"
             f" {limits.max_output_characters} characters"
         )
 
 
 def _write(process: "subprocess.Popen[bytes]", data: bytes, deadline: float) -> bool:
-    """Write all; False if the process is stopped, or the deadline passes first."""
+    """Write all data; return False if the process is stopped, or the deadline passes first."""
     sink = process.stdin
     view = memoryview(data)
     while sink is not None and view:
@@ -176,10 +177,10 @@ def _read(process: "subprocess.Popen[bytes]", size: int, deadline: float) -> byt
     return bytes(pieces)
 
 
-def _is_ready(process: "subprocess.Popen[bytes]", pipe: IO[bytes], wanted: int, deadline: float) -> bool:
-    """Wait for a pipe of the process; False if the process is stopped, or the deadline passes first."""
+def _is_ready(process: "subprocess.Popen[bytes]", pipe: IO[bytes], events: int, deadline: float) -> bool:
+    """Wait for a pipe of the process; return False if the process is stopped, or the deadline passes first."""
     poll = select.poll()
-    poll.register(pipe, wanted)
+    poll.register(pipe, events)
     while not poll.poll(max(0.0, min(deadline - time.monotonic(), _LOOK_SECONDS)) * 1000):
         if time.monotonic() >= deadline or _is_stopped(process):
             return False
@@ -187,7 +188,7 @@ def _is_ready(process: "subprocess.Popen[bytes]", pipe: IO[bytes], wanted: int, 
 
 
 def _is_stopped(process: "subprocess.Popen[bytes]") -> bool:
-    """Whether a signal has stopped the process, which then waits for another one."""
+    """Return True if a signal has stopped the process, which then waits for another signal."""
     try:
         return bool(psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:

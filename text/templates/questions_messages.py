@@ -1,10 +1,10 @@
-"""What the probe asks about messages: roles, content parts, system and developer messages."""
+"""The probe's questions about messages: roles, content parts, system and developer messages."""
 
 from dataclasses import replace
 
 from text.chat import Chat
 from text.templates.forms import Form
-from text.templates.probe import Probe, chat, part, say, with_parts, word
+from text.templates.probe import Probe, chat, message_of, part, with_parts, word
 
 _LEADING = (
     ("system", "system"),
@@ -25,12 +25,12 @@ def ask_about_messages(probe: Probe) -> None:
 
 def _ask_contents(probe: Probe) -> None:
     form = probe.form
-    probe.choose("user", [("text", form), ("parts", with_parts(form, "user"))], [chat(say("user"))])
+    probe.choose("user", [("text", form), ("parts", with_parts(form, "user"))], [chat(message_of("user"))])
     form = probe.form
     probe.choose(
         "assistant",
         [("text", form), ("parts", with_parts(form, "assistant"))],
-        [chat(say("user"), say("assistant"), say("user"))],
+        [chat(message_of("user"), message_of("assistant"), message_of("user"))],
     )
     form = probe.form
     candidates = [
@@ -38,7 +38,7 @@ def _ask_contents(probe: Probe) -> None:
         ("parts", with_parts(form, "system")),
         ("in the first user message", replace(form, system="user")),
     ]
-    probe.choose("system", candidates, [chat(say("system"), say("user"))])
+    probe.choose("system", candidates, [chat(message_of("system"), message_of("user"))])
 
 
 def _ask_parts(probe: Probe) -> None:
@@ -54,10 +54,10 @@ def _ask_parts(probe: Probe) -> None:
 
 
 def _keeps_parts(probe: Probe, role: str, around: tuple[str, ...], kept: Form) -> bool:
-    """Return whether parts are written as the same text in a string is."""
+    """Return whether parts give the same output as their text in a string."""
     first = word()
     second = word()
-    beside = [say(name) for name in around]
+    beside = [message_of(name) for name in around]
 
     def of(content: object) -> Chat:
         message = {"role": role, "content": content}
@@ -70,7 +70,7 @@ def _keeps_parts(probe: Probe, role: str, around: tuple[str, ...], kept: Form) -
 
 def _ask_developer(probe: Probe) -> None:
     form = probe.form
-    conversation = chat(say("developer"), say("user"))
+    conversation = chat(message_of("developer"), message_of("user"))
     native = [
         ("text", replace(form, developer="developer")),
         ("parts", with_parts(replace(form, developer="developer"), "developer")),
@@ -81,7 +81,7 @@ def _ask_developer(probe: Probe) -> None:
 
 
 def _is_generic(probe: Probe, conversation: Chat, form: Form) -> bool:
-    """Return whether the template writes a developer's message as it writes one of a role that nobody knows."""
+    """Return whether the template treats a developer's message like one of an unknown role."""
     role = word()
     unknown = chat({**conversation.messages[0], "role": role}, conversation.messages[1])
     written = probe.written(unknown, form)
@@ -96,7 +96,7 @@ def _ask_leading(probe: Probe) -> None:
         form = replace(probe.form, apart=probe.form.apart | {roles})
         if "developer" in roles and form.developer == "system":
             continue
-        if probe.written(chat(*map(say, roles), say("user")), form) is not None:
+        if probe.written(chat(*map(message_of, roles), message_of("user")), form) is not None:
             probe.keep(form)
     first = ("system", probe.form.developer)
     probe.note("neighbouring system messages", "kept" if first in probe.form.apart else "merged")
@@ -106,8 +106,14 @@ def _ask_later(probe: Probe) -> None:
     roles = () if probe.form.system == "user" else {"system", probe.form.developer}
     for role in sorted(roles):
         form = replace(probe.form, later=probe.form.later | {role})
-        inside = chat(say("user"), say("assistant"), say(role), say("user"))
-        both = chat(say("system"), say("user"), say("assistant"), say(role), say("user"))
+        inside = chat(message_of("user"), message_of("assistant"), message_of(role), message_of("user"))
+        both = chat(
+            message_of("system"),
+            message_of("user"),
+            message_of("assistant"),
+            message_of(role),
+            message_of("user"),
+        )
         if all(probe.written(conversation, form) is not None for conversation in (inside, both)):
             probe.keep(form)
     probe.note("later system messages", "kept" if "system" in probe.form.later else "moved to the first one")

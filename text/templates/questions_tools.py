@@ -1,4 +1,4 @@
-"""What the probe asks about tools, calls and their results, reasoning, and documents."""
+"""The probe's questions about tools, calls and their results, reasoning, and documents."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from text.chat import Chat, Message
 from text.templates.forms import ABSENT, Form
-from text.templates.probe import Candidate, Probe, chat, part, say, with_parts, word
+from text.templates.probe import Candidate, Probe, chat, message_of, part, with_parts, word
 from text.tools import Tool
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -25,16 +25,16 @@ def ask_about_tools(probe: Probe) -> None:
 
 def ask_about_documents(probe: Probe) -> None:
     """Find out whether documents are shown."""
-    probe.choose("documents", [("shown", probe.form)], [chat(say("user"), documents=(document(),))])
+    probe.choose("documents", [("shown", probe.form)], [chat(message_of("user"), documents=(document(),))])
 
 
 def document() -> dict[str, Any]:
-    """Return a document with unguessable texts."""
+    """Make a document with unguessable texts."""
     return {"title": word(), "text": word()}
 
 
 def described_tool() -> Tool:
-    """Return a tool with everything that templates read of one."""
+    """Make a tool with all fields that templates read."""
     schema = {"type": "object", "properties": {word(): {"type": "string", "description": word()}}}
     return _tool(word(), description=word(), parameters=schema)
 
@@ -49,10 +49,10 @@ def _call(arguments: str, number: int = 0) -> dict[str, Any]:
 
 
 def _calling(content: Any, *calls: dict[str, Any], **others: Any) -> list[Message]:
-    """Return a question, an answer with calls, and their results."""
-    results = [say("tool", tool_call_id=call["id"], name=call["function"]["name"]) for call in calls]
+    """Make a question, an answer with calls, and their results."""
+    results = [message_of("tool", tool_call_id=call["id"], name=call["function"]["name"]) for call in calls]
     return [
-        say("user"),
+        message_of("user"),
         {"role": "assistant", "content": content, "tool_calls": list(calls), **others},
         *results,
     ]
@@ -64,7 +64,10 @@ def _ask_tools(probe: Probe) -> None:
     parameter = word()
     schema = {"type": "object", "properties": {parameter: {"type": "string", "description": word()}}}
     tools = tuple(_tool(word(), description=description, parameters=schema) for _ in range(2))
-    chats = [chat(say("user"), tools=tools), chat(say("system"), say("user"), tools=tools)]
+    chats = [
+        chat(message_of("user"), tools=tools),
+        chat(message_of("system"), message_of("user"), tools=tools),
+    ]
     candidates = [("shown", form), ("shown, the functions alone", replace(form, tools="function"))]
     if not probe.choose(
         "tools", candidates, chats, lambda text: (description not in text) + (parameter not in text)
@@ -82,7 +85,7 @@ def _ask_bare_tools(probe: Probe, schema: dict[str, Any]) -> None:
         form = probe.form
         candidates = [("as sent", form), (filled, replace(form, fills=form.fills | {key}))]
         probe.choose(
-            f"tools without {key}", candidates, [chat(say("user"), tools=(_tool(word(), **function),))]
+            f"tools without {key}", candidates, [chat(message_of("user"), tools=(_tool(word(), **function),))]
         )
 
 
@@ -90,16 +93,16 @@ def _ask_calls(probe: Probe) -> None:
     key = word()
     value = word()
     arguments = f'{{"{key}": "{value}"}}'
-    asked = _calling(None, _call(arguments))
+    messages = _calling(None, _call(arguments))
     tools = (
         _tool(
-            asked[1]["tool_calls"][0]["function"]["name"],
+            messages[1]["tool_calls"][0]["function"]["name"],
             description=word(),
             parameters={"type": "object", "properties": {}},
         ),
     )
-    short = chat(*asked, tools=tools)
-    long = chat(*asked, say("assistant"), say("user"), tools=tools)
+    short = chat(*messages, tools=tools)
+    long = chat(*messages, message_of("assistant"), message_of("user"), tools=tools)
 
     def num_blemishes(text: str) -> int:
         return text.count(f"'{key}': ") + text.count(f'\\"{key}') + text.count("None")
@@ -107,7 +110,7 @@ def _ask_calls(probe: Probe) -> None:
     for chats in ([short, long], [short]):
         if probe.choose("calls", _call_forms(probe.form), chats, num_blemishes):
             _ask_call_contents(probe, short)
-            _ask_result_parts(probe, asked, tools)
+            _ask_result_parts(probe, messages, tools)
             return
     form = probe.form
     in_text = replace(form, calls="text")
@@ -136,7 +139,7 @@ def _call_forms(form: Form) -> Iterator[Candidate]:
 
 
 def _ask_call_contents(probe: Probe, conversation: Chat) -> None:
-    """Find every content without text that may stand beside calls."""
+    """Find every content without text that is allowed beside calls."""
     chosen = probe.form.call_contents[0]
     best = probe.written(conversation, probe.form) or ""
     allowed = []
@@ -147,11 +150,11 @@ def _ask_call_contents(probe: Probe, conversation: Chat) -> None:
     probe.keep(replace(probe.form, call_contents=(chosen, *(one for one in allowed if one != chosen))))
 
 
-def _ask_result_parts(probe: Probe, asked: list[Message], tools: tuple[Tool, ...]) -> None:
-    """Find out whether a result's parts are written as the same text in a string is."""
+def _ask_result_parts(probe: Probe, messages: list[Message], tools: tuple[Tool, ...]) -> None:
+    """Find out whether a result's parts give the same output as their text in a string."""
     if "tool" in probe.form.parts or probe.form.results == "user":
         return
-    *before, result = asked
+    *before, result = messages
     text = result["content"]
     kept = replace(probe.form, keeps_parts=probe.form.keeps_parts | {"tool"})
     one, two = ([part(one) for one in texts] for texts in ([text], [text, word()]))
@@ -159,7 +162,7 @@ def _ask_result_parts(probe: Probe, asked: list[Message], tools: tuple[Tool, ...
         probe.written(chat(*before, {**result, "content": content}, tools=tools), kept)
         for content in (one, two)
     ]
-    if None not in written and written[0] == probe.written(chat(*asked, tools=tools), probe.form):
+    if None not in written and written[0] == probe.written(chat(*messages, tools=tools), probe.form):
         probe.keep(kept)
 
 
@@ -182,7 +185,9 @@ def _ask_reasoning(probe: Probe) -> None:
     reasoning = word()
     call = _call(f'{{"{word()}": "{word()}"}}')
     in_calls = chat(*_calling(None, call, reasoning_content=reasoning))
-    earlier = chat(say("user"), say("assistant", reasoning_content=reasoning), say("user"))
+    earlier = chat(
+        message_of("user"), message_of("assistant", reasoning_content=reasoning), message_of("user")
+    )
     for name in _REASONING:
         form = replace(probe.form, reasoning=name)
         shown = [
@@ -203,12 +208,12 @@ def _ask_reasoning(probe: Probe) -> None:
 
 
 def _ask_bare_answers(probe: Probe) -> None:
-    """Find the content of an answer that is only reasoning: the one with which most is written, and no "None"."""
+    """Find the content of an answer that is only reasoning: the one with the longest output and without "None"."""
     bare: Message = {"role": "assistant", "content": None, "reasoning_content": word()}
-    conversation = chat(say("user"), bare, say("user"))
+    conversation = chat(message_of("user"), bare, message_of("user"))
     tried: list[Candidate] = [(absent, replace(probe.form, bare_contents=(absent,))) for absent in ABSENT]
     written = {label: probe.written(conversation, form) or "" for label, form in tried}
     tried.sort(key=lambda one: (written[one[0]].count("None"), -len(written[one[0]])))
-    empty = chat(say("user"), {"role": "assistant", "content": None}, say("user"))
+    empty = chat(message_of("user"), {"role": "assistant", "content": None}, message_of("user"))
     if not probe.choose("reasoning alone", tried, [conversation, empty]):
         probe.choose("reasoning alone", tried, [conversation])

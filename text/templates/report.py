@@ -1,4 +1,4 @@
-"""What the probe found about a model's chat templates, in a form that people and programs read."""
+"""The probe's report about a model's chat templates, for people and programs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ _NEEDED = ("user", "assistant")
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """abilities: template's name → kind of conversation → how it is shown, or REFUSED."""
+    """The abilities of templates: template's name → kind of conversation → the way in which it is shown, or REFUSED."""
 
     abilities: Mapping[str, Mapping[str, str]]
 
     def refused(self) -> list[str]:
-        """Return the kinds of conversation that no form shows, with the template's name where there are several."""
+        """Return the kinds of conversation that no form shows, with the template's name if there are several."""
         return [
             kind if len(self.abilities) == 1 else f"{name}: {kind}"
             for name, found in self.abilities.items()
@@ -24,9 +24,9 @@ class TemplateReport:
         ]
 
     def problems(self) -> list[str]:
-        """Return what makes a template useless: it does not show the words of users or of the model."""
+        """Return the problems that make a template useless: it does not show user or assistant messages."""
         return [
-            f"the chat template {name!r} does not show {kind} messages: chats with it are refused"
+            f"the chat template {name!r} does not show {kind} messages: chats with it are rejected"
             for name, found in self.abilities.items()
             for kind in _NEEDED
             if found.get(kind) == REFUSED
@@ -35,6 +35,6 @@ class TemplateReport:
     def line(self) -> str:
         """Return one line for a log."""
         main = next(iter(self.abilities.values()))
-        told = ", ".join(f"{kind}: {how}" for kind, how in main.items() if how != REFUSED)
+        shown = ", ".join(f"{kind}: {how}" for kind, how in main.items() if how != REFUSED)
         refused = self.refused()
-        return f"{told}; refused: {', '.join(refused)}" if refused else told
+        return f"{shown}; refused: {', '.join(refused)}" if refused else shown

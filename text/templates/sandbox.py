@@ -1,6 +1,6 @@
-"""Chat templates compiled and rendered in jinja2's sandbox, with what ``transformers`` gives to them.
+"""Compiles and renders chat templates in jinja2's sandbox, with the functions that ``transformers`` provides.
 
-A template sees the variables of the request, the functions ``raise_exception`` and ``strftime_now``, the filter
+A template has access to the variables of the request, the functions ``raise_exception`` and ``strftime_now``, the filter
 ``tojson``, loop controls and ``{% generation %}`` blocks.
 """
 
@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from contract.errors import InvalidRequestError, SettingError
 
 DEFAULT = "default"
-"""The name of the template that every model with chats has."""
+"""Name of the template that every model with chats has."""
 _REFUSALS = (
     jinja2.TemplateError,
     TypeError,
@@ -28,49 +28,49 @@ _REFUSALS = (
     ArithmeticError,
     RecursionError,
 )
-"""What a template raises about a conversation that it was not made for."""
+"""Errors of a template for a conversation that it does not support."""
 
 
 class TemplateLimitError(InvalidRequestError):
-    """A rendering took too much time or memory, or wrote too much."""
+    """A rendering took too much time or memory, or its output is too long."""
 
 
 class TemplateRefusalError(InvalidRequestError):
-    """A template refuses the messages with words of its own."""
+    """A template rejects the messages with its own error message."""
 
 
 class Renderer(Protocol):
     """Renders a model's named templates."""
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """Return the text. Raises InvalidRequestError with the template's own words if it refuses the variables."""
+        """Return the text. Raises InvalidRequestError with the template's own message if it rejects the variables."""
 
     def close(self) -> None:
-        """Give back what the renderer holds; it is not used afterwards."""
+        """Release the renderer's resources; it must not be used afterwards."""
 
 
 class LocalRenderer:
-    """Renders in this process, without bounds on time and memory. Raises SettingError if a template cannot be compiled."""
+    """Renders in this process, without limits of time and memory. Raises SettingError if a template cannot be compiled."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         environment = _environment()
         self._templates = {name: _compiled(environment, source) for name, source in sources.items()}
 
     def render(self, name: str, variables: Mapping[str, Any]) -> str:
-        """Return the text. Raises InvalidRequestError with the template's own words if it refuses the variables."""
+        """Return the text. Raises InvalidRequestError with the template's own message if it rejects the variables."""
         try:
             return self._templates[name].render(variables)
         except _REFUSALS as error:
             raise refusal(str(error)) from error
 
     def close(self) -> None:
-        """Do nothing: there is nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
 
 def refusal(words: str) -> TemplateRefusalError:
-    """Return the error for messages that the template refuses with these words."""
+    """Return the error for messages that the template rejects with this message."""
     return TemplateRefusalError(
-        f"the model's chat template refuses these messages: {words[:500]}", param="messages"
+        f"the model's chat template rejects these messages: {words[:500]}", param="messages"
     )
 
 
@@ -112,7 +112,7 @@ def _strftime_now(form: str) -> str:
 
 
 class _GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}…{% endgeneration %}`` marks answers for training; here it is its content."""
+    """``{% generation %}…{% endgeneration %}``, which marks answers for training; here only its content is used."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own protocol)
 

@@ -1,4 +1,4 @@
-"""Searches many texts in one prompt, in time that a long prompt with many texts does not multiply."""
+"""Searches many texts in one prompt, with a limit of the total cost."""
 
 import re
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from text.templates.sandbox import TemplateLimitError
 _FREE_CHARACTERS = 2**30
 _EXPENSIVE = 8
 _PASSES = 16
-"""A prompt may be gone through so often, and _FREE_CHARACTERS in any case; words count _EXPENSIVE times."""
+"""Limit of passes over a prompt, in addition to _FREE_CHARACTERS; a search for words costs _EXPENSIVE times as much."""
 
 
 class Search:
-    """Owns the place behind the last text that was found in its order, and how much may still be gone through."""
+    """Owns the position after the last text that was found in order, and the remaining budget of characters."""
 
     def __init__(self, prompt: str) -> None:
         self._prompt = prompt
@@ -21,9 +21,9 @@ class Search:
         self._num_left = _FREE_CHARACTERS + _PASSES * len(prompt)
 
     def has(self, spellings: Sequence[str]) -> bool:
-        """Return whether the prompt holds a text in one of its spellings: behind the last one, or anywhere.
+        """Return whether the prompt contains a text in one of its spellings: after the last one, or anywhere.
 
-        Raises TemplateLimitError if too much was gone through.
+        Raises TemplateLimitError if the budget is exceeded.
         """
         last = min(self._spelling, len(spellings) - 1)
         order = sorted(range(len(spellings)), key=lambda index: index != last)
@@ -37,16 +37,16 @@ class Search:
         return False
 
     def count(self, text: str, prompt: str | None = None) -> int:
-        """Return how often a text stands in the prompt, or in another one.
+        """Return the number of occurrences of a text in the prompt, or in another one.
 
-        Raises TemplateLimitError if too much was gone through.
+        Raises TemplateLimitError if the budget is exceeded.
         """
         prompt = self._prompt if prompt is None else prompt
         self._spend(len(prompt))
         return prompt.count(text.strip())
 
     def count_words(self, text: str, prompt: str | None = None) -> int:
-        """Return the same but for places within a word."""
+        """Return the number of occurrences that are not within a word."""
         text = text.strip()
         prompt = self._prompt if prompt is None else prompt
         self._spend(_EXPENSIVE * len(prompt))
@@ -55,7 +55,7 @@ class Search:
         return len(re.findall(pattern + (r"(?!\w)" if re.search(r"\w\Z", text) else ""), prompt))
 
     def _find(self, text: str, begin: int) -> int:
-        """Return the place behind the text, or -1."""
+        """Return the position after the text, or -1."""
         found = self._prompt.find(text, begin)
         end = len(self._prompt) if found < 0 else found + len(text)
         self._spend(end - begin)
@@ -65,6 +65,6 @@ class Search:
         self._num_left -= num_characters
         if self._num_left < 0:
             raise TemplateLimitError(
-                "the model's chat template writes these messages in a way that takes too long to check",
+                "the output of the model's chat template for these messages takes too long to check",
                 param="messages",
             )

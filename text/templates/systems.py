@@ -1,4 +1,4 @@
-"""System and developer messages: neighbouring and later ones are merged for templates that do not take them."""
+"""Merges adjacent and later system and developer messages, for templates that do not support them."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from text.chat import Message
 
 SEPARATOR = "\n\n"
-"""Stands between the texts of merged messages."""
+"""Separates the texts of merged messages."""
 SYSTEM_ROLES = ("system", "developer")
 
 
@@ -22,7 +22,7 @@ def merge_systems(
 ) -> list[Message]:
     """Return the messages with their leading system messages merged, unless ``apart`` has their roles (each pair).
 
-    Later ones whose role is not in ``later`` are appended to the leading one, in their order.
+    Later ones whose role is not in ``later`` are appended to the leading one, in order.
     """
     num_leading = next(
         (index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES),
@@ -53,7 +53,7 @@ def system_into_user(messages: list[Message]) -> list[Message]:
 
 
 def add_to_system(messages: list[Message], text: str) -> list[Message]:
-    """Return the messages with ``text`` behind the leading system message, which is made if there is none."""
+    """Return the messages with ``text`` after the leading system message, which is added if there is none."""
     addition: Message = {"role": "system", "content": text}
     if messages and messages[0]["role"] in SYSTEM_ROLES:
         return [_merged([messages[0], addition]), *messages[1:]]

@@ -1,4 +1,4 @@
-"""Turns in the order and number that templates take: neighbours of one role, several calls at once, ids of calls."""
+"""Changes turns for templates that restrict them: adjacent messages of one role, several calls at once, ids of calls."""
 
 import re
 from collections import deque
@@ -18,7 +18,7 @@ def has_neighbours(messages: list[Message]) -> bool:
 
 
 def merge_neighbours(messages: list[Message]) -> list[Message]:
-    """Return the messages with neighbours of one role merged: users, and assistants without calls."""
+    """Return the messages with adjacent ones of one role merged: users, and assistants without calls."""
     runs: list[list[Message]] = []
     for message in messages:
         if runs and _are_one(runs[-1][-1], message):
@@ -29,7 +29,7 @@ def merge_neighbours(messages: list[Message]) -> list[Message]:
 
 
 def merged(run: list[Message]) -> Message:
-    """Return the messages as one, with their texts separated by empty lines; a single one as it is."""
+    """Return the messages as one, with their texts separated by empty lines."""
     if len(run) == 1:
         return run[0]
     one = dict(run[0])
@@ -45,7 +45,7 @@ def _are_one(first: Message, second: Message) -> bool:
 
 
 def one_call_each(messages: list[Message]) -> list[Message]:
-    """Return the messages with several calls at once parted: each call in a message that its result follows."""
+    """Return the messages with simultaneous calls split: each call is a message, followed by its result."""
     parted: list[Message] = []
     index = 0
     while index < len(messages):
@@ -64,7 +64,7 @@ def one_call_each(messages: list[Message]) -> list[Message]:
 
 
 def _parted(message: Message, calls: list[Message], results: list[Message]) -> Iterator[Message]:
-    """Yield each call with its results: those with its id, else the next one that is no other call's."""
+    """Yield each call with its results: those with its id, else the next one that belongs to no other call."""
     ids = {str(call["id"]) for call in calls if call.get("id") is not None}
     own: dict[str, list[Message]] = {}
     others: deque[Message] = deque()
@@ -86,7 +86,7 @@ def _parted(message: Message, calls: list[Message], results: list[Message]) -> I
 
 
 def name_calls(messages: list[Message]) -> list[Message]:
-    """Return the messages with ids of calls that tell the function: ``functions.NAME:NUMBER``, in the results too.
+    """Return the messages with call ids that contain the function: ``functions.NAME:NUMBER``, also in results.
 
     The number is the one at the end of the id, if it has such a number, else that of the call in the conversation.
     """

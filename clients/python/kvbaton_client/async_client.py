@@ -1,4 +1,4 @@
-"""The client for coroutines; ``Client`` is its twin."""
+"""The asynchronous client; ``Client`` is the synchronous one."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Self, Unpack
@@ -19,7 +19,7 @@ from kvbaton_client.requests import (
 
 
 class AsyncClient:
-    """A connection to the service at ``address`` ("host:port"), for the event loop that makes it.
+    """A connection to the service at ``address`` ("host:port"), for the event loop in which it is created.
 
     The arguments are those of ``Client``. Calls raise grpc.aio.AioRpcError; cancelling one cancels the request.
     """
@@ -48,18 +48,18 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """End the connection and every call on it."""
+        """Close the connection and cancel its calls."""
         await self._channel.close()
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateResponse:
-        """The whole answer to a prompt, text or token ids."""
+        """Return the complete answer to a prompt, text or token ids."""
         request = generate_request(prompt, **options)
         return await self._stub.GenerateOnce(request, timeout=self._timeout, metadata=self._metadata)
 
     async def stream(
         self, prompt: str | Sequence[int], **options: Unpack[Options]
     ) -> AsyncGenerator[pb.GenerateResponse]:
-        """The answer as it is computed; the last message has usage and timings. Closing the iterator cancels the request."""
+        """Stream the answer; the last message has usage and timings. Closing the iterator cancels the request."""
         request = generate_request(prompt, **options)
         call = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
         try:
@@ -71,30 +71,30 @@ class AsyncClient:
     async def embed(
         self, prompts: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
-        """The embedding of each prompt, text or token ids, in their order; all or none."""
+        """Return the embedding of each prompt, text or token ids, in order; all or none."""
         request = embed_request(prompts, **options)
         return await self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
 
     async def cancel(self, request_id: str) -> int:
-        """End the running requests of this id or name that were sent with the same key; how many there were."""
+        """Cancel the running requests with this id or name and the same key; return their number."""
         request = pb.CancelGenerationRequest(request_id=request_id)
         return (
             await self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata)
         ).num_cancelled
 
     async def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         request = pb.TokenizeRequest(model=model, text=text, no_special_tokens=not add_special_tokens)
         answer = await self._stub.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
         return list(answer.token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return (await self._stub.Detokenize(request, timeout=self._timeout, metadata=self._metadata)).text
 
     async def models(self) -> list[pb.Model]:
-        """What is served; empty while no worker has said so."""
+        """Return the served models; empty while no worker is attached."""
         answer = await self._stub.ListModels(
             pb.ListModelsRequest(), timeout=self._timeout, metadata=self._metadata
         )

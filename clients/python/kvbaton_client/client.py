@@ -1,4 +1,4 @@
-"""The client for ordinary code; ``AsyncClient`` is its twin."""
+"""The synchronous client; ``AsyncClient`` is the asynchronous one."""
 
 from collections.abc import Generator, Sequence
 from typing import Self, Unpack
@@ -18,10 +18,10 @@ from kvbaton_client.requests import (
 
 
 class Client:
-    """A connection to the service at ``address`` ("host:port"); it may be used from several threads.
+    """A connection to the service at ``address`` ("host:port"). Thread-safe.
 
-    credentials: of a service with TLS (``grpc.ssl_channel_credentials()``); None connects without. timeout_seconds: how long
-    each call may take; None waits for the service's own limits. Calls raise grpc.RpcError.
+    credentials: for a service with TLS (``grpc.ssl_channel_credentials()``); None: without TLS. timeout_seconds: time limit
+    of each call; None: only the service's own limits. Calls raise grpc.RpcError.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """End the connection and every call on it."""
+        """Close the connection and cancel its calls."""
         self._channel.close()
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateResponse:
-        """The whole answer to a prompt, text or token ids."""
+        """Return the complete answer to a prompt, text or token ids."""
         request = generate_request(prompt, **options)
         return self._stub.GenerateOnce(request, timeout=self._timeout, metadata=self._metadata)
 
     def stream(
         self, prompt: str | Sequence[int], **options: Unpack[Options]
     ) -> Generator[pb.GenerateResponse]:
-        """The answer as it is computed; the last message has usage and timings. Closing the iterator cancels the request."""
+        """Stream the answer; the last message has usage and timings. Closing the iterator cancels the request."""
         request = generate_request(prompt, **options)
         call = self._stub.Generate(request, timeout=self._timeout, metadata=self._metadata)
         try:
@@ -70,27 +70,27 @@ class Client:
     def embed(
         self, prompts: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]
     ) -> pb.EmbedResponse:
-        """The embedding of each prompt, text or token ids, in their order; all or none."""
+        """Return the embedding of each prompt, text or token ids, in order; all or none."""
         request = embed_request(prompts, **options)
         return self._stub.Embed(request, timeout=self._timeout, metadata=self._metadata)
 
     def cancel(self, request_id: str) -> int:
-        """End the running requests of this id or name that were sent with the same key; how many there were."""
+        """Cancel the running requests with this id or name and the same key; return their number."""
         request = pb.CancelGenerationRequest(request_id=request_id)
         return self._stub.Cancel(request, timeout=self._timeout, metadata=self._metadata).num_cancelled
 
     def tokenize(self, text: str, *, model: str = "", add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text."""
+        """Return the token ids of a text."""
         request = pb.TokenizeRequest(model=model, text=text, no_special_tokens=not add_special_tokens)
         answer = self._stub.Tokenize(request, timeout=self._timeout, metadata=self._metadata)
         return list(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
-        """The text of token ids, special tokens included."""
+        """Return the text of token ids, including special tokens."""
         request = pb.DetokenizeRequest(model=model, token_ids=token_ids)
         return self._stub.Detokenize(request, timeout=self._timeout, metadata=self._metadata).text
 
     def models(self) -> list[pb.Model]:
-        """What is served; empty while no worker has said so."""
+        """Return the served models; empty while no worker is attached."""
         answer = self._stub.ListModels(pb.ListModelsRequest(), timeout=self._timeout, metadata=self._metadata)
         return list(answer.models)

@@ -1,4 +1,4 @@
-"""What both clients send."""
+"""The requests of both clients."""
 
 from collections.abc import Sequence
 from typing import TypedDict, Unpack
@@ -9,7 +9,7 @@ OPTIONS = (("grpc.max_receive_message_length", -1),)
 
 
 class Options(TypedDict, total=False):
-    """What may go with a prompt, by the names of ``GenerateRequest``."""
+    """Options of a generation, with the names of ``GenerateRequest``."""
 
     sampling: pb.SamplingParams
     model: str
@@ -19,7 +19,7 @@ class Options(TypedDict, total=False):
 
 
 class EmbedOptions(TypedDict, total=False):
-    """What may go with prompts to embed, by the names of ``EmbedRequest``."""
+    """Options of embeddings, with the names of ``EmbedRequest``."""
 
     dimensions: int
     model: str
@@ -29,16 +29,16 @@ class EmbedOptions(TypedDict, total=False):
 
 
 def generate_request(prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateRequest:
-    """A prompt as text or as token ids, and what goes with it."""
+    """Make the request for a prompt (text or token ids) with options."""
     if isinstance(prompt, str):
         return pb.GenerateRequest(text=prompt, **options)
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **options)
 
 
 def embed_request(prompts: Sequence[str | Sequence[int]], **options: Unpack[EmbedOptions]) -> pb.EmbedRequest:
-    """Prompts as texts or as token ids, and what goes with them. Raises TypeError for a text alone."""
+    """Make the request for prompts (texts or token ids) with options. Raises TypeError for a single text."""
     if isinstance(prompts, str):
-        raise TypeError("prompts is one text; give a list of prompts")
+        raise TypeError("prompts is a text; pass a list of prompts")
     return pb.EmbedRequest(inputs=[_embed_input(prompt) for prompt in prompts], **options)
 
 
@@ -49,5 +49,5 @@ def _embed_input(prompt: str | Sequence[int]) -> pb.EmbedInput:
 
 
 def metadata(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    """What proves who asks."""
+    """Return the metadata with the API key."""
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()

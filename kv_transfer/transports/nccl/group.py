@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError, TransferError
 from engine.connector import KVMemory
-from kv_transfer.links.framing import format_address, listen_on, parse_address
+from kv_transfer.links.framing import format_address, parse_address
+from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
 from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, read_views
 

@@ -6,7 +6,7 @@ from typing import Any
 from contract.errors import InvalidRequestError
 from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.json_schema import plain_schema
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from router.http.bodies.body import Body
 from router.http.fields.thinking import thinking_kwargs
 from text.chat import RESERVED, Chat, parse_messages

@@ -8,7 +8,7 @@ import msgspec
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.grammars import reduced
-from contract.requests import Grammar
+from contract.sampling import Grammar
 from router.http.bodies.body import Body
 from router.request import GenerationRequest
 from text.parsing.forced import only_objects

@@ -3,7 +3,8 @@
 from typing import Any
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS
+from contract.requests import MAX_CHOICES
+from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.fields.grammars import grammar_fields
 

@@ -1,6 +1,6 @@
 """OpenAI's ``chat.completion``, as a whole and in chunks."""
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from contract.errors import InvalidRequestError
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Prompt
 from router.delivery import Token
 from router.http.bodies.body import Body

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.exchange import Exchange, Origin
 from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls

@@ -2,7 +2,7 @@
 
 from typing import Any, TypeVar
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions

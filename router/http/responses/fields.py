@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body, Json
 from router.http.fields.thinking import check_choice
 from router.http.fields.unsupported import NEUTRAL, reject_unsupported

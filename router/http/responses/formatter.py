@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from contract.requests import FinishReason
+from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.delivery import Token
 from router.http.bodies.body import Json

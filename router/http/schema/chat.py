@@ -1,6 +1,6 @@
 """The body of /v1/chat/completions."""
 
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
 from router.http.fields.thinking import EFFORTS, VERBOSITIES
 from router.http.schema.generation import GENERATION

@@ -1,6 +1,7 @@
 """The fields that every endpoint has which generates text."""
 
-from contract.requests import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from contract.requests import MAX_CHOICES
+from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.bodies.body import Json
 from router.http.fields.unsupported import NEUTRAL
 from router.http.schema.grammars import GRAMMARS

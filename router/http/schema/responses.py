@@ -1,6 +1,6 @@
 """The body of /v1/responses."""
 
-from contract.requests import MAX_LOGPROBS
+from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
 from router.http.responses.conversation import ITEM_TYPES
 from router.http.responses.fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS

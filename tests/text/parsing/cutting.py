@@ -1,4 +1,4 @@
-"""A text goes through a parser whole, cut at every place, and character by character: the result must be the same."""
+"""Runs a text through a parser whole, cut at every place, and by characters, and checks that the results are equal."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class Parser(Protocol):
 
 @dataclass
 class Parsed:
-    """What came of a text. calls: (name, text of the arguments)."""
+    """The result of a text. calls: (name, text of the arguments)."""
 
     content: str = ""
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -32,7 +32,7 @@ def tool(name: str, **parameters: Any) -> Tool:
 
 
 def collected(pieces: Iterable[Piece]) -> Parsed:
-    """The pieces joined; a fragment must belong to a call that has begun, and calls must be numbered from 0."""
+    """Join the pieces; a fragment must belong to an open call, and calls must be numbered from 0."""
     out = Parsed()
     ids = set()
     for piece in pieces:
@@ -56,13 +56,13 @@ def collected(pieces: Iterable[Piece]) -> Parsed:
 
 
 def parse(parser: Parser, *texts: str) -> Parsed:
-    """What comes of a text that arrives in these pieces."""
+    """Parse a text that arrives in these pieces."""
     pieces = [piece for text in texts for piece in parser.push(text)]
     return collected([*pieces, *parser.flush()])
 
 
 def assert_parses(new_parser: Callable[[], Parser], text: str, expected: Parsed) -> None:
-    """However the text is cut."""
+    """Parse the text with all kinds of cuts, and return the common result."""
     assert parse(new_parser(), text) == expected
     assert parse(new_parser(), *text) == expected, "character by character"
     for cut in range(len(text) + 1):

@@ -1,4 +1,4 @@
-"""Which parsers an answer goes through: by the settings, by the template's text, by the prompt's end."""
+"""The parsers of an answer, chosen by the settings, the template's text, and the prompt's end."""
 
 from typing import Any
 
@@ -38,7 +38,9 @@ QWEN = (
         ("only </think>", None, None),
     ],
 )
-def test_auto_looks_at_the_template(template: str, parser: type | None, tags: tuple[str, str] | None) -> None:
+def test_auto_chooses_by_the_template(
+    template: str, parser: type | None, tags: tuple[str, str] | None
+) -> None:
     assert AnswerFormat.chosen(ParserChoice(), template) == AnswerFormat(parser, tags)
 
 
@@ -48,7 +50,7 @@ def test_a_parser_by_its_name(name: str) -> None:
     assert chosen.tool_parser is TOOL_PARSERS[name]
 
 
-def test_none_and_think_go_over_the_template() -> None:
+def test_none_and_think_override_the_template() -> None:
     none = ParserChoice(tool_parser="none", reasoning_parser="none")
     assert AnswerFormat.chosen(none, QWEN + "<think></think>") == AnswerFormat()
     think = ParserChoice(reasoning_parser="think", reasoning_tags=("[THINK]", "[/THINK]"))
@@ -82,7 +84,7 @@ def test_without_tools_calls_are_text() -> None:
 
 
 def test_forced_calls_are_read_from_the_answers_first_character_on() -> None:
-    """A grammar leaves no room for reasoning, though the prompt may have opened it."""
+    """A grammar excludes reasoning, even if the prompt has opened it."""
     named = both("<think>", tool_choice=ToolChoice("function", "g"))
     assert parse(named, '{"a": 1}') == Parsed(calls=[("g", '{"a": 1}')])
     required = both("<think>", tool_choice=ToolChoice("required"))

@@ -1,4 +1,4 @@
-"""Whatever a model writes: no parser raises, plain text is never changed, the cuts make no difference."""
+"""For any text of a model no parser raises, plain text is not changed, and the cuts make no difference."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Answers that a grammar forces to be calls: the schema, and the parser of what is written by it."""
+"""Forced calls: the schema of the answer, and its parser."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Arguments as models write them, brought into a JSON object, whole and in pieces."""
+"""Repair of arguments to a JSON object, whole and in pieces."""
 
 import json
 from typing import Any
@@ -73,7 +73,7 @@ def test_valid_arguments_keep_their_value(value: dict[str, Any], is_ascii: bool,
 @example("[" * 5000, None)
 @example('{"a":' * 5000, None)
 def test_any_text_becomes_one_object_however_it_is_cut(text: str, data: st.DataObject | None) -> None:
-    """F10: no text that a model can write is refused, and the pieces make no difference."""
+    """F10: no text of a model is rejected, and the pieces make no difference."""
     whole = written(text)
     assert isinstance(json.loads(whole), dict)
     assert isinstance(msgspec.json.decode(whole.encode()), dict)
@@ -85,7 +85,7 @@ def test_any_text_becomes_one_object_however_it_is_cut(text: str, data: st.DataO
 
 
 def test_deep_arguments_become_an_object_that_can_be_written_out() -> None:
-    """F10: a chat template cannot write what is nested deeper than Python's recursion limit allows."""
+    """F10: a chat template cannot write values nested deeper than Python's recursion limit."""
     text = '{"a": ' * 400 + "1" + "}" * 400
     assert len(json.dumps(arguments_object(text))) < len(text)
     assert arguments_object('{"a": ' * 60 + "1" + "}" * 60)["a"]["a"]

@@ -1,4 +1,4 @@
-"""Values of parameters by the tool's schema, in each way in which a schema can say what they are."""
+"""Values of parameters by the tool's schema, in all forms of such schemas."""
 
 import json
 from typing import Any
@@ -125,7 +125,7 @@ NAMES: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_of_schemas_are_relative_to_the_documents(name: str) -> None:
-    """F11: a reference was found only where it was written just as the id."""
+    """F11: a reference was found only if it was equal to the id."""
     parameters = {
         "$id": "https://example.com/tools/f.json",
         "properties": {"value": {"$ref": NAMES[name]}},
@@ -159,12 +159,12 @@ def test_names_of_schemas_are_relative_to_the_documents(name: str) -> None:
     ],
 )
 def test_types_may_be_named_as_other_languages_name_them(name: str, text: str, value: Any) -> None:
-    """F11: schemas made from signatures have the names of types that their language has."""
+    """F11: schemas made from signatures contain type names of their language."""
     assert arguments_of({"type": "dict", "properties": {"value": {"type": name}}}, text) == {"value": value}
 
 
 def test_many_references_cost_no_more_than_they_are_long() -> None:
-    """F11: each schema is read once, where reading it anew at each reference would take 2^60 steps."""
+    """F11: each schema is read once; reading it again at each reference would take 2^60 steps."""
     defs: dict[str, Any] = {
         f"d{number}": {"allOf": [{"$ref": f"#/$defs/d{number + 1}"}] * 2} for number in range(60)
     }
@@ -183,7 +183,7 @@ def test_many_constants_cost_no_more_than_they_are_long() -> None:
     assert arguments_of({"properties": {"value": several}, "$defs": {"listed": listed}}, "5") == {"value": 5}
 
 
-def test_constants_of_several_types_are_told_apart() -> None:
+def test_constants_of_several_types_are_distinguished() -> None:
     """F11: True and 1 are two values; lists are found as well."""
     schema = {"enum": ["a", 1, [1, {"b": 2}], None]}
     for text, value in (
@@ -215,7 +215,7 @@ VALUES = st.one_of(
 def test_any_spelling_of_a_type_gives_values_of_that_type(
     typed: tuple[Any, Any], data: st.DataObject
 ) -> None:
-    """F11: the kind: what is written is the value, however deeply the schema is wrapped."""
+    """F11: the value is correct for any nesting of the schema."""
     schema, value = typed
     if data.draw(st.booleans()):
         schema = data.draw(

@@ -1,4 +1,4 @@
-"""A FETCH that arrives behind its own CANCEL: the lease that it takes is given back, not renewed for ever."""
+"""A ``fetch`` that arrives after its own ``cancel``: the lease that it takes is given back, not renewed for ever."""
 
 from contract.requests import SendTransfer
 from kv_transfer.protocol import messages as msg
@@ -9,7 +9,7 @@ from tests.protocol.sink import Sink
 from tests.protocol.worlds import ONE
 
 
-def test_words_about_a_forgotten_transfer_are_answered_with_a_cancel() -> None:
+def test_messages_about_a_forgotten_transfer_are_answered_with_a_cancel() -> None:
     sink = Sink()
     prefill, decode = PrefillSide(ONE, sink, "P0.1"), DecodeSide(ONE, sink, "D0.1")
     prefill.prepare()

@@ -1,4 +1,4 @@
-"""One request of a batch over HTTP, asked again while the service says that it is busy."""
+"""Sends one request of a batch over HTTP, and retries it while the service is busy."""
 
 import asyncio
 from collections.abc import Mapping
@@ -8,15 +8,15 @@ from email.utils import parsedate_to_datetime
 import aiohttp
 import msgspec
 
-from cli.batch_files import Question, Response
+from cli.batch_files import BatchRequest, Response
 from contract.errors import UnavailableError
 
 _BUSY = (429, 503)
 _LONGEST_PAUSE_SECONDS = 60.0
 
 
-class Asker:
-    """Asks the service at ``url``."""
+class BatchClient:
+    """Sends requests to the service at ``url``."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, max_retries: int) -> None:
         self._session = session
@@ -24,14 +24,14 @@ class Asker:
         self._headers = {"Content-Type": "application/json"}
         self._max_retries = max_retries
 
-    async def ask(self, question: Question) -> Response:
-        """The service's last word, whatever its status. Raises UnavailableError when nobody answers any more."""
+    async def send(self, request: BatchRequest) -> Response:
+        """Return the service's final reply, with any status. Raises UnavailableError when it no longer answers."""
         for attempt in range(self._max_retries + 1):
             is_last = attempt == self._max_retries
             pause = min(0.5 * 2.0**attempt, _LONGEST_PAUSE_SECONDS)
             try:
                 async with self._session.post(
-                    f"{self._url}{question.path}", data=question.body, headers=self._headers
+                    f"{self._url}{request.path}", data=request.body, headers=self._headers
                 ) as reply:
                     response = _response(reply, await reply.read())
                 if reply.status not in _BUSY or is_last:
@@ -39,14 +39,14 @@ class Asker:
                 pause = retry_after_seconds(reply.headers, pause)
             except (aiohttp.ClientError, TimeoutError) as error:
                 if is_last:
-                    told = str(error) or type(error).__name__
-                    raise UnavailableError(f"{self._url} does not answer any more: {told}") from error
+                    reason = str(error) or type(error).__name__
+                    raise UnavailableError(f"{self._url} no longer answers: {reason}") from error
             await asyncio.sleep(pause)
         raise AssertionError("unreachable")
 
 
 def _response(reply: aiohttp.ClientResponse, raw: bytes) -> Response:
-    """The reply with its body in one line; what is no JSON becomes a string."""
+    """Return the reply with its body as one line of JSON; a body that is not JSON becomes a string."""
     try:
         body = msgspec.json.format(raw, indent=-1)
     except msgspec.DecodeError:
@@ -56,12 +56,12 @@ def _response(reply: aiohttp.ClientResponse, raw: bytes) -> Response:
 
 
 def retry_after_seconds(headers: Mapping[str, str], default: float) -> float:
-    """The pause that a reply asks for (RFC 9110 §10.2.3: seconds or a date), of a minute at most."""
-    asked = headers.get("Retry-After", "").strip()
-    if asked.isdecimal():
-        return min(float(asked), _LONGEST_PAUSE_SECONDS)
+    """Return the pause that a reply requests (RFC 9110 §10.2.3: seconds or a date), at most one minute."""
+    requested = headers.get("Retry-After", "").strip()
+    if requested.isdecimal():
+        return min(float(requested), _LONGEST_PAUSE_SECONDS)
     try:
-        until = parsedate_to_datetime(asked)
+        until = parsedate_to_datetime(requested)
     except ValueError:
         return default
     if until.tzinfo is None:

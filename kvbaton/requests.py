@@ -1,4 +1,4 @@
-"""Many prompts through one pipeline: all are checked before the first is sent."""
+"""Runs many prompts through one pipeline; all are checked before the first is sent."""
 
 import asyncio
 import time
@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Question:
-    """A request that can be sent, its prompt as token ids. text: the prompt's own, None where it came as token ids."""
+class CheckedRequest:
+    """A checked request, with its prompt as token ids. text: the prompt's text; None if it was given as token ids."""
 
     request: GenerationRequest
     prompt_token_ids: tuple[int, ...]
@@ -38,34 +38,34 @@ class Question:
 
 
 def check_all(
-    pipeline: Pipeline, card: ModelCard, asked: Iterable[Callable[[], GenerationRequest]]
-) -> list[Question]:
-    """Make every request and check it as the pipeline does. Raises InvalidRequestError that names the first bad prompt."""
-    questions = []
-    for index, make in enumerate(asked):
+    pipeline: Pipeline, card: ModelCard, makers: Iterable[Callable[[], GenerationRequest]]
+) -> list[CheckedRequest]:
+    """Make and check every request. Raises InvalidRequestError that names the first invalid prompt."""
+    requests = []
+    for index, make in enumerate(makers):
         try:
             request = make()
             token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
         except InvalidRequestError as error:
             raise named(error, f"prompt {index}: ") from error
         text = _text(request, token_ids, card.tokenizer)
-        questions.append(Question(replace(request, prompt=token_ids), token_ids, text))
-    return questions
+        requests.append(CheckedRequest(replace(request, prompt=token_ids), token_ids, text))
+    return requests
 
 
 def _text(request: GenerationRequest, token_ids: tuple[int, ...], tokenizer: Tokenizer) -> str | None:
-    """What the model reads: of a chat that is its template, filled."""
+    """Return the text that the model reads; of a chat the rendered template."""
     if isinstance(request.prompt, Chat):
         return tokenizer.decode(token_ids, skip_special_tokens=False)
     return request.prompt if isinstance(request.prompt, str) else None
 
 
 def check_embeddings(
-    pipeline: Pipeline, asked: Iterable[Callable[[], EmbeddingRequest]]
+    pipeline: Pipeline, makers: Iterable[Callable[[], EmbeddingRequest]]
 ) -> list[EmbeddingRequest]:
-    """The same for embeddings, with their prompts as token ids."""
+    """Make and check every embedding request, with its prompt as token ids."""
     requests = []
-    for index, make in enumerate(asked):
+    for index, make in enumerate(makers):
         try:
             request = make()
             token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
@@ -75,25 +75,28 @@ def check_embeddings(
     return requests
 
 
-async def ask_all(
-    pipeline: Pipeline, tokenizer: Tokenizer, questions: Sequence[Question], on_answer: Callable[[], None]
+async def run_all(
+    pipeline: Pipeline,
+    tokenizer: Tokenizer,
+    requests: Sequence[CheckedRequest],
+    on_answer: Callable[[], None],
 ) -> list[RequestOutput]:
-    """The answers in the order of the questions; ``on_answer`` is called after each.
+    """Return the answers in the order of the requests; call ``on_answer`` after each.
 
-    Raises the first error, which names the prompt, and ends the others.
+    Raises the first error, which names the prompt, and cancels the others.
     """
-    return await _all_of(questions, partial(_ask, pipeline, tokenizer), on_answer)
+    return await _all_of(requests, partial(_run, pipeline, tokenizer), on_answer)
 
 
 async def embed_all(
     pipeline: Pipeline, requests: Sequence[EmbeddingRequest], on_answer: Callable[[], None]
 ) -> list[EmbeddingRequestOutput]:
-    """The same for embeddings."""
+    """Return the embeddings in the order of the requests; call ``on_answer`` after each."""
     return await _all_of(requests, partial(_embed, pipeline), on_answer)
 
 
 async def _all_of(
-    asked: Sequence[A], answer: Callable[[A], Awaitable[T]], on_answer: Callable[[], None]
+    items: Sequence[A], answer: Callable[[A], Awaitable[T]], on_answer: Callable[[], None]
 ) -> list[T]:
     gate = asyncio.Semaphore(_MAX_AT_ONCE)
 
@@ -106,7 +109,7 @@ async def _all_of(
         on_answer()
         return output
 
-    tasks = [asyncio.create_task(one(*each)) for each in enumerate(asked)]
+    tasks = [asyncio.create_task(one(*each)) for each in enumerate(items)]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -115,26 +118,26 @@ async def _all_of(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _embed(pipeline: Pipeline, asked: EmbeddingRequest) -> EmbeddingRequestOutput:
-    (found,) = await pipeline.embed(replace(asked, arrival=time.monotonic()))
+async def _embed(pipeline: Pipeline, request: EmbeddingRequest) -> EmbeddingRequestOutput:
+    (found,) = await pipeline.embed(replace(request, arrival=time.monotonic()))
     return EmbeddingRequestOutput(
-        request_id=asked.request_id,
-        prompt_token_ids=list(asked.prompt) if isinstance(asked.prompt, tuple) else [],
+        request_id=request.request_id,
+        prompt_token_ids=list(request.prompt) if isinstance(request.prompt, tuple) else [],
         outputs=EmbeddingOutput(list(found.embedding)),
         num_cached_tokens=found.usage.num_cached_tokens if found.usage else 0,
     )
 
 
-async def _ask(pipeline: Pipeline, tokenizer: Tokenizer, question: Question) -> RequestOutput:
-    request = replace(question.request, arrival=time.monotonic())
+async def _run(pipeline: Pipeline, tokenizer: Tokenizer, checked: CheckedRequest) -> RequestOutput:
+    request = replace(checked.request, arrival=time.monotonic())
     async with aclosing(pipeline.generate(request)) as answer:
         deltas = [delta async for delta in answer]
     usages = [delta.usage for delta in deltas if delta.usage]
     timings = [delta.timings for delta in deltas if delta.timings]
     return RequestOutput(
         request_id=request.request_id,
-        prompt=question.text,
-        prompt_token_ids=list(question.prompt_token_ids),
+        prompt=checked.text,
+        prompt_token_ids=list(checked.prompt_token_ids),
         outputs=completions(deltas, tokenizer),
         metrics=max(timings, key=lambda one: one.end_to_end),
         prompt_logprobs=prompt_logprobs(deltas, tokenizer),

@@ -1,4 +1,4 @@
-"""The worker's side of its one stream, with a router that does not do its part."""
+"""The worker's stream to a router that stalls, leaves, or is not its router."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,20 +13,20 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import router_tls, worker_tls
 from serving.grpc_options import internal_server_options
-from worker.link import RouterLink
+from worker.router_stream import RouterAddress, RouterStream
 
 SECRET = "a secret of the tests, of 32 or more characters"
 STEP = pb.WorkerMessage(step=pb.StepOutput(entries=[pb.TokenEntry(request_id="r" * 60_000)]))
 
 
-class DeafRouter(worker_pb2_grpc.MembershipServicer):
-    """It welcomes every worker and reads nothing but its registration."""
+class StalledRouter(worker_pb2_grpc.MembershipServicer):
+    """A router that accepts every worker and reads nothing but its registration."""
 
     def __init__(self) -> None:
         self.num_streams = 0
 
     async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
-        """Be deaf until the worker gives up."""
+        """Wait until the worker closes the stream."""
         self.num_streams += 1
         await anext(request_iterator)
         yield pb.RouterMessage(welcome=pb.Welcome(session=str(self.num_streams)))
@@ -34,14 +34,14 @@ class DeafRouter(worker_pb2_grpc.MembershipServicer):
 
 
 class LeavingRouter(worker_pb2_grpc.MembershipServicer):
-    """It leaves its first worker at once. num_lost: how often each registration's worker had lost a router before."""
+    """A router that leaves its first worker at once. num_lost: losses that each worker had seen when it registered."""
 
     def __init__(self, lost: list[None]) -> None:
         self._lost = lost
         self.num_lost: list[int] = []
 
     async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
-        """Keep the second one."""
+        """Close the first stream and keep the second one."""
         await anext(request_iterator)
         self.num_lost.append(len(self._lost))
         yield pb.RouterMessage(welcome=pb.Welcome(session=str(len(self.num_lost))))
@@ -49,28 +49,26 @@ class LeavingRouter(worker_pb2_grpc.MembershipServicer):
             await asyncio.Event().wait()
 
 
+def address_of(address: str) -> RouterAddress:
+    return RouterAddress(address, worker_tls(SECRET, "w", "b"), 3.0)
+
+
 @asynccontextmanager
-async def linked(
+async def streaming(
     router: worker_pb2_grpc.MembershipServicer, on_lost: Callable[[], Awaitable[None]]
-) -> AsyncIterator[RouterLink]:
-    """A link that runs, to a router that serves."""
+) -> AsyncIterator[RouterStream]:
+    """Run a stream to a router that serves."""
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', router_tls(SECRET).server_credentials)}"
     await server.start()
-    link = RouterLink(
-        address,
-        worker_tls(SECRET, "w", "b"),
-        pb.Registration(),
-        pb.Credit(),
-        on_lost,
-        3.0,
-        max_unread_bytes=2**20,
+    stream = RouterStream(
+        address_of(address), pb.Registration(), pb.Credit(), on_lost, max_unread_bytes=2**20
     )
-    run = asyncio.create_task(link.run())
+    run = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(20):
-            yield link
+            yield stream
     finally:
         run.cancel()
         await asyncio.wait([run])
@@ -78,47 +76,47 @@ async def linked(
 
 
 async def test_a_router_that_reads_nothing_is_lost() -> None:
-    """Else what is said to it would fill the worker's memory; so it aborts its requests and registers again."""
+    """Else unread messages would fill the worker's memory; it aborts its requests and registers again."""
     lost = asyncio.Event()
 
     async def on_lost() -> None:
         lost.set()
 
-    async with linked(DeafRouter(), on_lost) as link:
-        await link.wait_attached()
+    async with streaming(StalledRouter(), on_lost) as stream:
+        await stream.wait_attached()
         for _ in range(2000):
             if lost.is_set():
                 break
-            link.send(STEP)
+            stream.send(STEP)
             await asyncio.sleep(0)
         await lost.wait()
-        await link.wait_attached()
-        assert link.session == "2"
-        assert link.num_unread_bytes < 2**20
+        await stream.wait_attached()
+        assert stream.session == "2"
+        assert stream.num_unread_bytes < 2**20
 
 
 async def test_the_requests_of_a_lost_router_are_aborted_before_the_next_registration() -> None:
-    """Law 5: its next one knows nothing of them, or has begun them elsewhere."""
+    """Law 5: the next router has no record of them, or has started them elsewhere."""
     lost: list[None] = []
 
     async def on_lost() -> None:
         lost.append(None)
 
     router = LeavingRouter(lost)
-    async with linked(router, on_lost) as link:
-        while link.session != "2":
+    async with streaming(router, on_lost) as stream:
+        while stream.session != "2":
             await asyncio.sleep(0.005)
         assert router.num_lost == [0, 1]
 
 
-class TakenRouter(worker_pb2_grpc.MembershipServicer):
-    """It keeps its workers, and notes what each stream begins with."""
+class RecordingRouter(worker_pb2_grpc.MembershipServicer):
+    """A router that keeps its workers and records their registrations."""
 
     def __init__(self) -> None:
         self.registered = asyncio.Queue[str]()
 
     async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
-        """Welcome everybody."""
+        """Accept every worker."""
         first = await anext(request_iterator)
         self.registered.put_nowait(first.registration.worker_id)
         yield pb.RouterMessage(welcome=pb.Welcome(session="s"))
@@ -136,12 +134,12 @@ async def serving_at(
 
 
 @pytest.mark.parametrize("rogue_secret", [None, "the secret of somebody else, 32 or more"])
-async def test_whoever_takes_the_routers_port_while_it_is_away_gets_nothing(
+async def test_another_program_on_the_routers_port_receives_nothing(
     rogue_secret: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """H4: the proof was handed to whoever listened on the router's port, and was good for every worker."""
+    """H4: the worker's proof was sent to any listener on the router's port, and was valid for every worker."""
     caplog.set_level("INFO")
-    true, rogue = TakenRouter(), TakenRouter()
+    true, rogue = RecordingRouter(), RecordingRouter()
     credentials = router_tls(SECRET).server_credentials
     server, address = await serving_at("127.0.0.1:0", true, credentials)
     lost = asyncio.Queue[None]()
@@ -150,12 +148,12 @@ async def test_whoever_takes_the_routers_port_while_it_is_away_gets_nothing(
         lost.put_nowait(None)
 
     registration = pb.Registration(worker_id="w", boot_id="b")
-    link = RouterLink(address, worker_tls(SECRET, "w", "b"), registration, pb.Credit(), on_lost, 3.0)
-    run = asyncio.create_task(link.run())
+    stream = RouterStream(address_of(address), registration, pb.Credit(), on_lost)
+    run = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(40):
             assert await true.registered.get() == "w"
-            while not link.is_attached:
+            while not stream.is_attached:
                 await asyncio.sleep(0.01)
             await server.stop(None)
             await lost.get()
@@ -173,19 +171,19 @@ async def test_whoever_takes_the_routers_port_while_it_is_away_gets_nothing(
         await server.stop(None)
 
 
-async def test_a_worker_whose_router_never_proved_itself_ends_and_says_why() -> None:
-    """H4: a wrong secret, or another program at the router's address, is no reason to try for ever."""
-    rogue = TakenRouter()
+async def test_a_worker_whose_router_was_never_authenticated_ends_with_the_reason() -> None:
+    """H4: a wrong secret, or another program at the router's address, ends the worker instead of retrying for ever."""
+    rogue = RecordingRouter()
     server, address = await serving_at("127.0.0.1:0", rogue, None)
 
     async def on_lost() -> None:
         raise AssertionError("it was never attached")
 
-    link = RouterLink(address, worker_tls(SECRET, "w", "b"), pb.Registration(), pb.Credit(), on_lost, 3.0)
+    stream = RouterStream(address_of(address), pb.Registration(), pb.Credit(), on_lost)
     try:
         with pytest.raises(IncompatiblePeerError, match="does not prove that it holds"):
             async with asyncio.timeout(20):
-                await link.run()
+                await stream.run()
         assert rogue.registered.empty()
     finally:
         await server.stop(None)

@@ -8,9 +8,9 @@ import pytest
 
 from contract.errors import ContextLengthError, InternalError, InvalidRequestError, KvbatonError
 from contract.identity import Role
-from kvbaton.asking import ask_all, check_all
 from kvbaton.outputs import Logprob, RequestOutput
 from kvbaton.prompts import parse_conversations, parse_prompts
+from kvbaton.requests import check_all, run_all
 from kvbaton.sampling import SamplingParams
 from protos import worker_pb2
 from router.testing.script import Script
@@ -22,7 +22,7 @@ REQUEST_IDS = count()
 
 
 def echoing(task: worker_pb2.Task) -> Script:
-    """Says the prompt's last token, then ends."""
+    """Repeats the prompt's last token, then ends."""
     last = task.prompt_token_ids[-1]
     logprobs = {BOS: -0.25, END: -0.5} if task.sampling.HasField("logprobs") else {}
     return Script(tokens=[last, END], logprobs=logprobs, num_cached_tokens=len(task.prompt_token_ids) - 1)
@@ -45,7 +45,7 @@ async def ask(
     ]
     questions = check_all(service.pipeline, service.models.card(), made)
     answered: list[None] = []
-    outputs = await ask_all(
+    outputs = await run_all(
         service.pipeline, service.models.card().tokenizer, questions, lambda: answered.append(None)
     )
     assert len(answered) == len(outputs)
@@ -121,7 +121,7 @@ async def test_a_salt_and_a_priority_go_to_the_workers(cluster: Cluster) -> None
     assert cluster.workers["both-0"].received.decodes[-1].task.cache_salt == "mine"
     pipeline, card = cluster.service.pipeline, cluster.service.models.card()
     made = [lambda: SamplingParams().request("one", "xy", priority=7)]
-    await ask_all(pipeline, card.tokenizer, check_all(pipeline, card, made), lambda: None)
+    await run_all(pipeline, card.tokenizer, check_all(pipeline, card, made), lambda: None)
     assert cluster.workers["both-0"].received.decodes[-1].task.priority == 7
 
 

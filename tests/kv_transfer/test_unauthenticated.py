@@ -1,4 +1,4 @@
-"""What anybody can do to the two ports without the cluster secret, and what a process without descriptors does."""
+"""Peers without the cluster secret on the two ports, and a process without free descriptors."""
 
 import fcntl
 import logging
@@ -17,13 +17,12 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.links.framing import listen_on, parse_address
+from kv_transfer.links.dialing import Endpoint, Outcome, numeric, resolve
+from kv_transfer.links.framing import parse_address
 from kv_transfer.links.link import PeerRef
-from kv_transfer.links.link_events import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.listening import Listener
-from kv_transfer.links.resolving import Endpoint, Outcome, Resolver, numeric, resolve
-from kv_transfer.links.unauthenticated import MAX_UNAUTHENTICATED, max_unauthenticated
+from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
+from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.leases import Sessions
@@ -36,7 +35,7 @@ WAIT = 30.0
 
 @contextmanager
 def no_descriptor_left() -> Iterator[None]:
-    """Every descriptor up to the limit is taken."""
+    """Occupy every descriptor up to the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
@@ -91,7 +90,7 @@ def test_a_worker_survives_a_time_without_descriptors(caplog: pytest.LogCaptureF
 
 
 def silent_links(address: str, number: int, stack: ExitStack) -> list[socket.socket]:
-    """Connections that say nothing."""
+    """Open connections that send nothing."""
     return [
         stack.enter_context(socket.create_connection(parse_address(address), timeout=WAIT))
         for _ in range(number)
@@ -123,7 +122,7 @@ def test_more_than_64_silent_data_connections_cost_the_oldest_its_place() -> Non
 
 
 def test_a_data_connection_that_greets_byte_by_byte_has_a_deadline_as_a_whole() -> None:
-    """Each byte comes in time for the socket; the greeting as a whole does not."""
+    """Each byte arrives in time for the socket; the greeting as a whole does not."""
     with data_port(0.3) as sender, socket.create_connection(parse_address(sender.address)) as sock:
         sock.settimeout(0.1)
         with suppress(ConnectionError):
@@ -137,7 +136,7 @@ def test_a_data_connection_that_greets_byte_by_byte_has_a_deadline_as_a_whole() 
 
 
 class LinkRecord:
-    """What an I/O thread tells."""
+    """The reports of an I/O thread."""
 
     def __init__(self) -> None:
         self.ends = Mailbox[tuple[str, str]]()
@@ -161,7 +160,7 @@ def link_loop(
     lookup: Callable[[str, int], Outcome], peer_timeout_seconds: float
 ) -> Iterator[tuple[LinkLoop, LinkRecord]]:
     settings = LinkSettings("127.0.0.1", 0, None, peer_timeout_seconds, 2**20)
-    loop, record = LinkLoop(settings, Counters(), Resolver(lookup)), LinkRecord()
+    loop, record = LinkLoop(settings, Counters(), lookup), LinkRecord()
     identity = LocalIdentity("d", "boot", "decode", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     loop.start(identity, record)
     try:
@@ -171,7 +170,7 @@ def link_loop(
 
 
 def test_a_slow_name_server_does_not_hold_the_links_up() -> None:
-    """A peer by name waits for its address; meanwhile another one is dialed, in vain, and told of."""
+    """A peer with a name waits for its address; meanwhile another one is dialed, in vain, and reported."""
     gate = threading.Event()
 
     def lookup(_host: str, port: int) -> Outcome:
@@ -191,7 +190,7 @@ def test_a_slow_name_server_does_not_hold_the_links_up() -> None:
         assert "refused" in message
 
 
-def test_a_look_up_that_takes_too_long_or_fails_is_the_peers_loss() -> None:
+def test_a_look_up_that_takes_too_long_or_fails_is_reported() -> None:
     gate = threading.Event()
 
     def lookup(host: str, _port: int) -> Outcome:
@@ -223,6 +222,6 @@ def test_a_link_loop_that_was_never_started_closes() -> None:
 @pytest.mark.parametrize(
     ("limit", "expected"), [(256, 32), (64, 8), (16, 8), (1024, 128), (2048, 256), (10**5, 256)]
 )
-def test_few_descriptors_are_not_all_for_strangers(limit: int, expected: int) -> None:
-    """P3: with 256 descriptors the strangers of one port could hold each of them."""
+def test_unauthenticated_connections_leave_descriptors_to_others(limit: int, expected: int) -> None:
+    """P3: with 256 descriptors the unauthenticated connections of one port could hold all of them."""
     assert max_unauthenticated(MAX_UNAUTHENTICATED, limit) == expected

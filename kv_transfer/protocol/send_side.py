@@ -1,30 +1,105 @@
-"""The sender's side of a hand-over; see the package for what all rules have in common."""
+"""The sender's side of a transfer: its states, its record and its rules. Pure: no I/O, no clock, no thread.
+
+Production runs exactly these rules. ``advance_send`` takes a transfer and an event, and returns the transfer afterwards and
+the actions to carry out now, in order; ``fetch_side`` does so for the receiver. An event is *dropped* (no change, no
+action) where correct processes can race: a second fetch by the same peer, a peer that does not hold the lease, messages
+of the sender after the receiver ended the transfer. Any other event that does not fit raises ImpossibleEventError.
+"""
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Any
 
+import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorKind
+from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.states import SEND_EDGES, Ending, ImpossibleEventError, Send, SendState
+from kv_transfer.protocol.events import EndReason, ImpossibleEventError
+
+
+class SendState(StrEnum):
+    """The states. PARKED: a fetch came before the transfer was opened. NOT_NEEDED: abandoned by this side."""
+
+    PARKED = "parked"
+    OPEN = "open"
+    PUBLISHING = "publishing"
+    COMPLETE = "complete"
+    RELEASED = "released"
+    EXPIRED = "expired"
+    NOT_NEEDED = "not_needed"
+
+
+_SEND_ENDS = frozenset({SendState.RELEASED, SendState.EXPIRED, SendState.NOT_NEEDED})
+
+SEND_EDGES: dict[SendState, frozenset[SendState]] = {
+    SendState.PARKED: frozenset({SendState.OPEN, SendState.EXPIRED, SendState.RELEASED}),
+    SendState.OPEN: frozenset({SendState.PUBLISHING}) | _SEND_ENDS,
+    SendState.PUBLISHING: frozenset({SendState.COMPLETE}) | _SEND_ENDS,
+    SendState.COMPLETE: _SEND_ENDS,
+    SendState.RELEASED: frozenset(),
+    SendState.EXPIRED: frozenset(),
+    SendState.NOT_NEEDED: frozenset(),
+}
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer on the sender's side.
+
+    num_ordered, num_digested: blocks whose digests were ordered, and are finished or failed. digests: those that are known.
+    num_revokes: revocations whose last reader is not reported gone yet. deadline: when the lease (or the parked
+    fetch) expires, on the local monotonic clock. peer: the boot id of the worker that fetches.
+    """
+
+    state: SendState
+    lease_seconds: float
+    num_blocks: int = 0
+    is_opened: bool = True
+    num_ordered: int = 0
+    num_digested: int = 0
+    digests: tuple[int, ...] = ()
+    first_tokens: tuple[FirstToken, ...] | None = None
+    peer: str | None = None
+    from_block: int = 0
+    deadline: float | None = None
+    is_finished: bool = False
+    is_reported: bool = False
+    num_revokes: int = 0
+    ending: EndReason | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its blocks are not served any more."""
+        return self.state in _SEND_ENDS
+
+    @property
+    def is_digesting(self) -> bool:
+        """True if the data thread may be reading the blocks."""
+        return self.num_ordered > self.num_digested
+
+    @property
+    def is_done(self) -> bool:
+        """True if no event can follow, so that the transfer can be forgotten."""
+        return self.has_ended and (self.is_reported or not self.is_opened)
+
 
 SendStep = tuple[Send, list[ev.SendAction]]
 
 
 def advance_send(send: Send, event: ev.SendEvent) -> SendStep:
-    """The sender's side. Raises ImpossibleEventError."""
+    """Return the transfer after ``event``, and what to do. Raises ImpossibleEventError."""
     return _SEND_RULES[type(event)](send, event)
 
 
-def _enter_send(send: Send, state: SendState) -> Send:
+def _enter(send: Send, state: SendState) -> Send:
     if state not in SEND_EDGES[send.state]:
         raise ImpossibleEventError(f"a sent transfer cannot go from {send.state} to {state}")
     return replace(send, state=state)
 
 
-def _opened(send: Send, event: ev.Opened) -> SendStep:
-    opened = replace(_enter_send(send, SendState.OPEN), num_blocks=event.num_blocks, is_opened=True)
+def _opened(send: Send, event: ev.SendOpened) -> SendStep:
+    opened = replace(_enter(send, SendState.OPEN), num_blocks=event.num_blocks, is_opened=True)
     if send.peer is not None and (refusal := _wrong_start(opened, send.peer, send.from_block)):
         return replace(opened, peer=None, from_block=0, deadline=None), [refusal]
     return replace(opened, deadline=event.now + send.lease_seconds), []
@@ -51,20 +126,26 @@ def _fetch_arrived(send: Send, event: ev.FetchArrived) -> SendStep:
     send = replace(
         send, peer=event.peer, from_block=event.from_block, deadline=event.now + send.lease_seconds
     )
-    return send, _start_words(send) + _announce(send, 0) + _complete_words(send)
+    return send, _announce_start(send) + _announce(send, 0) + _announce_complete(send)
 
 
 def _announce(send: Send, first_block: int) -> list[ev.SendAction]:
     first = max(first_block, send.from_block)
     if send.peer is None or first >= len(send.digests):
         return []
-    return [ev.Announce(first, send.digests[first:])]
+    return [ev.BlockRange(first, send.digests[first:])]
 
 
-def _complete_words(send: Send) -> list[ev.SendAction]:
+def _announce_complete(send: Send) -> list[ev.SendAction]:
     if send.peer is None or send.state is not SendState.COMPLETE or send.first_tokens is None:
         return []
     return [ev.AnnounceComplete(send.first_tokens)]
+
+
+def _announce_start(send: Send) -> list[ev.SendAction]:
+    """Let the peer reserve its blocks before there is something to read. A hint."""
+    is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
+    return [ev.AnnounceStart()] if is_news and send.peer is not None else []
 
 
 def _ordered(send: Send, event: ev.Ordered) -> SendStep:
@@ -74,48 +155,36 @@ def _ordered(send: Send, event: ev.Ordered) -> SendStep:
         )
     is_first = send.num_ordered == 0
     send = replace(send, num_ordered=event.num_blocks)
-    return send, _start_words(send) if is_first else []
+    return send, _announce_start(send) if is_first else []
 
 
-def _start_words(send: Send) -> list[ev.SendAction]:
-    """So that the peer has its blocks by the time that there is something to read. A hint, as ``AnnounceLayers``."""
-    is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
-    return [ev.AnnounceStart()] if is_news and send.peer is not None else []
-
-
-def _range_ready(send: Send, event: ev.RangeReady) -> SendStep:
+def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
     first = send.num_digested
     send = _digested(send, event.first_block, len(event.digests))
     if send.has_ended:
         return _digesting_over(send)
     send = replace(send, digests=send.digests + event.digests)
     if send.state is SendState.OPEN:
-        send = _enter_send(send, SendState.PUBLISHING)
+        send = _enter(send, SendState.PUBLISHING)
     actions = _announce(send, first)
     send = _completed(send)
-    return send, actions + _complete_words(send)
+    return send, actions + _announce_complete(send)
 
 
-def _layers_ready(send: Send, event: ev.LayersReady) -> SendStep:
-    """A hint: who comes later, or is not told, misses nothing. Behind the end it may have opened the lease again."""
+def _layers_ready(send: Send, event: ev.LayerRange) -> SendStep:
+    """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
         return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
     if send.peer is None or event.first_block < send.from_block:
         return send, []
-    return send, [ev.AnnounceLayers(event.first_block, event.num_blocks, event.num_bytes)]
-
-
-def _end_foreseen(send: Send, event: ev.EndForeseen) -> SendStep:
-    """A hint: it may be wrong, late or missing."""
-    is_of_use = send.peer is not None and not send.has_ended
-    return send, [ev.AnnounceEnd(event.seconds)] if is_of_use else []
+    return send, [event]
 
 
 def _range_failed(send: Send, event: ev.RangeFailed) -> SendStep:
     send = _digested(send, event.first_block, event.num_blocks)
     if send.has_ended:
         return _digesting_over(send)
-    return _end_send(send, SendState.NOT_NEEDED, Ending(event.kind, event.message))
+    return _end(send, SendState.NOT_NEEDED, EndReason(event.kind, event.message))
 
 
 def _digested(send: Send, first_block: int, num_blocks: int) -> Send:
@@ -128,7 +197,7 @@ def _digested(send: Send, first_block: int, num_blocks: int) -> Send:
 
 
 def _digesting_over(send: Send) -> SendStep:
-    """What was digested after the end may have been made readable once more: revoke again before reporting."""
+    """Revoke again before reporting: what was digested after the end may have been made readable once more."""
     if send.is_digesting:
         return send, []
     return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
@@ -137,10 +206,10 @@ def _digesting_over(send: Send) -> SendStep:
 def _completed(send: Send) -> Send:
     if send.first_tokens is None or len(send.digests) < send.num_blocks:
         return send
-    return _enter_send(send, SendState.COMPLETE)
+    return _enter(send, SendState.COMPLETE)
 
 
-def _send_finished(send: Send, event: ev.SendFinished) -> SendStep:
+def _finished(send: Send, event: ev.SendFinished) -> SendStep:
     if send.is_finished:
         raise ImpossibleEventError("a transfer was finished twice")
     send = replace(send, is_finished=True, first_tokens=event.first_tokens)
@@ -151,20 +220,20 @@ def _send_finished(send: Send, event: ev.SendFinished) -> SendStep:
     if send.peer is None:
         send = replace(send, deadline=event.now + send.lease_seconds)
     send = _completed(send)
-    return send, _complete_words(send)
+    return send, _announce_complete(send)
 
 
 def _abandoned(send: Send, event: ev.Abandoned) -> SendStep:
     send = replace(send, is_finished=True)
     if send.has_ended:
         return _report(send)
-    return _end_send(send, SendState.NOT_NEEDED, Ending(event.kind, event.message))
+    return _end(send, SendState.NOT_NEEDED, EndReason(event.kind, event.message))
 
 
-def _end_send(send: Send, state: SendState, ending: Ending, *, is_told: bool = True) -> SendStep:
-    send = replace(_enter_send(send, state), ending=ending, deadline=None)
+def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool = True) -> SendStep:
+    send = replace(_enter(send, state), ending=ending, deadline=None)
     actions: list[ev.SendAction] = []
-    if is_told and send.peer is not None:
+    if is_announced and send.peer is not None:
         actions.append(ev.Refuse(send.peer, ending.kind, ending.message))
     if send.is_opened:
         send = replace(send, num_revokes=send.num_revokes + 1)
@@ -172,19 +241,18 @@ def _end_send(send: Send, state: SendState, ending: Ending, *, is_told: bool = T
     return send, actions
 
 
-def _let_go(send: Send, event: ev.LetGo) -> SendStep:
+def _released(send: Send, event: ev.Released) -> SendStep:
     if send.has_ended or send.peer != event.peer:
         return send, []
-    ending = Ending(ErrorKind.TRANSFER_FAILED, "the transfer was released")
-    return _end_send(send, SendState.RELEASED, ending, is_told=False)
+    ending = EndReason(ErrorKind.TRANSFER_FAILED, "the transfer was released")
+    return _end(send, SendState.RELEASED, ending, is_announced=False)
 
 
 def _peer_gone(send: Send, event: ev.PeerGone) -> SendStep:
     if send.has_ended or send.peer != event.peer:
         return send, []
-    return _end_send(
-        send, SendState.EXPIRED, Ending(ErrorKind.PEER_UNREACHABLE, event.message), is_told=False
-    )
+    ending = EndReason(ErrorKind.PEER_UNREACHABLE, event.message)
+    return _end(send, SendState.EXPIRED, ending, is_announced=False)
 
 
 def _heartbeat(send: Send, event: ev.Heartbeat) -> SendStep:
@@ -196,12 +264,10 @@ def _heartbeat(send: Send, event: ev.Heartbeat) -> SendStep:
 def _tick(send: Send, event: ev.Tick) -> SendStep:
     if send.deadline is None or event.now < send.deadline:
         return send, []
-    what = (
-        "the prompt was not computed here" if send.state is SendState.PARKED else "its lease was not renewed"
-    )
-    return _end_send(
-        send, SendState.EXPIRED, Ending(ErrorKind.DEADLINE, f"the transfer expired: {what} in time")
-    )
+    is_parked = send.state is SendState.PARKED
+    what = "the prompt was not computed here" if is_parked else "its lease was not renewed"
+    ending = EndReason(ErrorKind.DEADLINE, f"the transfer expired: {what} in time")
+    return _end(send, SendState.EXPIRED, ending)
 
 
 def _readers_gone(send: Send, _event: ev.ReadersGone) -> SendStep:
@@ -218,16 +284,15 @@ def _report(send: Send) -> SendStep:
 
 
 _SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {
-    ev.Opened: _opened,
+    ev.SendOpened: _opened,
     ev.FetchArrived: _fetch_arrived,
     ev.Ordered: _ordered,
-    ev.RangeReady: _range_ready,
-    ev.LayersReady: _layers_ready,
-    ev.EndForeseen: _end_foreseen,
+    ev.BlockRange: _blocks_ready,
+    ev.LayerRange: _layers_ready,
     ev.RangeFailed: _range_failed,
-    ev.SendFinished: _send_finished,
+    ev.SendFinished: _finished,
     ev.Abandoned: _abandoned,
-    ev.LetGo: _let_go,
+    ev.Released: _released,
     ev.PeerGone: _peer_gone,
     ev.Heartbeat: _heartbeat,
     ev.Tick: _tick,

@@ -1,4 +1,4 @@
-"""A worker gives way as far as it is told."""
+"""A worker sets its niceness."""
 
 import multiprocessing
 import os
@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from worker import priority
-from worker.priority import give_way
+from worker import niceness
+from worker.niceness import set_niceness
 
 _GROUP = Path("/proc/self/autogroup")
 SPAWN = multiprocessing.get_context("spawn")
 
 
 def _group_nice() -> int | None:
-    """None where the system weighs no sessions or lets nobody say how, and in a session from before it weighed them."""
+    """Return the session's niceness; None where the system has no session niceness or does not let us set it."""
     text = _GROUP.read_text() if os.access(_GROUP, os.W_OK) else ""
     return int(text.rpartition(" ")[2]) if text else None
 
@@ -25,7 +25,7 @@ def _after(nice: int, has_own_session: bool, found: Any) -> None:
     if has_own_session:
         os.setsid()
     before = os.getpriority(os.PRIO_PROCESS, 0), _group_nice()
-    give_way(nice)
+    set_niceness(nice)
     child = SPAWN.Queue()
     process = SPAWN.Process(target=_own, args=(child,))
     process.start()
@@ -38,8 +38,8 @@ def _own(found: Any) -> None:
     found.put(os.getpriority(os.PRIO_PROCESS, 0))
 
 
-def test_a_wish_that_comes_too_soon_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others' prefill workers start at the same moment, and the system refuses the second wish for a tenth of a second."""
+def test_a_refused_change_of_niceness_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several prefill workers start at once, and the system refuses a second change within 0.1 s."""
     pauses: list[float] = []
     written: list[str] = []
 
@@ -50,18 +50,18 @@ def test_a_wish_that_comes_too_soon_is_made_again(monkeypatch: pytest.MonkeyPatc
                 raise BlockingIOError
             written.append(text)
 
-    monkeypatch.setattr(priority, "_GROUP", Group)
+    monkeypatch.setattr(niceness, "_GROUP", Group)
     monkeypatch.setattr(time, "sleep", pauses.append)
     monkeypatch.setattr(os, "nice", lambda _: 0)
     monkeypatch.setattr(os, "getsid", lambda _: os.getpid())
-    give_way(4)
+    set_niceness(4)
     assert (written, len(pauses)) == (["4"], 2)
 
 
 @pytest.mark.parametrize("nice", [0, 3])
 @pytest.mark.parametrize("has_own_session", [True, False])
-def test_a_process_and_a_session_of_its_own_give_way(nice: int, has_own_session: bool) -> None:
-    """What it starts does, too; a session that others are in stays as it is."""
+def test_the_niceness_of_a_process_and_of_its_own_session_is_set(nice: int, has_own_session: bool) -> None:
+    """Child processes inherit it; a session shared with other processes is unchanged."""
     found = SPAWN.Queue()
     process = SPAWN.Process(target=_after, args=(nice, has_own_session, found))
     process.start()

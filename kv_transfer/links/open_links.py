@@ -1,0 +1,219 @@
+"""The links that are open: their places in the selector, their handshakes, pings and ends."""
+
+import errno
+import logging
+import math
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from contract.errors import ErrorKind, InternalError, KvbatonError, PeerUnreachableError, WorkerLostError
+from kv_transfer.counters import Counters
+from kv_transfer.links.link import Link, LinkClosedError, PeerRef
+from kv_transfer.links.listening import (
+    MAX_UNAUTHENTICATED,
+    LogLimiter,
+    choose_displaced,
+    host_of,
+    max_unauthenticated,
+)
+from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.messages import Message, Ping
+
+logger = logging.getLogger(__name__)
+
+
+class LinkEvents(Protocol):
+    """The reports of the I/O thread to the control half; called in that thread only."""
+
+    def link_up(self, ref: PeerRef, session: Session) -> None:
+        """Take the session of a handshake that is complete."""
+
+    def link_message(self, ref: PeerRef, message: Message) -> None:
+        """Act on a message that arrived after the handshake."""
+
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
+        """Act on the end of a link that was up or was dialed; ``error`` is the reason."""
+
+    def tick(self, now: float) -> float | None:
+        """Act on the deadlines that have passed; return the next one."""
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """End this worker: the I/O thread has ended because of a bug."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """The address to listen on, and the limits of links."""
+
+    host: str
+    port: int
+    advertise_host: str | None
+    peer_timeout_seconds: float
+    max_frame_bytes: int
+
+
+class OpenLinks:
+    """Owns the control links. Used by the I/O thread; ``find`` and ``debug_state`` by any."""
+
+    def __init__(self, selector: selectors.BaseSelector, settings: LinkSettings, counters: Counters) -> None:
+        self._selector = selector
+        self._settings = settings
+        self._counters = counters
+        self._links: set[Link] = set()
+        self._by_ref: dict[PeerRef, Link] = {}
+        self._max_unauthenticated = max_unauthenticated(MAX_UNAUTHENTICATED)
+        self._failure_log = LogLimiter()
+
+    def start(self, me: LocalIdentity, events: LinkEvents) -> None:
+        """Set what handshakes need and what is reported to. Called once, before the I/O thread starts."""
+        self._me = me
+        self._events = events
+
+    def find(self, ref: PeerRef) -> Link | None:
+        """Return a link whose peer is known."""
+        return self._by_ref.get(ref)
+
+    def debug_state(self) -> dict[str, Any]:
+        """Return the links as plain data (a snapshot without a lock)."""
+        return {
+            "num_links": len(self._links),
+            "peers": [{"boot_id": ref.boot_id, "is_dialed": ref.is_dialed} for ref in list(self._by_ref)],
+        }
+
+    def accept(self, sock: socket.socket) -> None:
+        """Begin the handshake on an accepted connection, which may displace another one."""
+        unauthenticated = [link for link in self._links if link.session is None and link.target is None]
+        if len(unauthenticated) >= self._max_unauthenticated:
+            what = f"more than {self._max_unauthenticated} handshakes are not finished"
+            self._end(choose_displaced(unauthenticated), WorkerLostError(what))
+        self._add(sock, Accepting(self._me)).host = host_of(sock)
+
+    def dial(self, ref: PeerRef, target: PeerTarget, family: int, address: Any) -> None:
+        """Begin to connect to a peer. Raises OSError."""
+        link = self._add(socket.socket(family, socket.SOCK_STREAM), Dialing(self._me, target))
+        link.ref = ref
+        link.is_connecting = True
+        self._by_ref[ref] = link
+        code = link.sock.connect_ex(address)
+        if code not in (0, errno.EINPROGRESS):
+            self._close(link)
+            raise OSError(code, os.strerror(code))
+        self._watch(link)
+
+    def release(self, ref: PeerRef, token: str) -> None:
+        """Resume sending on a link that is held for this token."""
+        link = self._by_ref.get(ref)
+        if link is not None and link.outbox.held_for == token:
+            link.outbox.held_for = None
+            self.run(link)
+
+    def run(self, link: Link, act: Callable[[], None] = lambda: None) -> None:
+        """Act on a link and flush it. Any error ends this link with its reason, and no other."""
+        try:
+            act()
+            link.flush(time.monotonic())
+            self._watch(link)
+        except OSError as error:
+            reason = "closed its control link" if isinstance(error, LinkClosedError) else f"is gone: {error}"
+            self._end(link, PeerUnreachableError(f"worker {link.worker_id} {reason}"))
+        except KvbatonError as error:
+            self._end(link, error)
+        except Exception as error:  # the boundary of the control protocol
+            logger.exception("a control link failed")
+            text = f"the control link of worker {link.worker_id} failed: {error}"
+            self._end(link, InternalError(text))
+
+    def keep_alive(self, now: float) -> float:
+        """End silent links and ping idle ones; return the next deadline, inf if there is none."""
+        timeout = self._settings.peer_timeout_seconds
+        for link in list(self._links):
+            if now - link.heard_at >= timeout:
+                what = "was silent" if link.session is not None else "did not finish the handshake"
+                self._end(link, PeerUnreachableError(f"worker {link.worker_id} {what} for {timeout} s"))
+            elif now >= link.ping_at(timeout):
+                self.run(link, partial(link.queue, Ping()))
+        deadlines = (min(link.heard_at + timeout, link.ping_at(timeout)) for link in self._links)
+        return min(deadlines, default=math.inf)
+
+    def report_down(self, ref: PeerRef, error: KvbatonError, session: Session | None = None) -> None:
+        """Report that a peer cannot be dialed, or that its link has ended."""
+        self._events.link_down(ref, session, error)
+
+    def close(self) -> None:
+        """Close every link without a report: peers see this worker's death, not its silence."""
+        for link in list(self._links):
+            self._close(link)
+
+    def _add(self, sock: socket.socket, handshake: Dialing | Accepting) -> Link:
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        link = Link(sock, handshake, self._settings.max_frame_bytes, time.monotonic())
+        self._links.add(link)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, link))
+        return link
+
+    def _serve(self, link: Link) -> None:
+        if link in self._links:
+            self.run(link, link.finish_connecting if link.is_connecting else partial(self._receive, link))
+
+    def _receive(self, link: Link) -> None:
+        for message in link.receive(time.monotonic()):
+            self._report_up(link)
+            if link.ref is not None:
+                self._events.link_message(link.ref, message)
+        self._report_up(link)
+
+    def _report_up(self, link: Link) -> None:
+        """Report that the handshake is complete, once."""
+        session = link.session
+        if session is None or link.outbox.is_open:
+            return
+        self._counters.add("link_handshakes_total", result="ok")
+        if link.ref is None:
+            link.ref = PeerRef(session.boot_id, is_dialed=False)
+            older = self._by_ref.get(link.ref)
+            if older is not None:
+                self._end(older, PeerUnreachableError(f"worker {session.worker_id} dialed again"))
+            self._by_ref[link.ref] = link
+        self._events.link_up(link.ref, session)
+        link.outbox.open()
+
+    def _watch(self, link: Link) -> None:
+        if link in self._links:
+            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
+            if self._selector.get_key(link.sock).events != mask:
+                self._selector.modify(link.sock, mask, partial(self._serve, link))
+
+    def _end(self, link: Link, error: KvbatonError) -> None:
+        if link not in self._links:
+            return
+        if link.session is None:
+            self._refuse(link, error)
+        self._close(link)
+        if link.ref is not None:
+            self.report_down(link.ref, error, link.session)
+
+    def _refuse(self, link: Link, error: KvbatonError) -> None:
+        self._counters.add("link_handshakes_total", result="failed")
+        num_suppressed = 0 if link.target is not None else self._failure_log.admit()
+        if num_suppressed is not None:
+            more = f" ({num_suppressed} more of these were not logged)" if num_suppressed else ""
+            logger.warning("no control link with worker %s: %s%s", link.worker_id, error.message, more)
+        if error.kind is not ErrorKind.WORKER_LOST:
+            with suppress(OSError):
+                link.refuse(error)
+                link.flush(time.monotonic())
+
+    def _close(self, link: Link) -> None:
+        self._links.discard(link)
+        if link.ref is not None and self._by_ref.get(link.ref) is link:
+            del self._by_ref[link.ref]
+        self._selector.unregister(link.sock)
+        link.outbox.close()

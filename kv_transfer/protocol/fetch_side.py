@@ -1,0 +1,356 @@
+"""The receiver's side of a transfer: its states, its record and its rules; see ``send_side``."""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from contract.errors import ErrorKind
+from engine.connector import FirstToken
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.events import EndReason, ImpossibleEventError, RetryStep
+
+
+class FetchState(StrEnum):
+    """The states.
+
+    WAITING: asked, no blocks. RESERVED: blocks, no read posted. MOVING: some bytes have arrived or are on their way.
+    LANDED: all bytes have arrived. VERIFIED: all digests match. COMMITTED: the blocks are visible and the first token is
+    known: the request may run. DRAINING: ended, a posted read is not terminal yet. QUARANTINED: it is, but the scheduler
+    has not been notified. FREE: the blocks are the scheduler's.
+    """
+
+    WAITING = "waiting"
+    RESERVED = "reserved"
+    MOVING = "moving"
+    LANDED = "landed"
+    VERIFIED = "verified"
+    COMMITTED = "committed"
+    DRAINING = "draining"
+    QUARANTINED = "quarantined"
+    FREE = "free"
+
+
+_FETCH_ABORT = frozenset({FetchState.DRAINING, FetchState.QUARANTINED, FetchState.FREE})
+_LANDED_STATES = (FetchState.LANDED, FetchState.VERIFIED, FetchState.COMMITTED)
+
+FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
+    FetchState.WAITING: frozenset({FetchState.RESERVED, FetchState.FREE}),
+    FetchState.RESERVED: frozenset(
+        {FetchState.MOVING, FetchState.LANDED, FetchState.QUARANTINED, FetchState.FREE}
+    ),
+    FetchState.MOVING: frozenset({FetchState.LANDED}) | _FETCH_ABORT,
+    FetchState.LANDED: frozenset({FetchState.VERIFIED, FetchState.MOVING}) | _FETCH_ABORT,
+    FetchState.VERIFIED: frozenset({FetchState.COMMITTED}) | _FETCH_ABORT,
+    FetchState.COMMITTED: frozenset({FetchState.FREE}),
+    FetchState.DRAINING: frozenset({FetchState.QUARANTINED}),
+    FetchState.QUARANTINED: frozenset({FetchState.FREE}),
+    FetchState.FREE: frozenset(),
+}
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True):
+    """One transfer on the receiver's side.
+
+    digests: of the blocks that the sender announced so far. num_pulled: blocks up to here are cached or posted.
+    num_posted: jobs posted to the data thread that are not terminal. num_verified: blocks after the cached ones, up to the
+    first that is not verified. copies: (begin, end) of each copy. retry_steps: those that were taken, in order.
+    ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
+    is_published: ``ReportPublished`` was asked for. is_retrying: a read has failed; another will be posted once all posted
+    ones are terminal. is_visible: the verified blocks are visible to the device.
+    """
+
+    num_blocks: int
+    state: FetchState = FetchState.WAITING
+    digests: tuple[int, ...] = ()
+    block_ids: tuple[int, ...] = ()
+    is_reserved: bool = False
+    num_cached: int = 0
+    num_pulled: int = 0
+    num_posted: int = 0
+    num_landed: int = 0
+    num_verified: int = 0
+    first_tokens: tuple[FirstToken, ...] | None = None
+    announced_at: float = 0.0
+    verified_at: float = 0.0
+    copies: tuple[tuple[float, float], ...] = ()
+    ahead: tuple[tuple[int, int], ...] = ()
+    retry_steps: tuple[RetryStep, ...] = ()
+    is_published: bool = False
+    is_retrying: bool = False
+    is_visible: bool = False
+    ending: EndReason | None = None
+    is_cancelled: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no message of the sender matters any more."""
+        return self.state in _FETCH_ABORT
+
+    @property
+    def exposed_seconds(self) -> float:
+        """Seconds between the sender's last announcement and the last verified block."""
+        return max(0.0, self.verified_at - self.announced_at)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Seconds of copying before the last announcement."""
+        return sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies)
+
+    @property
+    def copying_seconds(self) -> float:
+        """The sum of the copies' seconds, also of those that overlapped."""
+        return sum(end - begin for begin, end in self.copies)
+
+
+FetchStep = tuple[Fetch, list[ev.FetchAction]]
+
+
+def advance_fetch(fetch: Fetch, event: ev.FetchEvent) -> FetchStep:
+    """Return the transfer after ``event``, and what to do. Raises ImpossibleEventError."""
+    return _FETCH_RULES[type(event)](fetch, event)
+
+
+def _enter(fetch: Fetch, state: FetchState) -> Fetch:
+    if state not in FETCH_EDGES[fetch.state]:
+        raise ImpossibleEventError(f"a fetch cannot go from {fetch.state} to {state}")
+    return replace(fetch, state=state)
+
+
+def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
+    if fetch.has_ended or fetch.state is FetchState.COMMITTED:
+        return fetch, []
+    known = len(fetch.digests)
+    first = event.blocks.first_block
+    digests = event.blocks.digests
+    if first != known or known + len(digests) > fetch.num_blocks or not digests:
+        text = f"the sender announced {len(digests)} blocks from {first}; {known} of {fetch.num_blocks} were announced"
+        return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
+    fetch, reports = _report_published(fetch)
+    fetch, actions = _pull(replace(fetch, digests=fetch.digests + digests, announced_at=event.now))
+    return fetch, reports + actions
+
+
+def _report_published(fetch: Fetch) -> FetchStep:
+    return replace(fetch, is_published=True), [] if fetch.is_published else [ev.ReportPublished()]
+
+
+def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
+    """Let blocks be reserved: the sender has its own blocks, and publishes without waiting for anything (law 4)."""
+    if fetch.has_ended or fetch.state is FetchState.COMMITTED:
+        return fetch, []
+    return _report_published(fetch)
+
+
+def _layers_announced(fetch: Fetch, event: ev.LayerRange) -> FetchStep:
+    """Read ahead. A hint: the bytes count only when their blocks are announced, pulled and verified."""
+    first = event.first_block
+    end = event.first_block + event.num_blocks
+    is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying
+    known = len(fetch.digests)
+    ahead = dict(fetch.ahead)
+    start = ahead.get(first, 0)
+    is_next = max(fetch.num_cached, known) <= first < end <= fetch.num_blocks
+    if not is_open or not is_next or event.num_bytes <= start:
+        return fetch, []
+    if fetch.state is FetchState.RESERVED:
+        fetch = _enter(fetch, FetchState.MOVING)
+    ahead[first] = event.num_bytes
+    fetch = replace(fetch, ahead=tuple(ahead.items()), num_posted=fetch.num_posted + 1)
+    return fetch, [ev.ReadAhead(first, fetch.block_ids[first:end], start, event.num_bytes)]
+
+
+def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
+    if event.copy is not None:
+        fetch = replace(fetch, copies=(*fetch.copies, event.copy))
+    return _job_over(fetch)
+
+
+def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
+    if fetch.has_ended or fetch.first_tokens is not None:
+        return fetch, []
+    if not event.num_blocks == fetch.num_blocks == len(fetch.digests) or not event.first_tokens:
+        text = (
+            f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
+            f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks"
+        )
+        return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
+    return _receive(replace(fetch, first_tokens=event.first_tokens))
+
+
+def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
+    is_whole = fetch.first_tokens is not None and fetch.state in _LANDED_STATES
+    if fetch.has_ended or is_whole:
+        return fetch, []
+    return _fail(fetch, event.kind, event.message)
+
+
+def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
+    if len(event.block_ids) != fetch.num_blocks or not 0 <= event.num_cached <= fetch.num_blocks:
+        raise ImpossibleEventError(
+            f"{len(event.block_ids)} blocks reserved, {event.num_cached} cached; the prompt has {fetch.num_blocks}"
+        )
+    fetch = replace(
+        _enter(fetch, FetchState.RESERVED),
+        block_ids=event.block_ids,
+        is_reserved=True,
+        num_cached=event.num_cached,
+        num_pulled=event.num_cached,
+    )
+    return _pull(fetch)
+
+
+def _pull(fetch: Fetch) -> FetchStep:
+    """Post a read of the blocks that are announced, missing and not posted yet."""
+    first = fetch.num_pulled
+    end = len(fetch.digests)
+    if not fetch.is_reserved or end <= first or fetch.is_retrying:
+        return _settle(fetch)
+    if fetch.state is FetchState.RESERVED:
+        fetch = _enter(fetch, FetchState.MOVING)
+    order = ev.PullBlocks(first, fetch.block_ids[first:end], fetch.digests[first:end])
+    return replace(fetch, num_pulled=end, num_posted=fetch.num_posted + 1), [order]
+
+
+def _settle(fetch: Fetch) -> FetchStep:
+    """Enter LANDED and VERIFIED as far as the counts allow; the first token may come later."""
+    is_announced = len(fetch.digests) == fetch.num_blocks
+    if not is_announced or not fetch.is_reserved or fetch.has_ended or fetch.is_retrying:
+        return fetch, []
+    missing = fetch.num_blocks - fetch.num_cached
+    if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
+        fetch = _enter(fetch, FetchState.LANDED)
+    if fetch.state is not FetchState.LANDED or fetch.num_verified < missing:
+        return fetch, []
+    fetch = replace(_enter(fetch, FetchState.VERIFIED), num_posted=fetch.num_posted + 1)
+    return fetch, [ev.CommitBlocks(fetch.block_ids[fetch.num_cached :])]
+
+
+def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
+    copies = (*fetch.copies, (event.begin, event.end))
+    return _settle(replace(fetch, num_landed=fetch.num_landed + event.num_blocks, copies=copies))
+
+
+def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
+    if not fetch.is_retrying:  # else it lies behind a piece that failed, and is read again with it
+        fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
+    return _job_over(fetch)
+
+
+def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
+    if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
+        retry_step = next((step for step in event.retry_steps if step not in fetch.retry_steps), None)
+        if fetch.is_retrying:
+            return _job_over(fetch)
+        if retry_step is not None:
+            fetch, actions = _job_over(_begin_retry(fetch, retry_step))
+            return fetch, actions or [ev.StopReads()]
+    fetch = _count_down(fetch)
+    return _drained(fetch) if fetch.has_ended else _fail(fetch, event.kind, event.message)
+
+
+def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
+    if fetch.has_ended or fetch.is_retrying:
+        return _job_over(fetch)
+    return _fail(_count_down(fetch), ErrorKind.CANCELLED, "the connector was closed")
+
+
+def _begin_retry(fetch: Fetch, retry_step: RetryStep) -> Fetch:
+    if fetch.state is FetchState.LANDED:
+        fetch = _enter(fetch, FetchState.MOVING)
+    return replace(fetch, retry_steps=(*fetch.retry_steps, retry_step), is_retrying=True)
+
+
+def _read_again(fetch: Fetch) -> FetchStep:
+    """Read what is not verified again. No read is posted any more, so none can write where the next one does."""
+    num_verified = fetch.num_verified
+    fetch = replace(
+        fetch,
+        is_retrying=False,
+        ahead=(),
+        num_landed=num_verified,
+        num_pulled=fetch.num_cached + num_verified,
+    )
+    fetch, actions = _pull(fetch)
+    return fetch, [ev.ReadAgain(fetch.retry_steps[-1]), *actions]
+
+
+def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
+    fetch = _count_down(fetch)
+    if fetch.has_ended:
+        return _drained(fetch)
+    return _receive(replace(fetch, is_visible=True))
+
+
+def _receive(fetch: Fetch) -> FetchStep:
+    """Let the request run once its blocks are visible and the token after its prompt is known."""
+    if not fetch.is_visible or fetch.first_tokens is None:
+        return fetch, []
+    return _enter(fetch, FetchState.COMMITTED), [ev.ReportReceived(), ev.SendRelease()]
+
+
+def _count_down(fetch: Fetch) -> Fetch:
+    if fetch.num_posted == 0:
+        raise ImpossibleEventError("a job ended that was not posted")
+    return replace(fetch, num_posted=fetch.num_posted - 1)
+
+
+def _job_over(fetch: Fetch) -> FetchStep:
+    fetch = _count_down(fetch)
+    if fetch.has_ended:
+        return _drained(fetch)
+    return _read_again(fetch) if fetch.is_retrying and not fetch.num_posted else _settle(fetch)
+
+
+def _fail(fetch: Fetch, kind: str, message: str) -> FetchStep:
+    fetch = replace(fetch, ending=EndReason(kind, message))
+    if fetch.num_posted:
+        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.SendCancel()]
+    state = FetchState.QUARANTINED if fetch.is_reserved else FetchState.FREE
+    return _enter(fetch, state), [ev.SendCancel(), ev.ReportFailed(kind, message)]
+
+
+def _drained(fetch: Fetch) -> FetchStep:
+    if fetch.num_posted:
+        return fetch, []
+    fetch = _enter(fetch, FetchState.QUARANTINED)
+    if fetch.is_cancelled or fetch.ending is None:
+        return fetch, [ev.ReportDrained()]
+    return fetch, [ev.ReportFailed(fetch.ending.kind, fetch.ending.message)]
+
+
+def _cancelled(fetch: Fetch, _event: ev.Cancelled) -> FetchStep:
+    if fetch.state is FetchState.QUARANTINED and fetch.is_cancelled:
+        return fetch, []  # the Drained event is on its way
+    fetch = replace(fetch, is_cancelled=True)
+    if fetch.state in (FetchState.DRAINING, FetchState.FREE):
+        return fetch, []
+    if fetch.state in (FetchState.QUARANTINED, FetchState.COMMITTED):
+        return _enter(fetch, FetchState.FREE), []
+    if fetch.num_posted:
+        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.SendCancel()]
+    return _enter(fetch, FetchState.FREE), [ev.SendCancel()]
+
+
+def _acknowledged(fetch: Fetch, _event: ev.Acknowledged) -> FetchStep:
+    return (fetch if fetch.state is FetchState.FREE else _enter(fetch, FetchState.FREE)), []
+
+
+_FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
+    ev.Announced: _announced,
+    ev.Started: _started,
+    ev.LayerRange: _layers_announced,
+    ev.Completed: _sender_completed,
+    ev.SenderFailed: _sender_failed,
+    ev.Reserved: _reserved,
+    ev.PieceLanded: _piece_landed,
+    ev.PieceVerified: _piece_verified,
+    ev.JobFailed: _job_failed,
+    ev.JobStopped: _job_stopped,
+    ev.ReadAheadOver: _read_ahead_over,
+    ev.CommitDone: _commit_done,
+    ev.Cancelled: _cancelled,
+    ev.Acknowledged: _acknowledged,
+}

@@ -1,0 +1,175 @@
+"""The worker's stream to its router, opened again after every loss.
+
+A lost stream means that the router is gone, or that it regards this worker as gone: the worker aborts that router's
+requests and registers again.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from contract.errors import IncompatiblePeerError
+from protos import worker_pb2 as pb
+from serving.cluster_tls import ROUTER_NAME, ClusterTls
+from serving.grpc_options import internal_stream_options
+from worker.attachment import Attachment
+
+logger = logging.getLogger(__name__)
+
+FIRST_RETRY_SECONDS = 0.1
+LAST_RETRY_SECONDS = 2.0
+MAX_UNREAD_BYTES = 64 * 2**20
+_TLS_FAILURES = ("SSL_ERROR_SSL", "Hostname Verification")
+"""gRPC's texts for a listener without TLS, and for one whose certificate is not that of a router of this cluster."""
+_ID_TAKEN = grpc.StatusCode.ALREADY_EXISTS.name
+"""Another process has this worker's id; it may be an earlier process of this worker, so the worker tries again."""
+_REFUSALS = (grpc.StatusCode.FAILED_PRECONDITION, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@dataclass(frozen=True)
+class RouterAddress:
+    """HOST:PORT of a router's internal port, the credentials for it, and the silence after which it counts as dead."""
+
+    address: str
+    tls: ClusterTls
+    peer_timeout_seconds: float
+
+    def channel(self) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        """Return a channel that accepts only a router of this cluster."""
+        return self.tls.channel(self.address, ROUTER_NAME, internal_stream_options(self.peer_timeout_seconds))
+
+
+class RouterStream:
+    """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled.
+
+    max_unread_bytes: limit of the messages that wait for a router that does not read; above it the router counts as lost.
+    on_lost: called when a stream that was open has ended.
+    """
+
+    def __init__(
+        self,
+        router: RouterAddress,
+        registration: pb.Registration,
+        credit: pb.Credit,
+        on_lost: Callable[[], Awaitable[None]],
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+    ) -> None:
+        self._router = router
+        self._registration = registration
+        self._credit = credit
+        self._on_lost = on_lost
+        self._max_unread_bytes = max_unread_bytes
+        self._attachment = self._new_attachment()
+        self._attached = asyncio.Event()
+        self._was_attached = False
+        self._ended = asyncio.Event()
+
+    @property
+    def is_attached(self) -> bool:
+        """True while the stream is open and the router has accepted this worker."""
+        return self._attached.is_set()
+
+    @property
+    def session(self) -> str:
+        """The router's name for the open stream; empty while none is open."""
+        return self._attachment.session
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """Size of the messages that the router has not read."""
+        return self._attachment.num_unread_bytes
+
+    async def wait_attached(self) -> None:
+        """Block until a router has accepted this worker."""
+        await self._attached.wait()
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Queue a message for the router; dropped while no router is attached (its requests are aborted then)."""
+        if self.is_attached:
+            self._attachment.send(message)
+
+    async def leave(self) -> None:
+        """Send goodbye and wait until the stream has ended; cancel ``run`` soon after, or it attaches again."""
+        if self.is_attached:
+            self._ended.clear()
+            self.send(pb.WorkerMessage(goodbye=pb.Goodbye()))
+            await self._ended.wait()
+
+    async def run(self) -> None:
+        """Attach, and attach again after every loss. Raises IncompatiblePeerError when the router refuses this worker.
+
+        A listener without a valid certificate ends a worker that was never attached: the secret or the router's address is
+        wrong. Later it may be another program that took the port while the router is away, so the worker waits.
+        """
+        delay = FIRST_RETRY_SECONDS
+        last_reason = ""
+        while True:
+            reason = await self._attach_once()
+            if self._attached.is_set():
+                delay = FIRST_RETRY_SECONDS
+                self._attached.clear()
+                self._log_end(reason)
+                self._ended.set()
+                await self._on_lost()
+            else:
+                is_new = _ID_TAKEN in reason and reason != last_reason
+                level = logging.WARNING if is_new else logging.INFO
+                logger.log(level, "router %s is not reachable yet (%s)", self._router.address, reason)
+            last_reason = reason
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, LAST_RETRY_SECONDS)
+
+    async def _attach_once(self) -> str:
+        """Keep one stream open to its end and return why it ended."""
+        self._attachment = self._new_attachment()
+        try:
+            async with self._router.channel() as channel:
+                await self._attachment.run(channel, self._on_accepted)
+        except asyncio.CancelledError:
+            # A cancelled call raises the same error as a cancelled task.
+            if not self._attachment.is_overfull or _is_cancelled():
+                raise
+            return f"it leaves more than {self._max_unread_bytes} bytes unread"
+        except grpc.aio.AioRpcError as error:
+            self._check_refusal(error)
+            return _reason(error)
+        return "the router closed the stream"
+
+    def _new_attachment(self) -> Attachment:
+        return Attachment(self._registration, self._credit, self._max_unread_bytes)
+
+    def _on_accepted(self) -> None:
+        self._attached.set()
+        self._was_attached = True
+
+    def _check_refusal(self, error: grpc.aio.AioRpcError) -> None:
+        """Raise IncompatiblePeerError if another attempt would not help."""
+        router = f"router {self._router.address}"
+        if error.code() in _REFUSALS:
+            raise IncompatiblePeerError(f"{router} refused this worker: {error.details()}") from error
+        reason = _reason(error)
+        if not self._was_attached and any(text in reason for text in _TLS_FAILURES):
+            raise IncompatiblePeerError(
+                f"{router} does not prove that it holds this worker's cluster secret: {reason}"
+            ) from error
+
+    def _log_end(self, reason: str) -> None:
+        if self._attachment.has_router_left:
+            logger.info("router %s is stopping", self._router.address)
+        else:
+            logger.warning("lost router %s (%s); its requests are aborted", self._router.address, reason)
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    return f"{error.code().name}: {error.details()}"
+
+
+def _is_cancelled() -> bool:
+    """Return True if the running task itself is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
