@@ -274,10 +274,10 @@ class FakeRunner:
 
     def _logprobs(self, output: ModelRunnerOutput) -> LogprobsLists | None:
         """Return log probability -t for token t, with as many alternatives as the largest request's k."""
-        wanted = [self._sequences[key].sampling.logprobs for key in output.req_ids]
-        if all(k is None for k in wanted):
+        num_logprobs = [self._sequences[key].sampling.logprobs for key in output.req_ids]
+        if all(k is None for k in num_logprobs):
             return None
-        best = list(range(max(k for k in wanted if k is not None)))
+        best = list(range(max(k for k in num_logprobs if k is not None)))
         sampled = [(tokens or [0])[0] for tokens in output.sampled_token_ids]
         ids = [[token, *best] for token in sampled]
         return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in sampled])

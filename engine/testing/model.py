@@ -1,7 +1,7 @@
 """A public model for tests whose answer its prompt contains, by real attention over the paged KV cache.
 
-It repeats the tokens between the last ``begin`` token and the last ``answer`` token of the prompt, including the end
-token of the message. A chat template that writes ``<begin>message<end><answer>`` therefore makes it answer with the
+After the last ``answer`` token of the prompt it repeats the tokens that follow the last ``begin`` token, including the
+end token of the message. A chat template that writes ``<begin>message<end><answer>`` therefore makes it answer with the
 user's message, token by token: tool calls, reasoning, parts of characters.
 
 Layer 0 finds the two tokens (keys and values: the position in bits, and whether it is one of them); layer 1 reads
@@ -154,9 +154,9 @@ class ScriptedModel(LanguageModel):
         is_sink = (positions == 0)[:, None]
         key = self._vectors(_bits(positions, num_bits) * ~is_sink, 2.0 * is_sink - 1.0)
         code = F.embedding(input_ids, self._codes) * ~is_sink
-        wanted = _bits(turns.clamp(0, 2**num_bits - 1), num_bits)
-        sink = wanted.new_full((len(wanted), 1), (num_bits - 1) / 2)
-        query = self._vectors(_GAIN * wanted, _GAIN * sink)[:, None]
+        target = _bits(turns.clamp(0, 2**num_bits - 1), num_bits)
+        sink = target.new_full((len(target), 1), (num_bits - 1) / 2)
+        query = self._vectors(_GAIN * target, _GAIN * sink)[:, None]
         query = F.pad(query, (0, 0, 0, _NUM_HEADS - 1))
         mixed = layer.attend(query, key[:, None], self._vectors(code)[:, None])
         return mixed[:, 0, : self._config.hidden_size]

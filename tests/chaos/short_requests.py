@@ -70,8 +70,8 @@ async def _keep_asking(
 
 async def _ask(session: aiohttp.ClientSession, service: Service, body: dict[str, Any]) -> str:
     """Return the mistake in the answer; empty if there is none."""
-    asked = {**body, "return_token_ids": True}
-    async with session.post(f"http://{service.http}/v1/completions", json=asked) as response:
+    request = {**body, "return_token_ids": True}
+    async with session.post(f"http://{service.http}/v1/completions", json=request) as response:
         if response.status != 200:
             return f"status {response.status}"
         if body["stream"]:

@@ -133,8 +133,8 @@ async def scene_behind_a_link(
 ) -> AsyncIterator[tuple[Scene, FaultyLink]]:
     """Run one decode worker and prefill workers, the first of which is reached over a faulty link; KV goes over tcp."""
     ports = fixed_ports(WORKER_HOST)
-    behind = {"host": WORKER_HOST, "advertise_host": LINK_HOST, **ports}
-    workers: dict[str, dict[str, Any]] = {"prefill-0": {"transport": "tcp", **behind}}
+    linked = {"host": WORKER_HOST, "advertise_host": LINK_HOST, **ports}
+    workers: dict[str, dict[str, Any]] = {"prefill-0": {"transport": "tcp", **linked}}
     workers |= {f"prefill-{number}": {"transport": "tcp"} for number in range(1, num_prefill)}
     workers["decode-0"] = {"transport": "tcp"}
     async with (

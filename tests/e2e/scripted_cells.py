@@ -93,7 +93,7 @@ def characters_and_stops() -> dict[str, Cell]:
             fields = {"stop": [stop, "qq"], "include_stop_str_in_output": kept}
             cells[f"stop at {stop}, kept {kept}"] = Cell(text, fields)
     for length in range(1, len(scripted_tokenizer().encode(CHARACTERS).ids)):
-        cells[f"cut behind {length} tokens"] = Cell(CHARACTERS, {"max_tokens": length})
+        cells[f"cut after {length} tokens"] = Cell(CHARACTERS, {"max_tokens": length})
     return cells
 
 
@@ -217,15 +217,15 @@ async def sent_back(http: str, cell: Cell) -> list[int]:
         ]
         first = await posted(CHAT, {**cell.body(), "messages": [*user, message, *results, *user]})
         flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
-        asked = {"tools": flat, "max_output_tokens": limits["max_tokens"]}
-        _, response = await posted("/v1/responses", {**asked, "input": user})
+        request = {"tools": flat, "max_output_tokens": limits["max_tokens"]}
+        _, response = await posted("/v1/responses", {**request, "input": user})
         outputs = [
             {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
             for item in response["output"]
             if item["type"] == "function_call"
         ]
         second = await posted(
-            "/v1/responses", {**asked, "input": [*user, *response["output"], *outputs, *user]}
+            "/v1/responses", {**request, "input": [*user, *response["output"], *outputs, *user]}
         )
         _, answer = await posted("/v1/messages", {**limits, "messages": user})
         turn = {"role": "assistant", "content": answer["content"]}

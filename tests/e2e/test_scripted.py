@@ -46,13 +46,13 @@ MORTAL: dict[str, tuple[list[Role], TransportName]] = {
 async def test_calls_and_reasoning_whole_and_streamed(family: str, form: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = tools_and_reasoning_of(family)
-    wanted = expected(cells, model)
+    answers = expected(cells, model)
     async with running_in_process(tmp_path, model, *FORMS[form]) as service:
-        assert await ask_whole(service.http, cells) == wanted
-        assert await ask_streamed(service.http, cells) == wanted
-    (seen,) = wanted["text and calls"]
+        assert await ask_whole(service.http, cells) == answers
+        assert await ask_streamed(service.http, cells) == answers
+    (seen,) = answers["text and calls"]
     assert (seen.content, seen.finish_reason, len(seen.calls)) == ("Let me see.", "tool_calls", 2)
-    (thoughtful,) = wanted["reasoning and calls"]
+    (thoughtful,) = answers["reasoning and calls"]
     assert (thoughtful.reasoning, thoughtful.calls) == ("Hm, 世界…", seen.calls)
 
 
@@ -60,11 +60,11 @@ async def test_calls_and_reasoning_whole_and_streamed(family: str, form: str, tm
 async def test_characters_cut_at_every_token_and_stop_strings(form: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model")
     cells = characters_and_stops()
-    wanted = expected(cells, model)
+    answers = expected(cells, model)
     async with running_in_process(tmp_path, model, *FORMS[form]) as service:
-        assert await ask_whole(service.http, cells) == wanted
-        assert await ask_streamed(service.http, cells) == wanted
-    assert {seen.stop_reason for (seen,) in wanted.values()} == {None, *STOPS}
+        assert await ask_whole(service.http, cells) == answers
+        assert await ask_streamed(service.http, cells) == answers
+    assert {seen.stop_reason for (seen,) in answers.values()} == {None, *STOPS}
 
 
 @pytest.mark.parametrize("family", FORMATS)

@@ -35,10 +35,10 @@ def reference(folder: Path, kind: str) -> Any:
 def check_embeddings(folder: Path, driver: Driver) -> None:
     try:
         for pooling in (PoolingParams("last"), PoolingParams("mean")):
-            wanted = reference(folder, pooling.kind)
+            exact = reference(folder, pooling.kind)
             for chunk in (1000, 7):
                 found = embed(driver, PROMPT, pooling, chunk)
-                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+                np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
     finally:
         driver.executor.shutdown()
 

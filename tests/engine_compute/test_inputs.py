@@ -64,12 +64,12 @@ def test_only_states_that_are_needed_are_requested() -> None:
     assert first_step()[1].num_wanted.tolist() == [1, 1, 0]
     assert second_step()[1].num_wanted.tolist() == [1, 1, 1]
     batch, prompts = InputBatch(MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE), SchedulerOutput()
-    for name, asked in {
+    for name, fields in {
         "scored": {"sampling_params": SamplingParams(prompt_logprobs=0)},
         "last": {"sampling_params": None, "pooling_params": PoolingParams("last")},
         "mean": {"sampling_params": None, "pooling_params": PoolingParams("mean")},
     }.items():
-        prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **asked))  # type: ignore[arg-type]
+        prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **fields))  # type: ignore[arg-type]
         prompts.num_scheduled_tokens[name] = 3
     batch.update(prompts)
     assert prepare_inputs(batch, prompts).num_wanted.tolist() == [3, 0, 3]

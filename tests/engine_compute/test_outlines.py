@@ -111,18 +111,18 @@ def test_it_is_not_used_after_requests_changed_rows() -> None:
 def test_each_request_gets_its_own_sampled_tokens() -> None:
     """Chunks and pooling prompts sample nothing; of three choices the first uses the request's own row; NaN gives none."""
     batch, scheduled = InputBatch(6, 12, BLOCK_SIZE), SchedulerOutput()
-    for name, length, asked in [
+    for name, length, sampling in [
         ("chunk", 5, SamplingParams()),
         ("three", 2, SamplingParams(temperature=0.0)),
         ("pools", 2, None),
         ("bad", 2, SamplingParams(temperature=0.0)),
         ("one", 2, SamplingParams(temperature=0.0)),
     ]:
-        pooling = None if asked else PoolingParams()
+        pooling = None if sampling else PoolingParams()
         num_choices = 3 if name == "three" else 1
         scheduled.scheduled_new_reqs.append(
             NewRequestData(
-                name, [1] * length, asked, ([1, 2, 3],), 0, length, num_choices, pooling_params=pooling
+                name, [1] * length, sampling, ([1, 2, 3],), 0, length, num_choices, pooling_params=pooling
             )
         )
         scheduled.num_scheduled_tokens[name] = 2
@@ -140,7 +140,7 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "takes_best"),
+    ("fields", "takes_best"),
     [
         ({}, True),
         ({"temperature": 0.5}, False),
@@ -152,9 +152,9 @@ def test_each_request_gets_its_own_sampled_tokens() -> None:
         ({"allowed_token_ids": (1, 2)}, False),
     ],
 )
-def test_which_requests_take_the_best_token(asked: dict[str, object], takes_best: bool) -> None:
+def test_which_requests_take_the_best_token(fields: dict[str, object], takes_best: bool) -> None:
     batch, scheduled = InputBatch(1, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1})
-    sampling = SamplingParams(**{"temperature": 0.0, **asked})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     scheduled.scheduled_new_reqs.append(NewRequestData("a", [1], sampling, ([1],), 0, 1))
     batch.update(scheduled)
     assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).takes_best is takes_best

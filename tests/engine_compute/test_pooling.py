@@ -64,10 +64,10 @@ def test_equals_transformers_whole_and_in_chunks(
 ) -> None:
     pooling = PoolingParams(kind, normalize)
     for prompt in (PROMPT, SHORT):
-        wanted = expected(folder, prompt, pooling)
+        exact = expected(folder, prompt, pooling)
         for chunk in (1000, 7, 1):
             found = embed(driver, prompt, pooling, chunk)
-            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+            np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
             assert found == np.asarray(found, dtype=np.float32).tolist()
 
 

@@ -50,11 +50,11 @@ parameters = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(asked=st.lists(parameters, min_size=1, max_size=6), shuffle=st.randoms(use_true_random=False))
-def test_a_token_does_not_depend_on_the_batch(asked: list[dict[str, Any]], shuffle: Any) -> None:
+@given(row_fields=st.lists(parameters, min_size=1, max_size=6), shuffle=st.randoms(use_true_random=False))
+def test_a_token_does_not_depend_on_the_batch(row_fields: list[dict[str, Any]], shuffle: Any) -> None:
     """Law 6: alone, in any order, beside any others: the same token with the same log probabilities."""
-    logits = random_logits(1, len(asked))
-    rows = [make_row(position=index, **fields) for index, fields in enumerate(asked)]
+    logits = random_logits(1, len(row_fields))
+    rows = [make_row(position=index, **fields) for index, fields in enumerate(row_fields)]
     together = sample(logits, rows)
     order = list(range(len(rows)))
     shuffle.shuffle(order)
@@ -182,10 +182,10 @@ def test_greedy_takes_the_lowest_id_of_the_best() -> None:
 def test_min_tokens_forbids_the_end() -> None:
     logits = torch.zeros(VOCAB)
     logits[3], logits[4], logits[5] = 30.0, 20.0, 10.0
-    asked: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4,)}
-    assert draw(logits, make_row(num_generated=1, eos=(3,), **asked)) == 5
-    assert draw(logits, make_row(num_generated=2, eos=(3,), **asked)) == 3
-    assert draw(logits, make_row(num_generated=1, eos=(3,), ignore_eos=True, **asked)) == 3
+    fields: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4,)}
+    assert draw(logits, make_row(num_generated=1, eos=(3,), **fields)) == 5
+    assert draw(logits, make_row(num_generated=2, eos=(3,), **fields)) == 3
+    assert draw(logits, make_row(num_generated=1, eos=(3,), ignore_eos=True, **fields)) == 3
     sampled: dict[str, Any] = {"temperature": 1.0, "min_tokens": 2, "stop_token_ids": (4,)}
     assert draw(logits, make_row(num_generated=0, eos=(3, 999), **sampled)) == 5
 

@@ -216,7 +216,7 @@ DEFINITIONS = {"A": with_kind({"const": "a"}), "B": with_kind({"const": "b"})}
 
 @pytest.mark.parametrize("number", range(len(ONE_OF)))
 def test_one_of_is_enforced_if_no_value_matches_two_branches(model: Path, number: int) -> None:
-    """F14: a union with a discriminating constant used to be rejected, with advice that no client could follow."""
+    """F14: a union with a discriminating constant used to be rejected, advising an option that clients cannot set."""
     branches, answer = ONE_OF[number]
     assert accepts(model, {"oneOf": branches, "$defs": DEFINITIONS}, answer)
 

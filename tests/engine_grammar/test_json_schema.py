@@ -46,12 +46,15 @@ CLOSED: dict[str, tuple[Any, str, str]] = {
     ),
 }
 OPEN: dict[str, tuple[Any, str]] = {
-    "it says so": ({**A, "additionalProperties": True}, '{"a":1,"b":[2]}'),
-    "it says of what": ({**A, "additionalProperties": {"type": "string"}}, '{"a":1,"b":"c"}'),
-    "it names none": ({"type": "object"}, '{"a":1}'),
-    "it needs what it does not name": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
-    "it needs more than it names": ({**A, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
-    "it needs a name that may match": (
+    "it allows all others": ({**A, "additionalProperties": True}, '{"a":1,"b":[2]}'),
+    "it allows others of one type": ({**A, "additionalProperties": {"type": "string"}}, '{"a":1,"b":"c"}'),
+    "it names no properties": ({"type": "object"}, '{"a":1}'),
+    "it requires a property without naming it": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
+    "it requires more properties than it names": (
+        {**A, "required": ["a"], "minProperties": 2},
+        '{"a":1,"b":2}',
+    ),
+    "it requires a name that a pattern may match": (
         {"type": "object", "patternProperties": {"^a": NUMBER}, "required": ["b"]},
         '{"b":"c","a":1}',
     ),

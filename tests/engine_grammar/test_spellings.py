@@ -79,19 +79,19 @@ SPELLINGS: dict[str, Case] = {
         [{"a": 1}],
         [{"b": 1}],
     ),
-    "not what it is not anyway": ({"type": "string", "not": {"type": "null"}}, ["a"], [None]),
-    "not another constant": ({"enum": ["a", "b"], "not": {"enum": ["c"]}}, ["a"], ["c"]),
+    "not: a value that is excluded anyway": ({"type": "string", "not": {"type": "null"}}, ["a"], [None]),
+    "not: another constant": ({"enum": ["a", "b"], "not": {"enum": ["c"]}}, ["a"], ["c"]),
     "a closed tuple": (
         {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
         [[1], []],
         [[1, 2]],
     ),
-    "nothing else in a list": (
+    "no further items in a list": (
         {"type": "array", "items": {"const": 1}, "unevaluatedItems": False},
         [[1, 1]],
         [[2]],
     ),
-    "null for what is missing": (
+    "null for a missing property": (
         {
             "type": "object",
             "properties": {"a": {"type": "string", "minLength": None, "pattern": None, "enum": None}},
@@ -104,7 +104,7 @@ SPELLINGS: dict[str, Case] = {
         [{"b": 1}],
     ),
     "the constant null": ({"const": None}, [None], [1]),
-    "counts beyond any answer": (
+    "counts larger than any answer": (
         {"type": "array", "maxItems": 2**64, "items": {"type": "string", "maxLength": 2**63 - 1}},
         [["a"]],
         [[1]],

@@ -89,8 +89,8 @@ def test_an_embedding_is_pooled_by_the_first_rank(ranks: RanksExecutor, model: P
         with torch.no_grad():
             states = load_reference(model).model(torch.tensor([new.prompt_token_ids])).last_hidden_state[0]
         last = torch.nn.functional.normalize(states[-1], dim=0)
-        wanted = last if pooling.kind == "last" else states.mean(dim=0)
-        torch.testing.assert_close(torch.tensor(output.pooler_output[0]), wanted, rtol=1e-3, atol=1e-4)
+        exact = last if pooling.kind == "last" else states.mean(dim=0)
+        torch.testing.assert_close(torch.tensor(output.pooler_output[0]), exact, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, SLOT_BYTES // 2, SLOT_BYTES - 4096, SLOT_BYTES, 11_000_000])

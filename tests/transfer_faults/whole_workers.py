@@ -120,9 +120,9 @@ async def _stage(folder: Path, rng: random.Random) -> AsyncIterator[WholeStage]:
     flags = fixed_ports(WORKER_HOST)
     grpc, data = (FaultyPort(LINK_HOST, WORKER_HOST, flags[name]) for name in ("port", "data_port"))
     control = FramedPort(LINK_HOST, WORKER_HOST, flags["control_port"])
-    behind = {"transport": "tcp", "host": WORKER_HOST, "advertise_host": LINK_HOST, **flags}
+    linked = {"transport": "tcp", "host": WORKER_HOST, "advertise_host": LINK_HOST, **flags}
     workers: dict[str, dict[str, Any]] = {
-        _PREFILL: behind,
+        _PREFILL: linked,
         _DECODE: {"transport": "tcp", **fixed_ports("127.0.0.1")},
     }
     async with AsyncExitStack() as undo:

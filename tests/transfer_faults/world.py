@@ -114,9 +114,9 @@ async def running_world(terrain: Terrain) -> AsyncIterator[World]:
     ports = [free_port(WORKER_HOST) for _ in range(2)]
     control = FramedPort(LINK_HOST, WORKER_HOST, ports[0])
     data = FaultyPort(LINK_HOST, WORKER_HOST, ports[1])
-    behind = Place(WORKER_HOST, LINK_HOST, *ports)
+    linked = Place(WORKER_HOST, LINK_HOST, *ports)
     plain = Place("127.0.0.1", "127.0.0.1", 0, 0)
-    prefill = Worker(Role.PREFILL, behind, terrain.transport, terrain.num_blocks[0])
+    prefill = Worker(Role.PREFILL, linked, terrain.transport, terrain.num_blocks[0])
     decode = Worker(Role.DECODE, plain, terrain.transport, terrain.num_blocks[1])
     try:
         for port in (control, data):

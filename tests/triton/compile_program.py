@@ -100,8 +100,8 @@ def _stack(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         command = [str(program), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", said)[0])
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", output)[0])
 
 
 def main() -> None:
