@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sender:
-    """The other end of ``nixl_port`` or ``nccl_port``. source: the place to read from. first_message: what the process sent."""
+    """The other end of ``nixl_port`` or ``nccl_port``. source: to read from. first_message: of the process."""
 
     def __init__(self, process: "subprocess.Popen[str]", boot_id: str, token: str, transport: str) -> None:
         self.process = process
