@@ -1,27 +1,37 @@
-"""The assembly of a connector, and the factory that a worker passes to its engine."""
+"""The control half of a connector, its assembly, and the factory that a worker passes to its engine.
 
+The control half connects a worker's sends and fetches, which own all state, to the links and to the data half. It is called
+from the step thread (``SchedulerConnector``), from the I/O thread (links and time) and from the data half (reports).
+"""
+
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+from contract.errors import ErrorKind, KvbatonError
 from contract.layout import Side
-from engine.connector import ConnectorPair, RanksConnector
-from kv_transfer.control.control_half import ControlHalf, ControlParts
+from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings, FetchTransfers
-from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
-from kv_transfer.counters import Completions, Counters
-from kv_transfer.data.data_half import DataHalf
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.links.open_links import LinkSettings
-from kv_transfer.protocol.handshake import LocalIdentity
+from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol.handshake import LocalIdentity, Session
+from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.ranks.rank_data import RankData, rank_settings
 from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup
-from kv_transfer.settings import TransferSettings
-from kv_transfer.transports.choosing import Chooser
+from kv_transfer.settings import LocalWorker, TransferSettings
 
-_Data = RankData | RankDataGroup
+logger = logging.getLogger(__name__)
+_LINK_ENDS = frozenset(
+    {ErrorKind.WORKER_LOST, ErrorKind.INCOMPATIBLE, ErrorKind.TRANSFER_FAILED, ErrorKind.INTERNAL}
+)
+"""Kinds of a link's end that a request ends with unchanged; any other one becomes PEER_UNREACHABLE."""
 
 
 @dataclass(frozen=True)
@@ -32,123 +42,160 @@ class TransferFactory:
 
     def __call__(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         """See ``create_connector``."""
-        return create_connector(self.settings, side, model_fingerprint, wake)
+        return create_connector(LocalWorker(self.settings, side, model_fingerprint, wake))
 
 
-def create_connector(
-    settings: TransferSettings, side: Side, model_fingerprint: str, wake: Callable[[], None]
-) -> ConnectorPair:
+def create_connector(worker: LocalWorker) -> ConnectorPair:
     """Build both halves of one worker's connector, for an engine of any number of ranks.
 
     A single rank's half is opened in this process, and peers are served when this returns. Several ranks open their halves
     in processes of their own, and no peer is served before all have. Raises SettingError, and OSError when a port cannot
     be bound.
     """
-    me = _Worker(settings, side, model_fingerprint, wake)
-    each_rank = rank_settings(settings, side.num_ranks)
+    settings = worker.settings
+    each_rank = rank_settings(settings, worker.side.num_ranks)
     with ExitStack() as undo:
-        links = LinkLoop(_link_settings(settings), me.counters)
-        undo.callback(links.close)
-        data: _Data
-        half: DataHalf | RankDataGroup
-        connect: Callable[[Callable[[], None]], RanksConnector]
-        if side.num_ranks == 1:
-            only = each_rank[0]
-            data = RankData(only, me.counters, me.completions, settings.local, settings.decorate)
-            half = data.half
-            connect = data.connector
-        else:
-            half = RankDataGroup(side.num_ranks, me.counters)
-            data = half
-            connect = partial(MultiRankConnector, each_rank, half, me.completions.take)
-        undo.callback(data.close)
-        sends = _send_transfers(me, data, links)
-        fetches = _fetch_transfers(me, data.chooser, half, links)
-        control = ControlHalf(
-            ControlParts(sends, fetches, links, half, data.sessions, me.counters, me.completions)
+        bound = LinkSettings(
+            settings.host,
+            settings.control_port,
+            settings.advertise_host,
+            settings.peer_timeout_seconds,
+            settings.max_frame_bytes,
         )
+        links = LinkLoop(bound, worker.counters)
+        undo.callback(links.close)
+        data: RankData | RankDataGroup
+        if worker.is_single_rank:
+            data = RankData(each_rank[0], worker.counters, worker.completions)
+        else:
+            data = RankDataGroup(worker.side.num_ranks, worker.counters)
+        undo.callback(data.close)
+        control = ControlHalf(worker, links, data)
         data.attach(control)
-        connector = connect(lambda: links.start(_identity(me, data), control))
+        connector: RanksConnector
+        if isinstance(data, RankData):
+            control.serve()
+            connector = SingleRankConnector(data.half)
+        else:
+            connector = MultiRankConnector(each_rank, data, worker.completions.take, control.serve)
         undo.pop_all()
     return ConnectorPair(control, connector, links.address)
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """The worker that a connector is made for, with the counters and completions that its parts share."""
+class ControlHalf:
+    """Fulfils ``SchedulerConnector``, ``LinkEvents`` and ``DataReports``."""
 
-    settings: TransferSettings
-    side: Side
-    model_fingerprint: str
-    wake: Callable[[], None]
-    counters: Counters = field(default_factory=Counters)
-    completions: Completions = field(default_factory=Completions)
+    def __init__(self, worker: LocalWorker, links: LinkLoop, data: RankData | RankDataGroup) -> None:
+        half = data.half if isinstance(data, RankData) else data
+        chooser = data.chooser
+        self.sender = SendTransfers(worker, SendPorts(links.send, data.release, links.look_by))
+        self.receiver = FetchTransfers(
+            worker,
+            FetchPorts(
+                links.dial_and_send,
+                links.send,
+                chooser.pull,
+                half.post_commit,
+                chooser.choose,
+                chooser.alternatives,
+            ),
+        )
+        self._worker = worker
+        self._links = links
+        self._data = data
+        self._half = half
+        self.send_event = self.sender.send_event
+        self.end_expected = self.sender.end_expected
+        self.lease_idle = self.sender.lease_idle
+        self.fetch_event = self.receiver.fetch_event
 
+    def serve(self) -> None:
+        """Begin to serve peers; called once, when the transports are open."""
+        settings = self._worker.settings
+        identity = LocalIdentity(
+            settings.worker_id,
+            settings.boot_id,
+            str(settings.role),
+            settings.secret,
+            self._worker.model_fingerprint,
+            self._worker.side.layout,
+            tuple(self._data.readers()),
+            settings.peer_timeout_seconds,
+            self._data.offers,
+            self._worker.side.num_ranks,
+        )
+        self._links.start(identity, self)
 
-def _send_transfers(me: _Worker, data: _Data, links: LinkLoop) -> SendTransfers:
-    settings = me.settings
-    is_single = me.side.num_ranks == 1
-    return SendTransfers(
-        SendSettings(
-            me.model_fingerprint,
-            me.side.layout.block_size,
-            settings.lease_seconds,
-            settings.parked_seconds,
-            num_layer_groups=settings.num_layer_groups if is_single else 1,
-            estimates_ends=is_single,
-        ),
-        SendPorts(links.send, data.release, me.wake, links.look_by),
-        me.counters,
-        me.completions,
-    )
+    def build_metadata(self) -> TransferMetadata | None:
+        """Return this step's orders. Each is returned once, so the step that takes them must run."""
+        orders = self.sender.take_orders()
+        return TransferMetadata(orders) if orders else None
 
+    def has_work(self) -> bool:
+        """Return True when events, completions or orders wait."""
+        return self.receiver.has_events() or self.sender.has_orders() or not self._worker.completions.is_empty
 
-def _fetch_transfers(
-    me: _Worker, chooser: Chooser, half: DataHalf | RankDataGroup, links: LinkLoop
-) -> FetchTransfers:
-    layout = me.side.layout
-    return FetchTransfers(
-        FetchSettings(
-            me.model_fingerprint,
-            layout.block_size,
-            layout.block_bytes,
-            reads_ahead=me.side.num_ranks == 1,
-        ),
-        FetchPorts(
-            links.dial_and_send,
-            links.send,
-            chooser.pull,
-            half.post_commit,
-            me.wake,
-            chooser.choose,
-            chooser.alternatives,
-        ),
-        me.counters,
-        me.completions,
-    )
+    def debug_state(self) -> dict[str, Any]:
+        """Return transfers, leases, peers and threads as plain data."""
+        return {
+            **self.receiver.debug_state(),
+            "leases": self.sender.debug_state(),
+            "links": self._links.debug_state(),
+            "data": self._half.debug_state(),
+        }
 
+    def progress(self) -> dict[str, int]:
+        """See ``ShowsProgress``."""
+        return {"thread of the control links": self._links.progress(), **self._half.progress()}
 
-def _identity(me: _Worker, data: _Data) -> LocalIdentity:
-    settings = me.settings
-    return LocalIdentity(
-        settings.worker_id,
-        settings.boot_id,
-        str(settings.role),
-        settings.secret,
-        me.model_fingerprint,
-        me.side.layout,
-        tuple(data.readers()),
-        settings.peer_timeout_seconds,
-        data.offers,
-        me.side.num_ranks,
-    )
+    def counters(self) -> dict[str, float]:
+        """Return counters and gauges."""
+        return {**self._worker.counters.snapshot(), **self.sender.gauges(), **self.receiver.gauges()}
 
+    def close(self) -> None:
+        """Stop the I/O thread; to peers this looks like the worker's death."""
+        self._links.close()
 
-def _link_settings(settings: TransferSettings) -> LinkSettings:
-    return LinkSettings(
-        settings.host,
-        settings.control_port,
-        settings.advertise_host,
-        settings.peer_timeout_seconds,
-        settings.max_frame_bytes,
-    )
+    def link_up(self, ref: PeerRef, session: Session) -> None:
+        """Use a link whose peer has authenticated."""
+        if ref.is_dialed:
+            self.receiver.link_up(ref, session)
+        elif not self._data.sessions.begin(session.token, partial(self._links.release, ref, session.token)):
+            self._links.hold(ref, session.token)
+
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
+        """End what depends on a peer that died, or could not be reached."""
+        if ref.is_dialed:
+            kind = error.kind if error.kind in _LINK_ENDS else ErrorKind.PEER_UNREACHABLE
+            source = self.receiver.link_down(ref, kind, error.message)
+            if source is not None:
+                self._half.leave(source)
+            return
+        self.sender.on_peer_gone(ref.boot_id, error.message)
+        if session is not None:
+            self._data.sessions.end(session.token)
+
+    def link_message(self, ref: PeerRef, message: msg.Message) -> None:
+        """Process a message. The side that dialed fetches, the other one lends; others are dropped and counted."""
+        if not ref.is_dialed:
+            self.sender.on_heartbeat(ref.boot_id)
+        match message:
+            case msg.Ping():
+                return
+            case msg.FetchBlocks() if not ref.is_dialed:
+                self.sender.on_fetch(ref.boot_id, message)
+            case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
+                self.sender.on_release(ref.boot_id, message)
+            case _ if isinstance(message, msg.SenderMessage) and ref.is_dialed:
+                self.receiver.on_message(ref, message)
+            case _:
+                self._worker.counters.add("transfer_stale_messages_total")
+
+    def tick(self, now: float) -> float | None:
+        """Expire overdue leases and parked fetches; return the next deadline."""
+        return self.sender.tick(now)
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """Log a bug that ended a thread of the connector, and end the engine at its next step."""
+        logger.critical("thread %s ended because of a bug; this worker must end", thread, exc_info=error)
+        self.receiver.fail(f"thread {thread} of the connector has failed: {error!r}")

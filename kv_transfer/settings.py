@@ -1,20 +1,23 @@
-"""The settings of a connector."""
+"""The settings of a connector, and the worker that it is made for."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Self
 
 from pydantic import Field, model_validator
 
 from contract.errors import SettingError
 from contract.identity import Role
+from contract.layout import Side
 from contract.options import PartSettings, PeerOptions
-from kv_transfer.data.converting import DEFAULT_STAGING_BYTES
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.nixl.agent import why_missing
 from kv_transfer.transports.shm.folder import why_unsupported
 from kv_transfer.transports.transport import ReceiverTransport
 
+DEFAULT_STAGING_BYTES = 16 * 2**20
 LOCAL = "local"
 """The transport between connectors of one process, which only tests use."""
 
@@ -34,12 +37,16 @@ class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
     """Seconds that a fetch waits for a transfer that is not open yet."""
     read_timeout_seconds: float = Field(default=10.0, gt=0)
     """A transfer fails if its data connection moves no byte for this time."""
+    max_parked: int = Field(default=1024, ge=1)
+    """Fetches of one peer that may wait for transfers that are not open yet."""
     max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
     """The longest message on a control link."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
     """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
     num_layer_groups: int = Field(default=4, ge=1)
     """Number of parts in which a long prompt's last blocks are lent, as their layers are computed; 1 is as a whole."""
+    min_split_blocks: int = Field(default=8, ge=1)
+    """Number of last blocks from which on they are lent in parts."""
     local: LocalHub | None = None
     """Connects transports within one process, for tests; None: ``transport`` is used."""
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
@@ -67,3 +74,20 @@ class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
                 f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
             )
         return self
+
+
+@dataclass(frozen=True)
+class LocalWorker:
+    """The worker that a connector is made for, and what the connector's parts share. wake: has the engine look for work."""
+
+    settings: TransferSettings
+    side: Side
+    model_fingerprint: str
+    wake: Callable[[], None]
+    counters: Counters = field(default_factory=Counters)
+    completions: Completions = field(default_factory=Completions)
+
+    @property
+    def is_single_rank(self) -> bool:
+        """Only a single rank lends, and reads, the layers of blocks before these are whole."""
+        return self.side.num_ranks == 1

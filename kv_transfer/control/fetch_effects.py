@@ -1,25 +1,139 @@
-"""Carries out what the state machine of a fetch asks for."""
+"""The effects of the fetches' state machine; the peers' sources and the expected arrivals, which they use and change."""
 
+import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 from engine.connector import Drained, Failed, Published, TransferEvent
-from kv_transfer.control.arrival_estimates import ArrivalEstimates
 from kv_transfer.control.incoming_transfer import IncomingTransfer
-from kv_transfer.control.peer_sources import PeerSources
-from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.events import NOT_NEEDED, RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
+from kv_transfer.protocol.plan import PeerTerms
 from kv_transfer.protocol.reads import Source
+from kv_transfer.settings import LocalWorker
 from kv_transfer.transports.choosing import Alternatives
+
+logger = logging.getLogger(__name__)
+_TOGETHER_SECONDS = 0.002
+"""Fetches that one sender expects within this time are computed by one step there, and arrive together."""
+_OVERDUE_SECONDS = 0.25
+"""A fetch that is later than this is not expected any more."""
+_NUM_REMEMBERED = 16
 
 Later = list[Callable[[], None]]
 """Calls to make once the lock is released; see ``Transfers``."""
+
+
+@dataclass
+class _Expected:
+    sender: PeerRef
+    at: float
+
+
+class ArrivalEstimates:
+    """Owns the expected end of each fetch, by the receiver's clock. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, _Expected] = {}
+        self._delays = deque[float](maxlen=_NUM_REMEMBERED)
+
+    def expect(self, key: str, sender: PeerRef, at: float) -> None:
+        """Record the sender's newest estimate for a fetch."""
+        self._expected[key] = _Expected(sender, at)
+
+    def arrived(self, key: str, now: float) -> None:
+        """Record how late a fetch was, and expect those that belong to the same step at once."""
+        one = self._expected.pop(key, None)
+        if one is None:
+            return
+        usual = self._usual_delay
+        self._delays.append(now - one.at)
+        for other in self._expected.values():
+            if other.sender == one.sender and abs(other.at - one.at) < _TOGETHER_SECONDS:
+                other.at = now - usual
+
+    def forget(self, key: str) -> None:
+        """Stop expecting a fetch that has ended."""
+        self._expected.pop(key, None)
+
+    def next(self, now: float) -> float | None:
+        """Return when the next fetch is expected, which may be just past; None if no sender has sent an estimate."""
+        delay = self._usual_delay
+        at = (one.at + delay for one in self._expected.values())
+        return min((each for each in at if each > now - _OVERDUE_SECONDS), default=None)
+
+    @property
+    def _usual_delay(self) -> float:
+        return median(self._delays) if self._delays else 0.0
+
+
+@dataclass
+class _Peer:
+    source: Source
+    terms: PeerTerms | None
+
+
+class PeerSources:
+    """Owns the source and the terms of each linked peer; ``alternatives`` has their other sources. Not thread-safe."""
+
+    def __init__(self, alternatives: Alternatives) -> None:
+        self.alternatives = alternatives
+        self._peers: dict[PeerRef, _Peer] = {}
+
+    def add(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
+        """Record a new link. terms: None if the peer's blocks are ours, one for one."""
+        self._peers[ref] = _Peer(source, terms)
+        if terms is not None:
+            converted = terms.plan.describe() or "nothing"
+            text = "KV from worker %s (model %s): converting %s"
+            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
+
+    def remove(self, ref: PeerRef) -> Source | None:
+        """Remove a link; return where the peer was read."""
+        peer = self._peers.pop(ref, None)
+        return None if peer is None else peer.source
+
+    def source_of(self, ref: PeerRef) -> Source:
+        """Return where a linked peer is read."""
+        return self._peers[ref].source
+
+    def terms_of(self, ref: PeerRef) -> PeerTerms | None:
+        """Return a peer's terms, or None if it has none or no link."""
+        peer = self._peers.get(ref)
+        return None if peer is None else peer.terms
+
+    def has_link(self, ref: PeerRef, source: Source) -> bool:
+        """Return whether the peer's link is the one that ``source`` belongs to."""
+        peer = self._peers.get(ref)
+        return peer is not None and peer.source.token == source.token
+
+    def replace(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
+        """Read the peer from ``chosen``, if it is still read from ``provisional``; return whether it was."""
+        peer = self._peers.get(ref)
+        if peer is None or peer.source != provisional:
+            return False
+        peer.source = chosen
+        return True
+
+    def retries(self, ref: PeerRef, failed: Source | None) -> tuple[tuple[RetryStep, ...], Source | None]:
+        """Return how a failed read can be retried, best first, and the other source. No way if the link is gone."""
+        if failed is None or not self.has_link(ref, failed):
+            return (), None
+        other = self.alternatives.beside(failed)
+        return ((RetryStep.SAME_TRANSPORT,) if other is None else tuple(RetryStep)), other
+
+    def mark_failed(self, ref: PeerRef, source: Source) -> None:
+        """Record that a transfer's read from ``source`` failed, which may change where the peer is read."""
+        next_source = self.alternatives.failed(source)
+        if ref in self._peers:
+            self._peers[ref].source = next_source
 
 
 @dataclass(frozen=True)
@@ -30,7 +144,6 @@ class FetchPorts:
     post: Callable[[PeerRef, msg.Message], None]
     pull: Callable[[PullJob], None]
     commit: Callable[[CommitJob], None]
-    wake_core: Callable[[], None]
     choose: Callable[[Session, Callable[[Source, Source], bool]], Source]
     alternatives: Alternatives
 
@@ -38,34 +151,29 @@ class FetchPorts:
 class FetchEffects:
     """Owns the events and the expected arrivals that the scheduler asks for. Used under the lock of ``FetchTransfers``.
 
-    block_bytes: of this worker's blocks. events: for the scheduler, until it takes them.
+    events: for the scheduler, until it takes them.
     """
 
-    def __init__(
-        self,
-        ports: FetchPorts,
-        block_bytes: int,
-        peers: PeerSources,
-        counters: Counters,
-        completions: Completions,
-    ) -> None:
+    def __init__(self, worker: LocalWorker, ports: FetchPorts, peers: PeerSources) -> None:
+        self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
-        self._block_bytes = block_bytes
         self._peers = peers
-        self._counters = counters
-        self._completions = completions
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
-        counters.add("transfer_fallbacks_total", 0)
+        worker.counters.add("transfer_fallbacks_total", 0)
         for retry_step in RetryStep:
-            counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
+            worker.counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
     def order(self, incoming: IncomingTransfer, action: ev.FetchOrder, later: Later) -> None:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks() | ev.ReadAhead():
                 incoming.source = incoming.source or self._peers.source_of(incoming.ref)
-                job = incoming.job(action, self._block_bytes)
+                if isinstance(action, ev.PullBlocks):
+                    job = incoming.pull_job(action, self._worker.side.layout.block_bytes)
+                else:
+                    job = incoming.ahead_job(action)
                 if job.is_here:  # it is verified, and reported, within the call
                     later.append(partial(self._ports.pull, job))
                 else:
@@ -93,7 +201,7 @@ class FetchEffects:
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
             case ev.ReportFailed():
                 if action.kind != NOT_NEEDED:
-                    self._counters.add("transfer_failures_total", kind=action.kind)
+                    self._worker.counters.add("transfer_failures_total", kind=action.kind)
                 self.events.append(Failed(incoming.key, action.kind, action.message))
             case ev.ReportDrained():
                 self.events.append(Drained(incoming.key))
@@ -102,11 +210,11 @@ class FetchEffects:
                     self._peers.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)
                 self._completions.add_received(incoming.key)
-        later.append(self._ports.wake_core)
+        later.append(self._worker.wake)
 
     def _read_again(self, incoming: IncomingTransfer, retry_step: RetryStep) -> None:
         failed = incoming.read_again(retry_step)
         if failed is not None:
             self._peers.mark_failed(incoming.ref, failed)
-        self._counters.add("transfer_pulled_again_total", rung=retry_step.value)
-        self._counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)
+        self._worker.counters.add("transfer_pulled_again_total", rung=retry_step.value)
+        self._worker.counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)

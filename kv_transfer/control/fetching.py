@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from msgspec.structs import replace
@@ -11,11 +10,9 @@ from msgspec.structs import replace
 from contract.errors import InternalError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
-from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
+from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts, PeerSources
 from kv_transfer.control.incoming_transfer import IncomingTransfer, gauges_of, quarantine_of
-from kv_transfer.control.peer_sources import PeerSources
 from kv_transfer.control.transfers import Transfers, TransferTable
-from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -23,18 +20,9 @@ from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.fetch_side import FetchState, advance_fetch
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.reads import Source
+from kv_transfer.settings import LocalWorker
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class FetchSettings:
-    """Settings of the receiver's side. reads_ahead: read layers of blocks before the blocks are announced, if offered."""
-
-    model_fingerprint: str
-    block_size: int
-    block_bytes: int
-    reads_ahead: bool = True
 
 
 class FetchTransfers(Transfers):
@@ -42,21 +30,18 @@ class FetchTransfers(Transfers):
 
     def __init__(
         self,
-        settings: FetchSettings,
+        worker: LocalWorker,
         ports: FetchPorts,
-        counters: Counters,
-        completions: Completions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
-        self._settings = settings
+        self._worker = worker
         self._ports = ports
         self._clock = clock
-        self._counters = counters
-        self._completions = completions
+        self._completions = worker.completions
         self._incoming: TransferTable[IncomingTransfer] = TransferTable()
         self._peers = PeerSources(ports.alternatives)
-        self._effects = FetchEffects(ports, settings.block_bytes, self._peers, counters, completions)
+        self._effects = FetchEffects(worker, ports, self._peers)
         self._failure: str | None = None
 
     def start_fetch(self, request: EngineRequest) -> None:
@@ -64,7 +49,7 @@ class FetchTransfers(Transfers):
         transfer = request.transfer
         if not isinstance(transfer, ReceiveTransfer):
             raise InternalError(f"request {request.key} has no transfer to receive")
-        seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
+        seeds = digest_seeds(request, self._worker.model_fingerprint, self._worker.side.layout.block_size)
         incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
@@ -143,7 +128,7 @@ class FetchTransfers(Transfers):
         """Make the next ``take_events`` raise, which ends the engine, and wake the core for it."""
         with self._acting():
             self._failure = self._failure or message
-            self._later.append(self._ports.wake_core)
+            self._later.append(self._worker.wake)
 
     def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
         """Process the data half's report about a posted job."""
@@ -172,7 +157,7 @@ class FetchTransfers(Transfers):
         with self._lock:
             self._peers.add(ref, self._ports.choose(session, on_chosen), session.terms)
         if session.terms is not None and not session.terms.plan.is_direct:
-            self._counters.add("transfer_converting_links_total")
+            self._worker.counters.add("transfer_converting_links_total")
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """Fail every fetch that still needs a peer whose link ended. Returns where the peer was read."""
@@ -196,7 +181,7 @@ class FetchTransfers(Transfers):
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
             incoming.use_terms(self._peers.terms_of(ref))
-            event = incoming.event_of(message, now, reads_ahead=self._settings.reads_ahead)
+            event = incoming.event_of(message, now, reads_ahead=self._worker.is_single_rank)
             if event is not None:
                 self._apply(incoming, event)
 
@@ -216,7 +201,7 @@ class FetchTransfers(Transfers):
             }
 
     def _drop(self, ref: PeerRef, message: msg.SenderMessage) -> None:
-        self._counters.add("transfer_stale_messages_total")
+        self._worker.counters.add("transfer_stale_messages_total")
         # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
         if not isinstance(message, msg.TransferFailed):
             self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))

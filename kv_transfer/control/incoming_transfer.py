@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from contract.errors import InternalError
 from contract.outputs import TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer
@@ -130,13 +132,38 @@ class IncomingTransfer:
         if self.announced is None and terms is not None:
             self.announced = AnnouncedBlocks.of(self.request, terms)
 
-    def job(self, action: ev.PullBlocks | ev.ReadAhead, block_bytes: int) -> PullJob:
-        """Return the job for a read, once ``source`` is known. block_bytes: of this worker's blocks."""
-        return (
-            self._pull_job(action, block_bytes)
-            if isinstance(action, ev.PullBlocks)
-            else self._ahead_job(action)
+    def pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
+        """Return the job that reads whole blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
+        end = pull.first_block + len(pull.block_ids)
+        blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
+        conversion: Conversion | None = None
+        if (announced := self.announced) is not None:
+            blocks = announced.sources_of(pull.first_block, end)
+            block_bytes = announced.plan.crossing_bytes
+            if not announced.plan.is_direct:
+                conversion = Conversion(announced.plan, pull.first_block, end, announced.num_tokens)
+        ahead = None if announced is not None else self._ahead_of(pull.first_block, end)
+        self.num_bytes += len(blocks.digests) * block_bytes
+        return replace(
+            self._job(blocks.first_block, blocks.end_block, pull.block_ids),
+            digests=blocks.digests,
+            seeds=blocks.seeds,
+            conversion=conversion,
+            others=blocks.others,
+            ahead=ahead,
+            is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
+
+    def ahead_job(self, action: ev.ReadAhead) -> PullJob:
+        """Return the job that reads a part of each block, once ``source`` is known."""
+        first = action.first_block
+        end = action.first_block + len(action.block_ids)
+        known = self._ahead_of(first, end)
+        if known is None:
+            known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
+            self.ahead.append(known)
+        part = BlockPart(action.start_byte, action.end_byte - action.start_byte)
+        return replace(self._job(first, end, action.block_ids), ahead=known, part=part)
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
@@ -156,63 +183,20 @@ class IncomingTransfer:
         # A grant that came ahead with the layers is repeated with the announcement.
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def _pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
-        end = pull.first_block + len(pull.block_ids)
-        blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
-        conversion: Conversion | None = None
-        if (announced := self.announced) is not None:
-            blocks = announced.sources_of(pull.first_block, end)
-            block_bytes = announced.plan.crossing_bytes
-            if not announced.plan.is_direct:
-                conversion = Conversion(announced.plan, pull.first_block, end, announced.num_tokens)
-        ahead = None if announced is not None else self._ahead_of(pull.first_block, end)
-        self.num_bytes += len(blocks.digests) * block_bytes
+    def _job(self, first_block: int, end_block: int, block_ids: tuple[int, ...]) -> PullJob:
+        if self.source is None:
+            raise InternalError(f"request {self.key} is read before its source is known")
         return PullJob(
             key=self.key,
-            source=self._known_source,
-            name=self._lease_name,
-            first_block=blocks.first_block,
-            block_ids=pull.block_ids,
-            digests=blocks.digests,
-            seeds=blocks.seeds,
-            read=self.read,
-            conversion=conversion,
-            grants=tuple(grants_within(self.grants, blocks.first_block, blocks.end_block)),
-            others=blocks.others,
-            ahead=ahead,
-            is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
-        )
-
-    def _ahead_job(self, action: ev.ReadAhead) -> PullJob:
-        first = action.first_block
-        end = action.first_block + len(action.block_ids)
-        known = self._ahead_of(first, end)
-        if known is None:
-            known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
-            self.ahead.append(known)
-        return PullJob(
-            key=self.key,
-            source=self._known_source,
-            name=self._lease_name,
-            first_block=first,
-            block_ids=action.block_ids,
+            source=self.source,
+            name=LeaseName(self.transfer_id, self.attempt, self.lease),
+            first_block=first_block,
+            block_ids=block_ids,
             digests=(),
             seeds=(),
             read=self.read,
-            grants=tuple(grants_within(self.grants, first, end)),
-            ahead=known,
-            part=BlockPart(action.start_byte, action.end_byte - action.start_byte),
+            grants=tuple(grants_within(self.grants, first_block, end_block)),
         )
-
-    @property
-    def _lease_name(self) -> LeaseName:
-        return LeaseName(self.transfer_id, self.attempt, self.lease)
-
-    @property
-    def _known_source(self) -> Source:
-        if self.source is None:
-            raise InternalError(f"request {self.key} is read before its source is known")
-        return self.source
 
     def _ahead_of(self, first_block: int, end_block: int) -> Ahead | None:
         covering = (

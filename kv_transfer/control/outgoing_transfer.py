@@ -13,6 +13,7 @@ from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
 from kv_transfer.protocol.send_side import Send, SendState
+from kv_transfer.settings import LocalWorker
 
 TransferKey = tuple[str, int]
 """The transfer id and the attempt, by which the receiver's messages name a transfer."""
@@ -83,19 +84,21 @@ class OutgoingTransfer:
         num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
         self.num_requested = max(self.num_requested, num_blocks)
 
-    def order(self, num_parts: int, *, announces_end: bool) -> PublishOrder:
-        """Return the order for the blocks that wait for one. The arguments apply to the prompt's last range.
+    def order(self, worker: LocalWorker) -> PublishOrder:
+        """Return the order for the blocks that wait for one.
 
-        Only that one is split into parts: its receiver waits for it, while others are read during later steps.
+        Only the prompt's last range is split into parts: its receiver waits for it, while others are read during later
+        steps.
         """
         if self.key is None:
             raise InternalError(f"transfer {self.transfer_id} is ordered before it is open")
         first = self.send.num_ordered
         blocks = self.block_ids[first : self.num_requested]
         seeds = self.seeds[first : self.num_requested]
-        is_last = self.num_requested == self.send.num_blocks
-        num_parts = num_parts if is_last else 1
-        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, is_last and announces_end)
+        is_last = worker.is_single_rank and self.num_requested == self.send.num_blocks
+        is_split = is_last and len(blocks) >= worker.settings.min_split_blocks
+        num_parts = worker.settings.num_layer_groups if is_split else 1
+        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, announces_end=is_last)
 
     def note_range(self, ready: ev.BlockRange) -> None:
         """Keep a range's grants, and the digests of the ranks from 1 on."""

@@ -12,7 +12,6 @@ from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of, num_parked
 from kv_transfer.control.transfers import Transfers, TransferTable
-from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -20,29 +19,7 @@ from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.protocol.send_side import Send, SendState, advance_send
-
-
-@dataclass(frozen=True)
-class SendSettings:
-    """Settings of the sender's side.
-
-    max_parked: fetches of one peer that may wait for transfers that are not open yet. num_layer_groups: in how many parts
-    a prompt's last range is made readable, if it has at least ``min_split_blocks``. estimates_ends: send receivers
-    estimates of when their transfers will be complete.
-    """
-
-    model_fingerprint: str
-    block_size: int
-    lease_seconds: float
-    parked_seconds: float
-    max_parked: int = 1024
-    num_layer_groups: int = 1
-    min_split_blocks: int = 8
-    estimates_ends: bool = True
-
-    def num_parts(self, num_blocks: int) -> int:
-        """Return in how many parts a last range of so many blocks is made readable."""
-        return self.num_layer_groups if num_blocks >= self.min_split_blocks else 1
+from kv_transfer.settings import LocalWorker
 
 
 @dataclass(frozen=True)
@@ -51,7 +28,6 @@ class SendPorts:
 
     post: Callable[[PeerRef, msg.Message], None]
     release: Callable[[LeaseName], None]
-    wake_core: Callable[[], None]
     look_by: Callable[[float | None], None]
 
 
@@ -60,30 +36,28 @@ class SendTransfers(Transfers):
 
     def __init__(
         self,
-        settings: SendSettings,
+        worker: LocalWorker,
         ports: SendPorts,
-        counters: Counters,
-        completions: Completions,
         clock: Callable[[], float] = time.monotonic,
         new_lease: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         super().__init__()
-        self._settings = settings
+        self._worker = worker
         self._ports = ports
         self._clock = clock
         self._new_lease = new_lease
-        self._counters = counters
-        self._completions = completions
+        self._completions = worker.completions
+        self._block_size = worker.side.layout.block_size
         self._outgoing: TransferTable[OutgoingTransfer] = TransferTable()
         self._history = AttemptHistory()
-        counters.add("leases_expired_total", 0)
+        worker.counters.add("leases_expired_total", 0)
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """See ``SenderConnector``."""
         transfer = request.transfer
         if not isinstance(transfer, SendTransfer):
             raise InternalError(f"request {request.key} has no transfer to send")
-        seeds = digest_seeds(request, self._settings.model_fingerprint, self._settings.block_size)
+        seeds = digest_seeds(request, self._worker.model_fingerprint, self._block_size)
         if len(seeds) != len(block_ids):
             raise InternalError(
                 f"{len(block_ids)} blocks are lent for {request.key}; its prompt has {len(seeds)}"
@@ -94,20 +68,20 @@ class SendTransfers(Transfers):
             if self._outgoing.get(request.key) or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is already open")
             if outgoing is None:
-                lease_seconds = self._settings.lease_seconds
+                lease_seconds = self._worker.settings.lease_seconds
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
                 self._apply(outgoing, ev.SendOpened(len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
-            outgoing.request_blocks(num_cached_tokens, self._settings.block_size)
+            outgoing.request_blocks(num_cached_tokens, self._block_size)
             self._outgoing.add(outgoing)
             self._history.begin(wire_key)
 
     def publish(self, key: str, num_computed_tokens: int) -> None:
         """See ``SenderConnector``."""
         with self._acting():
-            self._outgoing.find(key).request_blocks(num_computed_tokens, self._settings.block_size)
+            self._outgoing.find(key).request_blocks(num_computed_tokens, self._block_size)
 
     def finish_send(self, key: str, first_tokens: list[FirstToken]) -> None:
         """See ``SenderConnector``."""
@@ -129,8 +103,7 @@ class SendTransfers(Transfers):
         with self._acting():
             for outgoing in self._outgoing:
                 if outgoing.num_to_order:
-                    num_parts = self._settings.num_parts(outgoing.num_to_order)
-                    orders.append(outgoing.order(num_parts, announces_end=self._settings.estimates_ends))
+                    orders.append(outgoing.order(self._worker))
                     self._apply(outgoing, ev.Ordered(outgoing.num_requested))
         return orders
 
@@ -149,7 +122,7 @@ class SendTransfers(Transfers):
                 outgoing.note_layers(event)
             self._apply(outgoing, event)
 
-    def announce_end(self, key: str, seconds: float) -> None:
+    def end_expected(self, key: str, seconds: float) -> None:
         """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
         with self._acting():
             outgoing = self._outgoing.find(key)
@@ -212,7 +185,7 @@ class SendTransfers(Transfers):
             return [outgoing.debug_state(now) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
-        settings = self._settings
+        settings = self._worker.settings
         deadline = now + settings.parked_seconds
         parked = OutgoingTransfer.parked(peer, message, settings.lease_seconds, now, deadline)
         if num_parked(self._outgoing, peer) >= settings.max_parked:
@@ -231,7 +204,7 @@ class SendTransfers(Transfers):
         before = outgoing.send.state
         outgoing.send, actions = advance_send(outgoing.send, event)
         if outgoing.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
-            self._counters.add("leases_expired_total")
+            self._worker.counters.add("leases_expired_total")
         for action in actions:
             self._perform(outgoing, action)
         if outgoing.send.is_done:
@@ -246,7 +219,7 @@ class SendTransfers(Transfers):
             case ev.ReportSent():
                 if outgoing.key is not None:
                     self._completions.add_sent(outgoing.key)
-                    self._later.append(self._ports.wake_core)
+                    self._later.append(self._worker.wake)
             case ev.Refuse():
                 self._post(action.peer, outgoing.message_of(action))
             case _ if outgoing.send.peer is not None:

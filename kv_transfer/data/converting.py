@@ -19,7 +19,6 @@ from kv_transfer.protocol.plan import TransferPlan
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_STAGING_BYTES = 16 * 2**20
 _IN_USE = "transfer_staging_bytes"
 _HEADS = 2
 """Axes of one block."""

@@ -13,13 +13,14 @@ from typing import Any
 from contract.errors import ErrorKind, KvbatonError
 from engine.connector import KVMemory, LayerWatch
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.data.converting import DEFAULT_STAGING_BYTES, Converter
+from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
 from kv_transfer.data.reading import BlockReader, DigestViews
 from kv_transfer.data.threads import DataReports, DataThread, PullThreads
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
+from kv_transfer.settings import DEFAULT_STAGING_BYTES
 from kv_transfer.transports.block_views import is_flat, write_views
 from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import ReceiverTransport

@@ -1,61 +1,51 @@
-"""The data half of one rank with the transports of its own; in the core's process, or in the rank's."""
+"""The data half of one rank with the transports of its own; in the core's process, or in the rank's (``RankHalf``)."""
 
-from collections.abc import Callable, Sequence
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
+from socket import socket
+from typing import Any
 
 import msgspec
 
-from contract.errors import InternalError, SettingError
-from engine.connector import RanksConnector, SingleRankConnector
+from contract.errors import InternalError, KvbatonError, SettingError
+from engine.connector import KVMemory
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.threads import DataReports
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.orders import CommitJob, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, rank_boot_id
+from kv_transfer.ranks import rank_messages as messages
+from kv_transfer.ranks.rank_messages import RankSocket
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transports
 from kv_transfer.transports.senders import Senders
 from kv_transfer.transports.transport import Probing, ReceiverTransport, TransportContext
 
+logger = logging.getLogger(__name__)
 
-class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The parameters of one rank's transports; see ``TransferSettings``. boot_id: of this rank's transports."""
+
+class RankSettings(TransferSettings):
+    """The settings of one rank's transports; the data port and the boot id are this rank's."""
 
     rank: int
     num_ranks: int
-    boot_id: str
-    host: str
-    advertise_host: str | None
-    data_port: int
-    transport: str
-    read_timeout_seconds: float
-    max_staging_bytes: int
-    shm_dir: str | None
 
-    @classmethod
-    def of(cls, settings: TransferSettings, rank: int, num_ranks: int) -> "RankSettings":
-        """Return a rank's part of a worker's settings. A fixed data port is rank 0's; the others follow it."""
-        return cls(
-            rank=rank,
-            num_ranks=num_ranks,
-            boot_id=rank_boot_id(settings.boot_id, rank, num_ranks),
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            data_port=settings.data_port and settings.data_port + rank,
-            transport=settings.transport_name,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            max_staging_bytes=settings.max_staging_bytes,
-            shm_dir=None if settings.shm_dir is None else str(settings.shm_dir),
-        )
+    def encoded(self) -> bytes:
+        """Return the settings for the rank's process; it has neither a hub nor a wrapped receiver."""
+        return self.model_dump_json(exclude={"local", "decorate"}).encode()
 
 
 def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettings]:
     """Return each rank's settings.
 
-    Raises SettingError for what cannot be sent to another process, and for a data port with too few ports behind it.
+    A fixed data port is rank 0's; the others follow it. Raises SettingError for what cannot be sent to another process,
+    and for a data port with too few ports behind it.
     """
     for name in ("local", "decorate"):
         if num_ranks > 1 and getattr(settings, name) is not None:
@@ -67,23 +57,23 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
             f" it must be {65536 - num_ranks} or less",
             param="data_port",
         )
-    return [RankSettings.of(settings, rank, num_ranks) for rank in range(num_ranks)]
+    shared = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
+    each_rank = []
+    for rank in range(num_ranks):
+        boot_id = rank_boot_id(settings.boot_id, rank, num_ranks)
+        data_port = settings.data_port and settings.data_port + rank
+        own = {"rank": rank, "boot_id": boot_id, "data_port": data_port}
+        each_rank.append(RankSettings(**(shared | own)))
+    return each_rank
 
 
 class RankData:
     """A ``DataHalf``, with what it lends and reads over. Its transports' ports are open when the constructor returns.
 
-    decorate: see ``TransferSettings``. Raises SettingError, and OSError when a port cannot be bound.
+    Raises SettingError, and OSError when a port cannot be bound.
     """
 
-    def __init__(
-        self,
-        settings: RankSettings,
-        counters: Counters,
-        completions: Completions,
-        local: LocalHub | None = None,
-        decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None,
-    ) -> None:
+    def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
         context = TransportContext(
             host=settings.host,
@@ -93,11 +83,11 @@ class RankData:
             read_timeout_seconds=settings.read_timeout_seconds,
             sessions=self.sessions,
             on_idle=self._on_idle,
-            local=local,
-            shm_dir=None if settings.shm_dir is None else Path(settings.shm_dir),
+            local=settings.local,
+            shm_dir=settings.shm_dir,
             on_thread_failed=self._on_thread_failed,
         )
-        senders, receivers = open_transports(settings.transport, context)
+        senders, receivers = open_transports(settings.transport_name, context)
         self._senders = Senders(senders)
         self.release = self._senders.release
         self.offers = self._senders.offers
@@ -106,7 +96,7 @@ class RankData:
             for name, receiver in receivers.items()
         }
         self.chooser = Chooser(self._readers, counters)
-        receiver = self.chooser if decorate is None else decorate(self.chooser)
+        receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
         self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
         self.chooser.attach(self.half.post_pull)
 
@@ -114,11 +104,6 @@ class RankData:
         """Set the receiver of the reports; called once, before ``half.start``."""
         self._reports = reports
         self.half.attach(self._senders, reports)
-
-    def connector(self, serve: Callable[[], None]) -> RanksConnector:
-        """Return the executor's side, for a worker of one rank. serve: begins to serve peers; called at once."""
-        serve()
-        return SingleRankConnector(self.half)
 
     def readers(self) -> list[str]:
         """Return the transports that can be read over, best first."""
@@ -181,3 +166,162 @@ class RankReader:
 def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:
     """Return the peer's ranks that hold heads of ours: equal runs on both sides (``TransferPlan.ranks_of``)."""
     return range(rank * num_theirs // num_ranks, ((rank + 1) * num_theirs - 1) // num_ranks + 1)
+
+
+def open_rank_half(settings: bytes, sock: socket) -> "RankHalf":
+    """Open a rank's half of a connector whose control half has the other end of ``sock``. Owns ``sock``.
+
+    settings: ``RankSettings.encoded``. Raises SettingError, and OSError when a port cannot be bound.
+    """
+    with ExitStack() as undo:
+        undo.callback(sock.close)
+        half = RankHalf(RankSettings.model_validate_json(settings), sock)
+        undo.pop_all()
+    return half
+
+
+class RankHalf:
+    """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys."""
+
+    def __init__(self, settings: RankSettings, sock: socket) -> None:
+        self._socket = RankSocket(sock)
+        self._counters = Counters()
+        self._data = RankData(settings, self._counters, Completions())
+        self._data.attach(self)
+        self._lock = threading.Lock()
+        self._reads: dict[str, Read] = {}
+        self._probes: dict[str, threading.Thread] = {}
+        self._thread = threading.Thread(target=self._receive, name="kv-rank", daemon=True)
+
+    def start(self, memory: KVMemory) -> None:
+        """See RankConnector."""
+        self._data.half.start(memory)
+        self._report_counters()
+        data = self._data
+        self._socket.send(messages.Opened(data.offers(), data.readers(), data.probing()))
+        self._thread.start()
+
+    def watch_layers(self, metadata: Any) -> None:
+        """See RankConnector: an engine of several ranks lends blocks when they are whole."""
+
+    def execute(self, metadata: Any) -> None:
+        """See RankConnector; ``metadata`` is a ``TransferMetadata`` as plain data, as it comes from another process."""
+        self._data.half.execute(msgspec.convert(metadata, TransferMetadata))
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Return nothing: requests are finished where all ranks' reports are aggregated."""
+        return set(), set()
+
+    def close(self) -> None:
+        """See RankConnector."""
+        with self._lock:
+            reads = list(self._reads.values())
+            probes = list(self._probes.values())
+        for read in reads:
+            read.stop()
+        self._data.half.close()
+        for probe in probes:
+            probe.join()
+        self._socket.shut_down()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
+
+    def send_event(self, key: str, event: ev.SendEvent) -> None:
+        """See DataReports."""
+        if isinstance(event, (ev.BlockRange, ev.RangeFailed)):
+            self._socket.send(messages.RangeReport(key, event))
+
+    def end_expected(self, key: str, seconds: float) -> None:
+        """See DataReports: an engine of several ranks does not estimate ends."""
+
+    def fetch_event(self, key: str, event: ev.FetchEvent) -> None:
+        """See DataReports."""
+        if not isinstance(event, messages.JobEvent):
+            raise InternalError(f"a job of several ranks cannot report {type(event).__name__}")
+        if not isinstance(event, ev.PieceLanded):
+            self._end_read(key)
+            self._report_counters()
+        self._socket.send(messages.JobReport(key, event))
+
+    def lease_idle(self, name: LeaseName) -> None:
+        """See DataReports."""
+        self._socket.send(messages.LeaseIdle(name))
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """See DataReports."""
+        logger.critical("thread %s has ended by a bug; this worker must end", thread, exc_info=error)
+        self._socket.send(messages.ThreadFailed(thread, repr(error)))
+
+    def _receive(self) -> None:
+        try:
+            for message in self._socket.messages():
+                self._on_message(message)
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must learn of its end
+            self.thread_failed(self._thread.name, error)
+
+    def _on_message(self, message: messages.ToRank) -> None:
+        match message:
+            case PullJob():
+                self._begin_read(message.key, message.read)
+                self._data.half.post_pull(message)
+            case CommitJob():
+                self._begin_read(message.key, message.read)
+                self._data.half.post_commit(message)
+            case messages.Stop(key):
+                self._stop(key)
+            case messages.Forget(source):
+                self._data.half.leave(source)
+            case messages.Release(name):
+                self._data.release(name)
+            case messages.BeginSession(token):
+                self._data.sessions.begin(token)
+                self._socket.send(messages.Answer(token))
+            case messages.EndSession(token):
+                self._data.sessions.end(token)
+            case messages.RequestProgress():
+                self._socket.send(messages.Progress(self._data.half.progress()))
+            case messages.Probe():
+                self._start_probe(message)
+
+    def _begin_read(self, key: str, read: Read) -> None:
+        with self._lock:
+            self._reads[key] = read
+
+    def _stop(self, key: str) -> None:
+        with self._lock:
+            read = self._reads.get(key)
+        if read is not None:
+            read.stop()
+
+    def _end_read(self, key: str) -> None:
+        with self._lock:
+            self._reads.pop(key, None)
+            self._probes.pop(key, None)
+
+    def _start_probe(self, probe: messages.Probe) -> None:
+        """Probe in a thread of its own, because this one must go on to receive."""
+        read = Read()
+        self._begin_read(probe.key, read)
+        name = f"kv-try-{probe.source.worker_id}"
+        thread = threading.Thread(target=self._probe, args=(probe, read), name=name, daemon=True)
+        with self._lock:
+            thread.start()  # it needs the lock to end
+            self._probes[probe.key] = thread
+
+    def _probe(self, probe: messages.Probe, read: Read) -> None:
+        source = probe.source
+        error: str | None = None
+        try:
+            self._data.probe(source, read)
+        except KvbatonError as failure:
+            error = failure.message
+        except Exception as failure:  # the boundary of a probe: the peer is read over something else
+            logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
+            error = repr(failure)
+        self._end_read(probe.key)
+        self._socket.send(messages.Answer(probe.key, error))
+
+    def _report_counters(self) -> None:
+        if added := self._counters.take():
+            self._socket.send(messages.Counted(added))

@@ -9,7 +9,6 @@ from functools import partial
 from socket import socket
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from contract.errors import InternalError, SettingError
@@ -19,16 +18,21 @@ from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob
-from kv_transfer.protocol.reads import LeaseName, Source
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, has_failed
-from kv_transfer.ranks.probes import RankQuestions, RankReceiver
+from kv_transfer.ranks.aggregation import (
+    JobAggregator,
+    RangeAggregator,
+    RankProgress,
+    RankQuestions,
+    has_failed,
+)
 from kv_transfer.ranks.rank_data import RankSettings
-from kv_transfer.ranks.rank_sockets import RankSockets
+from kv_transfer.ranks.rank_messages import RankSockets
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.senders import IdleTogether
 
-_OPENER = "kv_transfer.ranks.rank_half:open_rank_half"
+_OPENER = "kv_transfer.ranks.rank_data:open_rank_half"
 _OPEN_SECONDS = 30.0
 
 
@@ -81,7 +85,7 @@ class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
     A job that fails on one rank is stopped on the others, and ends when it is terminal on all: until then its blocks
-    stay quarantined. sessions: see ``SessionBook``.
+    stay quarantined. sessions: the tokens by which peers with a control link may read.
     """
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
@@ -217,6 +221,27 @@ class RankDataGroup:
             self._reports.fetch_event(*outcome)
 
 
+class RankReceiver:
+    """A transport over which the ranks read; the chooser has it in place of a receiver.
+
+    forget, probe: see ReceiverTransport and Probing; without ``probe`` the transport is chosen untried.
+    """
+
+    def __init__(
+        self, forget: Callable[[Source], None], probe: Callable[[Source, Read], None] | None = None
+    ) -> None:
+        self.forget = forget
+        if probe is not None:
+            self.probe = probe
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Raise InternalError: jobs are sent to the ranks."""
+        raise InternalError(f"blocks of worker {source.worker_id} are read by the ranks")
+
+    def close(self) -> None:
+        """Do nothing: the ranks close what they have opened."""
+
+
 class MultiRankConnector:
     """Fulfils ``RanksConnector`` for several ranks. serve: begins to serve peers, once every rank has opened its half."""
 
@@ -243,7 +268,7 @@ class MultiRankConnector:
     def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
         """See RanksConnector."""
         self._group.connect(sockets)
-        encoded = [msgspec.msgpack.encode(each) for each in self._settings]
+        encoded = [each.encoded() for each in self._settings]
         return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
 
     def begin(self) -> None:

@@ -129,7 +129,7 @@ class Sessions:
         self._on_end.append(on_end)
 
     def begin(self, token: str, then: Callable[[], None] = lambda: None) -> bool:
-        """Accept the peer of this session from now on. Returns True, and ``then`` is not called (see ``SessionBook``)."""
+        """Accept the peer of this session from now on. Returns True, and ``then`` is not called (see ``RankQuestions``)."""
         with self._lock:
             self._tokens[session_name(token)] = token
         return True

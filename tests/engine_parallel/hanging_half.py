@@ -11,8 +11,7 @@ import msgspec
 from contract.layout import Side
 from engine.connector import ConnectorPair, KVMemory, RankConnectorPlan, RanksConnector
 from kv_transfer.connector import TransferFactory
-from kv_transfer.ranks.rank_data import RankSettings
-from kv_transfer.ranks.rank_half import RankHalf
+from kv_transfer.ranks.rank_data import RankHalf, RankSettings
 from tests.engine_parallel.echoing_half import EchoingHalf, EchoingRanks
 
 HANGING_RANK = 1
@@ -67,7 +66,7 @@ class StuckHalf(RankHalf):
     """A half whose data thread hangs on one rank at the first block that it publishes."""
 
     def __init__(self, settings: bytes, sock: socket.socket) -> None:
-        ours = msgspec.msgpack.decode(settings, type=RankSettings)
+        ours = RankSettings.model_validate_json(settings)
         self._hangs = ours.rank == HANGING_RANK
         super().__init__(ours, sock)
 

@@ -11,7 +11,7 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
-from kv_transfer.settings import TransferSettings
+from kv_transfer.settings import LocalWorker, TransferSettings
 from kv_transfer.transports.local import LocalHub
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
@@ -34,6 +34,11 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
     if "local" in changes:
         del defaults["transport"]
     return TransferSettings(**{**defaults, **changes})
+
+
+def local_worker(layout: KVLayout = LAYOUT, **changes: Any) -> LocalWorker:
+    """Return what one side of the control half gets of its worker."""
+    return LocalWorker(settings_for("w", Role.PREFILL, **changes), Side(layout), MODEL, lambda: None)
 
 
 def block_content(transfer_id: str, index: int) -> bytes:

@@ -12,7 +12,7 @@ from engine.connector import ConnectorPair, KVMemory, RanksConnector, SingleRank
 from kv_transfer.connector import TransferFactory
 from kv_transfer.links.framing import FrameBuffer
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.ranks.rank_half import RankHalf
+from kv_transfer.ranks.rank_data import RankHalf
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver

@@ -14,7 +14,7 @@ from contract.identity import Role
 from contract.layout import Side
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.connector import create_connector
+from kv_transfer.connector import TransferFactory
 from tests.kv_transfer.builders import LAYOUT, MODEL, block_content, request_of, settings_for
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
@@ -27,7 +27,7 @@ def say(**words: Any) -> None:
 def main() -> None:
     settings = settings_for("p", Role.PREFILL, peer_timeout_seconds=float(sys.argv[1]), transport=sys.argv[2])
     driver = TransferDriver(ByteMemory(LAYOUT, 64))
-    driver.attach(create_connector(settings, Side(LAYOUT), MODEL, driver.wake))
+    driver.attach(TransferFactory(settings)(Side(LAYOUT), MODEL, driver.wake))
     say(address=driver.address, boot_id=settings.boot_id, torch="torch" in sys.modules)
     request: EngineRequest | None = None
     for line in sys.stdin:

@@ -16,9 +16,9 @@ from contract.layout import KVLayout
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings, FetchTransfers
-from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
-from kv_transfer.counters import Completions, Counters
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -28,7 +28,7 @@ from kv_transfer.protocol.orders import CommitJob, PublishOrder, PullJob
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.leases import LeaseBook
-from tests.kv_transfer.builders import MODEL, block_content, request_of
+from tests.kv_transfer.builders import block_content, local_worker, request_of
 from tests.kv_transfer.fakes import ByteMemory
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=1, block_size=2, dtype="float32")
@@ -90,13 +90,12 @@ class Lender:
         self.opened: set[tuple[int, int]] = set()
         self.newest: dict[str, int] = {}
         self.num_sent = 0
-        self.completions = Completions()
+        worker = local_worker(LAYOUT, lease_seconds=LEASE_SECONDS, parked_seconds=LEASE_SECONDS, max_parked=2)
+        self.completions = worker.completions
         self.book = LeaseBook(self._idle)
         self.sends = SendTransfers(
-            SendSettings(MODEL, LAYOUT.block_size, LEASE_SECONDS, LEASE_SECONDS, max_parked=2),
-            SendPorts(self._post, self.book.revoke, lambda: None, lambda _: None),
-            Counters(),
-            self.completions,
+            worker,
+            SendPorts(self._post, self.book.revoke, lambda _: None),
             clock,
         )
 
@@ -196,20 +195,18 @@ class Fetcher:
         self._numbers = count()
         self.num_reads: Counter[tuple[str, int]] = Counter()
         self.alternatives = Alternatives(Counters())
-        self.completions = Completions()
+        worker = local_worker(LAYOUT)
+        self.completions = worker.completions
         self.fetches = FetchTransfers(
-            FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
+            worker,
             FetchPorts(
                 self._dial,
                 self._post,
                 self._pull,
                 self.commits.append,
-                lambda: None,
                 self._choose,
                 self.alternatives,
             ),
-            Counters(),
-            self.completions,
             clock,
         )
 

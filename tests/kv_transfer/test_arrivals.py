@@ -7,13 +7,12 @@ import pytest
 
 from contract.errors import TransferError
 from contract.requests import SendTransfer
-from kv_transfer.control.arrival_estimates import ArrivalEstimates
-from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
-from kv_transfer.counters import Completions, Counters
-from kv_transfer.data.completion_estimator import CompletionEstimator
+from kv_transfer.control.fetch_effects import ArrivalEstimates
+from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.data.publishing import CompletionEstimator
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
-from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, hand_over, pair_of, prompt_of, request_of
+from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, local_worker, pair_of, prompt_of, request_of
 from tests.kv_transfer.fakes import ByteMemory
 
 NUM_LAYERS = 16
@@ -117,18 +116,16 @@ def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> N
     ports = SendPorts(
         lambda ref, message: posted.append((ref, message)),
         release=lambda _name: None,
-        wake_core=lambda: None,
         look_by=lambda _deadline: None,
     )
-    settings = SendSettings(MODEL, LAYOUT.block_size, 9.0, 9.0)
-    transfers = SendTransfers(settings, ports, Counters(), Completions(), new_lease=lambda: "lease")
+    transfers = SendTransfers(local_worker(), ports, new_lease=lambda: "lease")
     request = request_of("r", prompt_of(2), SendTransfer("t"))
     transfers.open_send(request, [1, 2], 0)
-    transfers.announce_end(request.key, 0.7)
+    transfers.end_expected(request.key, 0.7)
     transfers.on_fetch("boot", FetchBlocks("t", 0))
-    transfers.announce_end(request.key, 0.5)
+    transfers.end_expected(request.key, 0.5)
     transfers.on_peer_gone("boot", "gone")
-    transfers.announce_end(request.key, 0.1)
+    transfers.end_expected(request.key, 0.1)
     assert posted == [(PeerRef("boot", is_dialed=False), EndExpected("t", 0, "lease", 0.5))]
 
 

@@ -8,8 +8,8 @@ import pytest
 from contract.errors import TransferError
 from contract.requests import ReceiveTransfer
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings, FetchTransfers
-from kv_transfer.counters import Completions, Counters
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.counters import Counters
 from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -24,11 +24,11 @@ from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
-    MODEL,
     TOKENS,
     Pair,
     Sides,
     block_content,
+    local_worker,
     pair_of,
     prompt_of,
     request_of,
@@ -246,10 +246,8 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
         return Source(session.worker_id, session.boot_id, "there", session.token, "tcp")
 
     transfers = FetchTransfers(
-        FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
-        FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, Alternatives(Counters())),
-        Counters(),
-        Completions(),
+        local_worker(),
+        FetchPorts(ignore, ignore, jobs.append, ignore, choose, Alternatives(Counters())),
     )
     fetch = request_of("r", prompt_of(2), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
     ref = PeerRef("b", is_dialed=True)

@@ -9,9 +9,8 @@ import pytest
 from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
+from kv_transfer.control.sending import SendPorts, SendTransfers
 from kv_transfer.control.transfers import Transfers
-from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -20,7 +19,16 @@ from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.receiver import TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpSender
 from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.builders import LAYOUT, MODEL, TOKENS, Pair, Sides, pair_of, prompt_of, request_of
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    TOKENS,
+    Pair,
+    Sides,
+    local_worker,
+    pair_of,
+    prompt_of,
+    request_of,
+)
 from tests.kv_transfer.fakes import ByteMemory, GatedMemory
 
 WAIT = 30.0
@@ -36,10 +44,8 @@ class LendingTransfers:
         self.said: list[msg.Message] = []
         self.released: list[LeaseName] = []
         self.transfers = SendTransfers(
-            SendSettings(MODEL, LAYOUT.block_size, 30.0, 30.0, max_parked),
-            SendPorts(self._post, self.released.append, lambda: None, lambda _: None),
-            Counters(),
-            Completions(),
+            local_worker(max_parked=max_parked),
+            SendPorts(self._post, self.released.append, lambda _: None),
             lambda: self.now,
         )
 

@@ -10,8 +10,8 @@ from contract.layout import KVLayout
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings, FetchTransfers
-from kv_transfer.counters import Completions, Counters
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -20,7 +20,7 @@ from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Sessi
 from kv_transfer.protocol.reads import Source
 from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from kv_transfer.transports.choosing import Alternatives
-from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
+from tests.kv_transfer.builders import LAYOUT, MODEL, local_worker, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
 from tests.kv_transfer.test_lease_under_fault import LendingTransfers
 
@@ -37,10 +37,8 @@ def fetching() -> FetchTransfers:
         return
 
     return FetchTransfers(
-        FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
-        FetchPorts(ignore, ignore, ignore, ignore, ignore, choose, Alternatives(Counters())),
-        Counters(),
-        Completions(),
+        local_worker(),
+        FetchPorts(ignore, ignore, ignore, ignore, choose, Alternatives(Counters())),
         lambda: 0.0,
     )
 

@@ -8,8 +8,8 @@ import pytest
 from contract.errors import TransferError, WorkerLostError
 from contract.requests import ReceiveTransfer
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings, FetchTransfers
-from kv_transfer.counters import Completions, Counters
+from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.handshake import Session
@@ -19,12 +19,11 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseErro
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
-    LAYOUT,
-    MODEL,
     TOKENS,
     Pair,
     Sides,
     hand_over,
+    local_worker,
     pair_of,
     prompt_of,
     request_of,
@@ -180,10 +179,8 @@ def test_a_read_that_fails_before_its_transport_is_settled_leaves_the_link_as_it
         return
 
     transfers = FetchTransfers(
-        FetchSettings(MODEL, LAYOUT.block_size, LAYOUT.block_bytes),
-        FetchPorts(ignore, ignore, jobs.append, ignore, ignore, choose, alternatives),
-        Counters(),
-        Completions(),
+        local_worker(),
+        FetchPorts(ignore, ignore, jobs.append, ignore, choose, alternatives),
     )
     fetch = request_of("r", prompt_of(1), ReceiveTransfer("t", "p", "b", "127.0.0.1:1"))
     transfers.start_fetch(fetch)

@@ -22,7 +22,7 @@ from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import RankProgress
-from kv_transfer.ranks.rank_data import rank_settings
+from kv_transfer.ranks.rank_data import RankSettings, rank_settings
 from kv_transfer.ranks.rank_data_group import RankDataGroup
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.played_ranks import PlayedRank
@@ -291,6 +291,8 @@ def test_ports_and_boot_ids_of_ranks() -> None:
     settings = settings_for("p", Role.PREFILL, data_port=5000, boot_id="b")
     each = rank_settings(settings, 2)
     assert [(one.data_port, one.boot_id) for one in each] == [(5000, "b.0"), (5001, "b.1")]
+    assert RankSettings.model_validate_json(each[1].encoded()) == each[1]
+    assert settings.secret.encode() not in each[1].encoded()
     assert rank_settings(settings_for("p", Role.PREFILL), 2)[1].data_port == 0
     assert (rank_boot_id("b", 0, 1), SOURCE.of_rank(1).boot_id) == ("b", "boot.1")
 

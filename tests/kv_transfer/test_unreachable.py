@@ -19,7 +19,7 @@ from contract.errors import (
 )
 from contract.identity import Role
 from engine.connector import FirstToken
-from kv_transfer.control.control_half import ControlHalf
+from kv_transfer.connector import ControlHalf
 from kv_transfer.links.link import PeerRef
 from serving.errors import grpc_code, http_status, retry_after_seconds
 from tests.kv_transfer.builders import Pair, hand_over, pair_of, prompt_of, settings_for, worker

@@ -4,7 +4,6 @@ from contract.errors import ErrorKind
 from engine.scheduling.finish import Finish
 from engine.scheduling.status import RequestStatus
 from kv_transfer.control.fetch_effects import FetchPorts
-from kv_transfer.control.fetching import FetchSettings
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -14,10 +13,9 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Alternatives
-from tests.protocol.engine_side import Connector, Content, EngineSide, no_time
+from tests.protocol.engine_side import LAYOUT, Connector, Content, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
-from tests.protocol.prefill_side import BLOCK_BYTES
-from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
+from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
 CORRUPT: Content = (-1,)
@@ -72,18 +70,15 @@ class DecodeSide(EngineSide):
         self.severed: set[str] = set()
         self.commits: list[Committing] = []
         self.transfers = scenario.rules.fetch_transfers(
-            FetchSettings(MODEL, BLOCK_SIZE, BLOCK_BYTES),
+            self.make_worker(),
             FetchPorts(
                 dial=lambda target, message: sink.ask("dial", target.boot_id, frame_of(message)),
                 post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
                 pull=lambda job: sink.ask("pull", job),
                 commit=lambda job: sink.ask("commit", job),
-                wake_core=lambda: None,
                 choose=lambda session, _told: _sources_of(session.boot_id, 1)[0],
                 alternatives=Alternatives(Counters()),
             ),
-            Counters(),
-            self.completions,
             no_time,
         )
         connector = Connector(None, self.transfers)
@@ -231,7 +226,7 @@ class DecodeSide(EngineSide):
         self.lanes = {peer: lane for peer, lane in sorted(self.lanes.items()) if lane}
         for incoming in self.transfers._incoming:
             self.sink.climbed.add(incoming.fetch.retry_steps)
-            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * BLOCK_BYTES:
+            if incoming.num_bytes > (1 + len(RetryStep)) * incoming.fetch.num_blocks * LAYOUT.block_bytes:
                 raise LawBrokenError(f"{self.boot}: what {incoming.key} lacks is read again and again")
 
     def what_is_held(self) -> list[str]:

@@ -3,6 +3,8 @@
 from typing import Any, cast
 
 from contract.errors import KvbatonError
+from contract.identity import Role
+from contract.layout import KVLayout, Side
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -13,10 +15,13 @@ from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendTransfers
 from kv_transfer.counters import Completions
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
+from kv_transfer.settings import LocalWorker, TransferSettings
 from tests.protocol.scenario import BLOCK_SIZE, MODEL, VOCABULARY, Scenario, asked_of, content_of_hashes
 from tests.protocol.sink import LawBrokenError, Sink
 
 Content = tuple[int, ...]
+LEASE_SECONDS = 10.0
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="bfloat16")
 
 
 def no_time() -> float:
@@ -73,6 +78,20 @@ class EngineSide:
         self.pool = BlockPool(num_blocks + 1, BLOCK_SIZE, enable_prefix_caching=scenario.caches_prefixes)
         self.completions = Completions()
         self.contents: dict[int, Content] = {}
+
+    def make_worker(self, **changes: Any) -> LocalWorker:
+        """Return what production's transfers get of their worker."""
+        settings = TransferSettings(
+            worker_id="w",
+            boot_id=self.boot,
+            role=Role.PREFILL,
+            secret="secret",
+            transport="tcp",
+            lease_seconds=LEASE_SECONDS,
+            parked_seconds=LEASE_SECONDS,
+            **changes,
+        )
+        return LocalWorker(settings, Side(LAYOUT), MODEL, wake=lambda: None, completions=self.completions)
 
     def make_scheduler(self, make: Any, connector: Connector, max_num_batched_tokens: int) -> Scheduler:
         """Create production's scheduler, or a mutant."""

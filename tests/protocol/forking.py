@@ -2,7 +2,7 @@
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
 walk plain attributes, so a new attribute needs no change here. All copies share what only counts, estimates, waits or is
-called back (locks, counters, expected arrivals, shares of a step, ports, deadlines): it is no part of a state.
+called back (locks, counters, expected arrivals, shares of a step, ports, deadlines, settings): it is no part of a state.
 """
 
 import dataclasses
@@ -19,15 +19,24 @@ import numpy as np
 from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fair_steps import FairSteps
-from kv_transfer.control.arrival_estimates import ArrivalEstimates
-from kv_transfer.control.fetch_effects import FetchPorts
+from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
 from kv_transfer.control.sending import SendPorts
 from kv_transfer.counters import Counters
+from kv_transfer.settings import LocalWorker
 from tests.protocol.sink import Sink
 
 _T = TypeVar("_T")
 _COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
-_SHARED: tuple[type, ...] = (ArrivalEstimates, Counters, Deadlines, FairSteps, FetchPorts, SendPorts, Sink)
+_SHARED: tuple[type, ...] = (
+    ArrivalEstimates,
+    Counters,
+    Deadlines,
+    FairSteps,
+    FetchPorts,
+    LocalWorker,
+    SendPorts,
+    Sink,
+)
 _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
 
 

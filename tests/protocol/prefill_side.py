@@ -6,21 +6,18 @@ import msgspec
 
 from contract.errors import ErrorKind
 from engine.connector import KVMemory
-from kv_transfer.control.sending import SendPorts, SendSettings
-from kv_transfer.counters import Counters
+from kv_transfer.control.sending import SendPorts
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook
-from tests.protocol.engine_side import Connector, EngineSide, no_time
+from tests.protocol.engine_side import LAYOUT, LEASE_SECONDS, Connector, EngineSide, no_time
 from tests.protocol.frames import frame_of, message_of
-from tests.protocol.scenario import BLOCK_SIZE, MODEL, Scenario
+from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 
-LEASE_SECONDS = 10.0
 NUM_PARKED = 4
-BLOCK_BYTES = 2
 LENT_BEFORE = 0
 """In place of an order's number of parts, once its blocks can be read."""
 NO_MEMORY = cast(KVMemory, None)
@@ -39,23 +36,14 @@ class PrefillSide(EngineSide):
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
         self.transfers = scenario.rules.send_transfers(
-            SendSettings(
-                MODEL,
-                BLOCK_SIZE,
-                LEASE_SECONDS,
-                LEASE_SECONDS,
-                NUM_PARKED,
-                num_layer_groups=scenario.num_layer_groups,
-                min_split_blocks=1,
+            self.make_worker(
+                max_parked=NUM_PARKED, num_layer_groups=scenario.num_layer_groups, min_split_blocks=1
             ),
             SendPorts(
                 post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
                 release=lambda name: sink.ask("release", name),
-                wake_core=lambda: None,
                 look_by=lambda _: None,
             ),
-            Counters(),
-            self.completions,
             no_time,
             lambda: sink.new_lease(),
         )
@@ -79,7 +67,7 @@ class PrefillSide(EngineSide):
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
             self.book.extend(order.name, NO_MEMORY, order.block_ids)
-            outcome = ev.LayerRange(order.first_block, len(order.block_ids), BLOCK_BYTES // 2)
+            outcome = ev.LayerRange(order.first_block, len(order.block_ids), LAYOUT.block_bytes // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
         else:
