@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from contract.decoding import decode_outside
 from contract.errors import TransferError
-from kv_transfer.protocol.reads import LeaseName, ReadRequest
+from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
 from kv_transfer.transports.block_views import address_of
 
 SLOT_BYTES = 8
@@ -111,6 +111,14 @@ class GenerationTable:
         self._counters.release()
         self._map.close()
         os.close(self.descriptor)
+
+
+def lease_ended(request: ReadRequest, who: str, when: str) -> StaleLeaseError:
+    """Return the error of a read from ``who`` whose generation has changed. when: "while ..." the blocks were read."""
+    return StaleLeaseError(
+        f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
+        f" {when} were read from {who}; none of them can be used"
+    )
 
 
 class BlockGrant(msgspec.Struct, frozen=True, array_like=True):

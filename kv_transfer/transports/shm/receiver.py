@@ -14,16 +14,16 @@ import select
 import socket
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
 from kv_transfer.native.compiling import last_cache_bytes, load_copy_blocks
-from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
-from kv_transfer.transports.connection_cache import ConnectionCache
+from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
-from kv_transfer.transports.data_port import shut_down
-from kv_transfer.transports.generations import TABLE_BYTES, granted_blocks
+from kv_transfer.transports.generations import TABLE_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.shm.block_copy import PieceCopier
 from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
 
@@ -73,49 +73,47 @@ class _MappedPool:
         return view
 
 
-class _Peer:
+class _Peer(PeerConnection):
     """The connection to a sender, which ends with the session, and its mapped pool once connected."""
 
     def __init__(self, source: Source, timeout_seconds: float, copier: PieceCopier) -> None:
-        self._source = source
-        self._who = f"worker {source.worker_id}"
+        super().__init__(source, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._sock.settimeout(timeout_seconds)
         self._copier = copier
         self._pool: _MappedPool | None = None
         self._is_interrupted = False
         self._end = select.poll()
         self._undo = ExitStack()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._undo.callback(self._sock.close)
-        self._sock.settimeout(timeout_seconds)
 
     def interrupt(self) -> None:
         """End a wait for the socket at once, and a copy after its piece."""
         self._is_interrupted = True
-        shut_down(self._sock)
+        super().interrupt()
 
     def close(self) -> None:
         """Unmap and close everything."""
         self._undo.close()
+        super().close()
 
-    def connected(self, read: Read) -> _MappedPool:
+    def connect(self, read: Read) -> _MappedPool:
         """Return the mapped pool. At the first call, prove the session and map what the sender sends.
 
         Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be mapped.
         """
         if self._pool is None:
-            with read.interruptible(lambda: shut_down(self._sock)):
-                self._pool = self._connect()
+            with read.interruptible(super().interrupt):
+                self._pool = self._mapped()
         return self._pool
 
-    def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Copy piece by piece; compare the generation before the first and after each. Raises as ``fetch``."""
-        pool = self.connected(read)
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Copy piece by piece; compare the generation before the first and after each. A stop ends it after a piece."""
+        pool = self.connect(read)
         first, last = block_span(pool.block_bytes, request.part)
         check_sizes(views, last - first, self._who)
         blocks, leases = pool.granted(request, self._source.transport)
         self._check_alive()
         if pool.has_ended(leases):
-            raise self._stale(request, "before its blocks")
+            raise lease_ended(request, self._who, "before its blocks")
         copy = self._copier.copying(blocks, views, read)
         count = len(views)
         step = blocks_per_piece(last - first)
@@ -124,10 +122,10 @@ class _Peer:
             copy(start, end)
             self._check_linked()
             if pool.has_ended(leases):
-                raise self._stale(request, f"while blocks {start}..{end - 1} of {count}")
+                raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
 
-    def _connect(self) -> _MappedPool:
+    def _mapped(self) -> _MappedPool:
         try:
             self._sock.connect(self._source.address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -166,42 +164,13 @@ class _Peer:
                 raise WorkerLostError(f"{self._who} died")
             raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
-    def _stale(self, request: ReadRequest, when: str) -> StaleLeaseError:
-        return StaleLeaseError(
-            f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
-            f" {when} were read from {self._who}; none of them can be used"
-        )
 
-
-class ShmReceiver:
+class ShmReceiver(ProbingReceiver):
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._copy_blocks = load_copy_blocks()
-        self._cache_bytes = last_cache_bytes()
-        self._peers = ConnectionCache(self._new_peer, harmless=StaleLeaseError, kind="shm socket")
-
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect, authenticate, map, and read through the mapping. Raises what ``fetch`` would."""
-        with self._peers.using(source, read) as peer:
-            peer.connected(read)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Copy piece by piece. Stopping ends the read after the piece that is being copied."""
-        with self._peers.using(source, read) as peer:
-            peer.read(request, views, read)
-
-    def forget(self, source: Source) -> None:
-        """Unmap its pool."""
-        self._peers.forget(source)
-
-    def close(self) -> None:
-        """Unmap every pool."""
-        self._peers.close()
-
-    def _new_peer(self, source: Source) -> _Peer:
-        return _Peer(source, self._timeout_seconds, PieceCopier(self._copy_blocks, self._cache_bytes))
+        copier = PieceCopier(load_copy_blocks(), last_cache_bytes())
+        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copier=copier), kind="shm socket")
 
 
 def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:

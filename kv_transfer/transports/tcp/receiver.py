@@ -3,14 +3,15 @@
 import select
 import socket
 from collections.abc import Sequence
+from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import bytes_of_each
-from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import ALIGNMENT, MAX_DATA_FRAME_BYTES, DataReply, DataStatus
-from kv_transfer.transports.data_port import limit_waits, shut_down
+from kv_transfer.transports.data_port import limit_waits
 from kv_transfer.transports.tcp.sender import OK_FRAME
 from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 
@@ -18,47 +19,38 @@ _REPORT_BYTES = 2**20
 """A read that is followed reports its progress after so many bytes."""
 
 
-class _Connection:
-    """A data connection, which ``connect`` establishes."""
-
+class _Connection(PeerConnection):
     def __init__(self, source: Source, timeout_seconds: float) -> None:
-        self.source = source
-        self.timeout_seconds = timeout_seconds
-        self.is_connected = False
-        self.sock = unconnected(source, timeout_seconds)
+        super().__init__(source, unconnected(source, timeout_seconds))
+        self._timeout_seconds = timeout_seconds
+        self._is_connected = False
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
-        self._poll.register(self.sock, select.POLLIN)
+        self._poll.register(self._sock, select.POLLIN)
 
     def has_ended(self) -> bool:
         """Test if the peer has closed it: an idle connection becomes readable only by its end."""
         return bool(self._poll.poll(0))
 
-    def interrupt(self) -> None:
-        """Shut the socket down, so that no byte can land afterwards."""
-        shut_down(self.sock)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self.sock.close()
-
-    def connect(self) -> None:
+    def connect(self, read: Read) -> None:
         """Connect and prove the session, once. Raises PeerUnreachableError when it is refused."""
-        if self.is_connected:
-            return
-        dial(self.sock, self.source)
-        limit_waits(self.sock, self.timeout_seconds, self.timeout_seconds)
-        self.is_connected = True
+        if not self._is_connected:
+            dial(self._sock, self._source)
+            limit_waits(self._sock, self._timeout_seconds, self._timeout_seconds)
+            self._is_connected = True
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Send one request, and receive its pieces. Raises TimeoutError if the peer is silent."""
+        """Send one request, and receive its pieces. Stopping shuts the connection down: no byte can land afterwards."""
         try:
-            self._fetch(request, views, read)
+            with read.interruptible(self.interrupt):
+                self.connect(read)
+                self._fetch(request, views, read)
         except BlockingIOError as error:  # the kernel's word for a wait that was too long (``limit_waits``)
             raise TimeoutError("timed out") from error
+        read.check()  # a stop after the last byte has shut the connection down as well
 
     def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
-        write_frame(self.sock, named, MAX_DATA_FRAME_BYTES)
+        write_frame(self._sock, named, MAX_DATA_FRAME_BYTES)
         view_bytes = bytes_of_each(views)
         blocks = socket_blocks(views)
         pieces = list(request.pieces(view_bytes))
@@ -86,7 +78,7 @@ class _Connection:
         try:
             for at in range(start, end, step):
                 last = min(at + step, end)
-                blocks.receive(self.sock, answers if at == start else bytearray(), at, last)
+                blocks.receive(self._sock, answers if at == start else bytearray(), at, last)
                 if at == start:
                     _expect_ok(answers, piece)
                     left_out = 0
@@ -99,12 +91,12 @@ class _Connection:
                 f"short read in block {block} of {_name(piece)}: {error.message}"
             ) from error
         except BlockingIOError as error:
-            raise PeerSilentError(f"no byte for {self.timeout_seconds} s in {_blocks(piece)}") from error
+            raise PeerSilentError(f"no byte for {self._timeout_seconds} s in {_blocks(piece)}") from error
 
     def _receive_last_answer(self, piece: ReadRequest) -> None:
         answer = bytearray(ALIGNMENT)
         try:
-            receive_all(self.sock, [memoryview(answer)], socket.MSG_WAITALL)
+            receive_all(self._sock, [memoryview(answer)], socket.MSG_WAITALL)
         except ShortReadError as error:
             raise PeerUnreachableError(f"short read after {_blocks(piece)}: {error.message}") from error
         _expect_ok(answer, piece)
@@ -122,31 +114,11 @@ def _expect_ok(answers: bytearray, piece: ReadRequest) -> None:
     raise TransferError(f"the peer sent a malformed answer about {_blocks(piece)}")
 
 
-class TcpReceiver:
+class TcpReceiver(PeerReceiver):
     """Owns the data connections to peers. A connection on which anything went wrong is closed, never reused."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._connections = ConnectionCache(self._new_connection, has_ended=_Connection.has_ended)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read piece by piece. Stopping shuts the connection down, so no byte can land afterwards."""
-        with self._connections.using(source, read) as connection:
-            with read.interruptible(connection.interrupt):
-                connection.connect()
-                connection.fetch(request, views, read)
-            read.check()  # a stop after the last byte has shut the connection down as well
-
-    def forget(self, source: Source) -> None:
-        """Close its connection."""
-        self._connections.forget(source)
-
-    def close(self) -> None:
-        """Close every connection."""
-        self._connections.close()
-
-    def _new_connection(self, source: Source) -> _Connection:
-        return _Connection(source, self._timeout_seconds)
+        super().__init__(partial(_Connection, timeout_seconds=timeout_seconds), keeps_stale=False)
 
 
 def _name(piece: ReadRequest) -> str:
