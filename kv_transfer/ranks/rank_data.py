@@ -17,8 +17,7 @@ from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.senders import Senders
-from kv_transfer.transports.transport import Probing, ReceiverTransport, TransportContext
+from kv_transfer.transports.transport import Probing, ReceiverTransport, Senders, TransportContext
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from kv_transfer.ranks.probes import RankQuestions, RankReceiver
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_sockets import RankSockets
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.senders import IdleTogether
+from kv_transfer.transports.transport import IdleTogether
 
 _OPENER = "kv_transfer.ranks.rank_half:open_rank_half"
 _OPEN_SECONDS = 30.0

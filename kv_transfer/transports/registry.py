@@ -16,8 +16,13 @@ from functools import partial
 
 from contract.errors import SettingError
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
-from kv_transfer.transports.senders import IdleTogether
-from kv_transfer.transports.transport import ReceiverTransport, SenderTransport, Transport, TransportContext
+from kv_transfer.transports.transport import (
+    IdleTogether,
+    ReceiverTransport,
+    SenderTransport,
+    Transport,
+    TransportContext,
+)
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
@@ -50,8 +55,7 @@ def _open_nixl(context: TransportContext) -> Transport:
 
 
 def _open_nccl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nccl.receiver import NcclReceiver
-    from kv_transfer.transports.nccl.sender import NcclSender
+    from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
     host = context.advertise_host or context.host
@@ -59,8 +63,7 @@ def _open_nccl(context: TransportContext) -> Transport:
 
 
 def _open_tcp(context: TransportContext) -> Transport:
-    from kv_transfer.transports.tcp.receiver import TcpReceiver
-    from kv_transfer.transports.tcp.sender import TcpSender
+    from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
 
     return Transport(TcpSender(context), TcpReceiver(context.read_timeout_seconds))
 

@@ -20,8 +20,7 @@ from typing import TypeVar
 
 from contract.errors import TransferError
 from engine.mailbox import Mailbox
-from kv_transfer.transports.nixl.agent import NixlLibrary
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.agent import NixlLibrary, Region
 from kv_transfer.transports.nixl.reads import AgentDriver, NixlRead
 from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 

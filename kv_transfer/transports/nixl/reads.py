@@ -19,8 +19,7 @@ import numpy.typing as npt
 from contract.errors import KvbatonError, TransferError
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary, Region
 from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from kv_transfer.transports.block_views import block_outside, block_span, check_
 from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
-from kv_transfer.transports.nixl.memory import ID_TYPE, Region
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
+from kv_transfer.transports.nixl.agent import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.reads import Ids, NixlRead, ReadStep, SlotsStep
 from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool

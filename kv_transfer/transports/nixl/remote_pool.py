@@ -1,5 +1,6 @@
 """Regions and a peer's pool as this worker's NIXL agent sees them. Called by the thread that has the agent."""
 
+import mmap
 from contextlib import ExitStack
 from typing import Any
 
@@ -7,9 +8,9 @@ import numpy as np
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.generations import SLOT_BYTES
-from kv_transfer.transports.nixl.agent import SELF, NixlAgent
-from kv_transfer.transports.nixl.memory import HostMemory, Region
+from kv_transfer.transports.block_views import address_of
+from kv_transfer.transports.leases import SLOT_BYTES
+from kv_transfer.transports.nixl.agent import SELF, NixlAgent, Region
 
 _BOUNCE_BYTES = 4 * 2**20
 _MAX_LOOKS = 64
@@ -119,3 +120,20 @@ class RemotePool:
     def _registered(self, agent: NixlAgent, undo: ExitStack, region: Region) -> DescribedRegion:
         undo.callback(agent.deregister, agent.register(region))
         return self._described(agent, undo, region)
+
+
+class HostMemory:
+    """Private host memory as a region; alive as long as this object."""
+
+    def __init__(self, block_bytes: int, num_blocks: int) -> None:
+        self._view = memoryview(mmap.mmap(-1, block_bytes * num_blocks))
+        self.region = Region(address_of(self._view), block_bytes, num_blocks)
+
+    def numbers(self, count: int) -> list[int]:
+        """Return the first ``count`` 64-bit numbers."""
+        return self._view[: 8 * count].cast("Q").tolist()
+
+    def block(self, number: int) -> memoryview:
+        """Return one of its blocks."""
+        size = self.region.block_bytes
+        return self._view[number * size : (number + 1) * size]
