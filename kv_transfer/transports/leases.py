@@ -133,6 +133,25 @@ class LeaseBook:
             self._on_idle(name)
 
 
+class LendingSender:
+    """Base of the senders whose readers ask for blocks: all that is lent is in ``book``."""
+
+    def __init__(self, book: LeaseBook) -> None:
+        self.book = book
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        self._memory = memory
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+        """Append blocks to the lease."""
+        self.book.extend(name, self._memory, block_ids)
+
+    def release(self, name: LeaseName) -> None:
+        """End the lease."""
+        self.book.revoke(name)
+
+
 class Sessions:
     """The tokens of the control links that peers hold open to this worker now. Thread-safe."""
 

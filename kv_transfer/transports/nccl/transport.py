@@ -18,12 +18,12 @@ import msgspec
 from contract.errors import PeerUnreachableError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import block_span, check_sizes
 from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.leases import LeaseBook
+from kv_transfer.transports.leases import LeaseBook, LendingSender
 from kv_transfer.transports.nccl.group import RECEIVER, SENDER, GroupPool, Meeting, PairGroup, join
 from kv_transfer.transports.transport import TransportContext
 
@@ -44,7 +44,7 @@ class NcclPoolInfo(msgspec.Struct, frozen=True):
     block_bytes: int = 0
 
 
-class NcclSender:
+class NcclSender(LendingSender):
     """Owns the data port and the leases. It waits for no reader: a reader checks after its last byte.
 
     pool: this worker's, None until ``start``.
@@ -52,30 +52,22 @@ class NcclSender:
 
     def __init__(self, context: TransportContext) -> None:
         """Open the port."""
+        super().__init__(LeaseBook(context.on_idle))
         self.pool: GroupPool | None = None
         self._context = context
-        self._book = LeaseBook(context.on_idle)
         self._port = DataPort(context, "kv-nccl", self._serve, transport="nccl")
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:
         """Lend from this pool."""
-        self._memory = memory
+        super().start(memory)
         self.pool = GroupPool(memory)
         if self.pool.backend != "nccl":
             logger.info("transport nccl moves bytes by gloo here: the KV pool is in host memory")
 
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append blocks to the lease."""
-        self._book.extend(name, self._memory, block_ids)
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease: the reader of a piece that is gathered now, or later, gets STALE."""
-        self._book.revoke(name)
-
     def close(self) -> None:
         """End every lease and connection. Idempotent."""
-        self._book.revoke_all()
+        self.book.revoke_all()
         self._port.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -109,11 +101,11 @@ class NcclSender:
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self._book.block_ids(request), request.part)
-            self._book.check(request.name)
+            content = pool.gather(self.book.block_ids(request), request.part)
+            self.book.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
-            self._book.check(request.name)
+            self.book.check(request.name)
         except StaleLeaseError as error:
             write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_DATA_FRAME_BYTES)
             return

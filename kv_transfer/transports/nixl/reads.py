@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,6 @@ class ReadStep:
     out_of: DescribedRegion
     out_of_ids: Ids
     part: BlockPart | None = None
-    is_kept: ClassVar[bool] = False
 
     def prepare(self, agent: NixlAgent) -> Any:
         """Return the handle to post, which the caller releases. Raises KvbatonError."""
@@ -57,7 +56,6 @@ class SlotsStep:
 
     pool: RemotePool
     slots: tuple[int, ...]
-    is_kept: ClassVar[bool] = True
 
     def prepare(self, agent: NixlAgent) -> Any:
         """Return the handle to post, which the pool keeps. Raises KvbatonError."""
@@ -89,7 +87,7 @@ class NixlRead:
         """
         for step in self._steps:
             self.posted = step.prepare(agent)
-            if not step.is_kept:
+            if isinstance(step, ReadStep):
                 self.handles.append(self.posted)
             if not agent.post(self.posted):
                 return True

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
-from engine.connector import KVMemory
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
 from kv_transfer.protocol.reads import LeaseName, PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import bytes_of_each
@@ -31,7 +30,7 @@ from kv_transfer.transports.data_handshake import (
     reply_frame,
 )
 from kv_transfer.transports.data_port import Connection, DataPort, limit_waits, shut_down
-from kv_transfer.transports.leases import LeaseBook
+from kv_transfer.transports.leases import LeaseBook, LendingSender
 from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 from kv_transfer.transports.transport import TransportContext
 
@@ -40,28 +39,20 @@ STALE_FRAME = reply_frame(DataStatus.STALE)
 """The answers among blocks: ALIGNMENT bytes each."""
 
 
-class TcpSender:
+class TcpSender(LendingSender):
     """Owns the data port and the leases that are read over it."""
 
     def __init__(self, context: TransportContext, book: LeaseBook | None = None) -> None:
         """Open the port. ``book`` replaces the LeaseBook that calls ``context.on_idle`` (tests)."""
-        self._book = book or LeaseBook(context.on_idle)
+        super().__init__(book or LeaseBook(context.on_idle))
         self._lock = threading.Lock()
         self._reading: dict[Connection, LeaseName] = {}
         self._port = DataPort(context, "kv-data", self._serve, transport="tcp")
         self.address = self._port.address
 
-    def start(self, memory: KVMemory) -> None:
-        """Lend from this pool."""
-        self._memory = memory
-
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append blocks to the lease."""
-        self._book.extend(name, self._memory, block_ids)
-
     def release(self, name: LeaseName) -> None:
         """End the lease; shut down a connection that is in the middle of reading it."""
-        self._book.revoke(name)
+        super().release(name)
         with self._lock:
             for connection, reading in self._reading.items():
                 if reading == name:
@@ -79,14 +70,14 @@ class TcpSender:
         """Answer a request. Raises StaleLeaseError after a STALE answer, which ends the connection."""
         answers = OK_FRAME
         try:
-            with self._book.reading(request) as views, self._reading_for(connection, request.name):
+            with self.book.reading(request) as views, self._reading_for(connection, request.name):
                 blocks = socket_blocks(views)
                 for start, piece in request.pieces(bytes_of_each(views)):
-                    self._book.check(request.name)
+                    self.book.check(request.name)
                     blocks.send(connection.sock, answers, start, start + piece.num_blocks)
                     answers = 2 * OK_FRAME  # the second one of this piece, and the first one of the next
             answers = OK_FRAME
-            self._book.check(request.name)
+            self.book.check(request.name)
             connection.sock.sendall(answers)
         except StaleLeaseError:
             connection.sock.sendall(STALE_FRAME * (len(answers) // len(OK_FRAME)))
