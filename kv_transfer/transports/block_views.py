@@ -152,10 +152,7 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
 
 
 class ViewCache(dict[int, memoryview]):
-    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it.
-
-    Above MAX_CACHED_VIEWS it is emptied: Python's garbage collector visits each view.
-    """
+    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it."""
 
     def __init__(self, memory: FlatMemory) -> None:
         super().__init__()
@@ -163,7 +160,7 @@ class ViewCache(dict[int, memoryview]):
 
     def views(self, block_ids: BlockIds) -> list[memoryview]:
         """Return the views of these blocks. Raises IndexError for one outside the pool."""
-        if len(self) > MAX_CACHED_VIEWS:
+        if len(self) > MAX_CACHED_VIEWS:  # Python's garbage collector visits each view
             self.clear()
         return list(map(self.__getitem__, block_ids))
 

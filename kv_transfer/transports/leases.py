@@ -88,11 +88,10 @@ class LeaseBook:
 
     @contextmanager
     def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
-        """Yield the requested blocks' bytes; the lease cannot become idle within.
-
-        Raises StaleLeaseError, and TransferError for a part that no block has.
-        """
-        lease = self._begin(request)
+        """Yield the requested blocks' bytes; the lease cannot become idle within. Raises TransferError."""
+        with self._lock:
+            lease = self._valid(request.name)
+            lease.num_readers += 1
         try:
             yield lease.read(request)
         finally:
@@ -116,12 +115,6 @@ class LeaseBook:
                 f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) is over or was never given"
             )
         return lease
-
-    def _begin(self, request: ReadRequest) -> _Lease:
-        with self._lock:
-            lease = self._valid(request.name)
-            lease.num_readers += 1
-            return lease
 
     def _end(self, name: LeaseName, lease: _Lease) -> None:
         with self._lock:
@@ -202,10 +195,7 @@ _N = TypeVar("_N", np.int64, np.int32)
 
 
 def seal(memfd: int) -> None:
-    """Prevent resizing the file, and writing to it except through existing mappings.
-
-    Raises OSError if the file was made without sealing, or the system does not support it.
-    """
+    """Prevent resizing the file, and writing to it except through existing mappings. Raises OSError."""
     fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
 
 
@@ -243,10 +233,7 @@ class GenerationTable:
         return self._counters[slot]
 
     def open(self, name: LeaseName) -> tuple[int, int]:
-        """Return (slot, generation), by which readers see the end of this lease; it holds the slot until then.
-
-        Raises TransferError if no slot is free.
-        """
+        """Return (slot, generation), by which readers see the lease's end. Raises TransferError if no slot is free."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:

@@ -94,12 +94,10 @@ def transport_names() -> tuple[str, ...]:
 
 
 def auto_names(can_nixl_be_best: bool) -> tuple[str, ...]:
-    """Return the transports that ``auto`` opens, best first. The last one works everywhere.
-
-    Between host memories without an RDMA card ``nixl`` uses plain TCP, at which ``tcp`` is faster.
-    """
+    """Return the transports that ``auto`` opens, best first. The last one works everywhere."""
     if can_nixl_be_best:
         return ("shm", "nixl", "tcp")
+    # Between host memories nixl uses plain TCP then, at which tcp is faster.
     logger.info("transport auto leaves nixl out: there is neither an RDMA card nor an NVIDIA GPU here")
     return ("shm", "tcp")
 

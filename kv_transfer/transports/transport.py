@@ -75,10 +75,6 @@ class Transport:
     receiver: ReceiverTransport
 
 
-def _ignore_failure(_thread: str, _error: BaseException) -> None:
-    """Do nothing: without a connector the failure is only logged."""
-
-
 @dataclass(frozen=True)
 class TransportContext:
     """The arguments that every transport is opened with.
@@ -98,7 +94,7 @@ class TransportContext:
     local: LocalHub | None = None
     shm_dir: Path | None = None
     is_auto: bool = False
-    on_thread_failed: Callable[[str, BaseException], None] = _ignore_failure
+    on_thread_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None
 
 
 class IdleTogether:

@@ -49,10 +49,7 @@ def join(address: str, timeout_seconds: float) -> Any:
 
 
 class PairGroup:
-    """One of two ranks. The constructor waits for the other one. Used by one thread; a call that fails ends the group.
-
-    Raises PeerUnreachableError if the other rank is gone, or silent for ``timeout_seconds``.
-    """
+    """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError."""
 
     def __init__(self, backend: str, store: Any, rank: int, host: str, timeout_seconds: float) -> None:
         self._other = 1 - rank

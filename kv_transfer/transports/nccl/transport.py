@@ -45,10 +45,7 @@ class NcclPoolInfo(msgspec.Struct, frozen=True):
 
 
 class NcclSender(LendingSender):
-    """Owns the data port and the leases. It waits for no reader: a reader checks after its last byte.
-
-    pool: this worker's, None until ``start``.
-    """
+    """Owns the data port and the leases. It waits for no reader. pool: this worker's, None until ``start``."""
 
     def __init__(self, context: TransportContext) -> None:
         """Open the port."""

@@ -38,20 +38,20 @@ class NixlLibrary:
 
 def why_missing(modules: Sequence[str] = _MODULES) -> str | None:
     """Return what to install, or None if a build of the library is found. Loads nothing."""
-    packages = [module.partition(".")[0] for module in modules]
-    return None if any(importlib.util.find_spec(package) for package in packages) else _MISSING
+    return None if _installed(modules) else _MISSING
 
 
 def load(host: str, modules: Sequence[str] = _MODULES) -> NixlLibrary:
     """Load the first build of the library that is installed. Raises SettingError. host: see ``prepare_ucx``."""
-    missing = why_missing(modules)
-    if missing is not None:
-        raise SettingError(missing, param="transport")
+    installed = _installed(modules)
+    if not installed:
+        raise SettingError(_MISSING, param="transport")
     prepare_ucx(host)
-    for module in modules:
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            return _described(_import(module))
-    raise SettingError(_MISSING, param="transport")
+    return _described(_import(installed[0]))
+
+
+def _installed(modules: Sequence[str]) -> list[str]:
+    return [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is not None]
 
 
 def _import(module: str) -> Any:
@@ -110,14 +110,9 @@ class Region:
 
     def check(self) -> None:
         """Raise TransferError for numbers that cannot be memory."""
-        numbers = (self.address, self.block_bytes, self.num_blocks)
-        is_too_much = self.num_blocks > _MAX_BLOCKS
-        if (
-            is_too_much
-            or min(numbers) <= 0
-            or self.address + self.num_bytes >= _END_OF_MEMORY
-            or self.device_id < 0
-        ):
+        is_positive = min(self.address, self.block_bytes, self.num_blocks) > 0 and self.device_id >= 0
+        is_too_large = self.num_blocks > _MAX_BLOCKS or self.address + self.num_bytes >= _END_OF_MEMORY
+        if is_too_large or not is_positive:
             raise TransferError(
                 f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are not memory"
             )
@@ -193,15 +188,12 @@ class NixlAgent:
         return found
 
     def describe(self, region: Region, peer: str = SELF, part: BlockPart | None = None) -> Any:
-        """Describe a region's blocks, or the part of each, for ``prepare``.
-
-        It takes one strided row if the library supports that, else a row for each block.
-        """
+        """Describe a region's blocks, or the part of each, for ``prepare``."""
         what = "describing memory"
         describe = self._agent.prep_xfer_dlist
         try:
             return self._call(what, describe, peer, region.strided_row(part), region.memory_type)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError):  # the library takes no strided row
             return self._call(what, describe, peer, region.rows(part), region.memory_type)
 
     def undescribe(self, blocks: Any) -> None:

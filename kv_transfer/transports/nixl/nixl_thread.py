@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty
 from typing import TypeVar
@@ -37,10 +38,7 @@ class NixlThread:
         name: str,
         on_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None,
     ) -> None:
-        """Start the agent. Raises SettingError if the library cannot work here.
-
-        on_failed: see ``TransportContext.on_thread_failed``.
-        """
+        """Start the agent. Raises SettingError if the library cannot work here."""
         self._on_failed = on_failed
         self._driver = AgentDriver()
         self._commands = Mailbox[Callable[[], None] | None]()
@@ -56,13 +54,8 @@ class NixlThread:
             raise
 
     @property
-    def pool(self) -> Region | None:
-        """This worker's own blocks: None before ``register``, or on a device."""
-        return self._driver.pool
-
-    @property
     def pool_blocks(self) -> DescribedRegion | None:
-        """The description of ``pool``, as the target of a ``ReadStep``."""
+        """This worker's own blocks, as the target of a ``ReadStep``: None before ``register``, or on a device."""
         return self._driver.pool_blocks
 
     def register(self, pool: Region, table: Region) -> bytes:
@@ -121,11 +114,10 @@ class NixlThread:
 
     def _tell(self, command: Callable[[], None] | None) -> None:
         """Let the thread do it, unless it is closed; None ends the thread."""
-        with self._lock:
-            if not self._is_closed:
-                self._commands.put(command)
+        with suppress(TransferError):
+            self._put(command)
 
-    def _put(self, command: Callable[[], None]) -> None:
+    def _put(self, command: Callable[[], None] | None) -> None:
         """Let the thread do it. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:

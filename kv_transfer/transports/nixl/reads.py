@@ -81,10 +81,7 @@ class NixlRead:
         self._changes: Mailbox[None] = Mailbox()
 
     def post_next(self, agent: NixlAgent) -> bool:
-        """Post the next step, and further ones as long as each is done at once; return False if all are terminal.
-
-        Raises KvbatonError for one that fails.
-        """
+        """Post further steps as long as each is done at once; return False if all are. Raises KvbatonError."""
         for step in self._steps:
             self.posted = step.prepare(agent)
             if isinstance(step, ReadStep):
@@ -123,13 +120,9 @@ class NixlRead:
 
 
 class AgentDriver:
-    """Owns the agent and everything that is posted to it. Called by one thread at a time.
-
-    pool, pool_blocks: this worker's own blocks, as the target of a ``ReadStep``: None before ``register``, or on a device.
-    """
+    """Owns the agent and everything that is posted to it. Called by one thread at a time."""
 
     def __init__(self) -> None:
-        self.pool: Region | None = None
         self.pool_blocks: DescribedRegion | None = None
         self._agent: NixlAgent | None = None
         self._posted: list[NixlRead] = []
@@ -149,7 +142,6 @@ class AgentDriver:
         agent.register(table)
         if not pool.is_device:
             self.pool_blocks = DescribedRegion(agent, pool)
-            self.pool = pool
         return agent.metadata()
 
     def connect(self, pool: RemotePool, metadata: bytes) -> None:
@@ -253,8 +245,7 @@ class AgentDriver:
         read.pool.num_posted -= 1
         read.end(None if error is None else type(error)(f"{read.pool.who}: {error.message}"))
         _release_handles(self._alive(), read)
-        if read.pool.is_left:
-            _logging_failure(read.pool.release_if_unused)
+        _logging_failure(read.pool.release_if_unused)
 
 
 def _release_handles(agent: NixlAgent, read: NixlRead) -> None:

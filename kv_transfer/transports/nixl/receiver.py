@@ -170,10 +170,7 @@ class _Peer(PeerConnection):
             self._nixl_thread.disconnect(self._pool)
 
     def connect(self, read: Read) -> RemotePool:
-        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory.
-
-        Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be read.
-        """
+        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory."""
         if self._pool is not None:
             return self._pool
         with read.interruptible(super().interrupt):
@@ -181,7 +178,9 @@ class _Peer(PeerConnection):
             info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         if info.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
-        pool = _remote_pool(info, agent_name(self._source.boot_id), self._who)
+        blocks = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
+        table = Region(info.table_address, SLOT_BYTES, NUM_SLOTS)
+        pool = RemotePool(agent_name(self._source.boot_id), self._who, blocks, table)
         self._nixl_thread.connect(pool, info.agent)
         self._pool = pool
         if self._lane.read_nonce(pool, read) != info.nonce:
@@ -224,23 +223,22 @@ class _Peer(PeerConnection):
     ) -> None:
         """Read part by part. The last one reads the slots too, which it posts only when its blocks have arrived."""
         part = request.part
-        into = self._own_blocks(views, request)
+        own = self._own_blocks(views, request)
         count = len(views)
         step = pool.bounce.region.num_blocks
-        if into is not None:
+        if own is not None:
             step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
         for start in range(0, count, step):
             end = min(start + step, count)
-            steps: list[ReadStep | SlotsStep]
-            if into is None:
-                steps = [_into_bounce(pool, block_ids[start:end], part)]
-            else:
-                own, own_ids = into
-                steps = [ReadStep(own, own_ids[start:end], pool.blocks, block_ids[start:end], part)]
+            ids = block_ids[start:end]
+            steps: list[ReadStep | SlotsStep] = [_into_bounce(pool, ids, part)]
+            if own is not None:
+                blocks, own_ids = own
+                steps = [ReadStep(blocks, own_ids[start:end], pool.blocks, ids, part)]
             if end == count:
                 steps.append(SlotsStep(pool, slots))
             self._run(pool, steps, read)
-            if into is None:
+            if own is None:
                 first, last = block_span(pool.region.block_bytes, part)
                 for number in range(end - start):
                     views[start + number][:] = pool.bounce.block(number)[first:last]
@@ -249,9 +247,8 @@ class _Peer(PeerConnection):
         self, views: Sequence[memoryview], request: ReadRequest
     ) -> tuple[DescribedRegion, Ids] | None:
         """Return the blocks of this worker's own pool that the views are, or None."""
-        pool = self._nixl_thread.pool
         blocks = self._nixl_thread.pool_blocks
-        found = None if pool is None else pool.find(views, request.part)
+        found = None if blocks is None else blocks.region.find(views, request.part)
         return None if found is None or blocks is None else (blocks, found.astype(np.int32))
 
     def _run(self, pool: RemotePool, steps: Steps, read: Read) -> None:
@@ -284,12 +281,6 @@ class NixlReceiver(ProbingReceiver):
         """Close every connection, and the agent: a read that is not terminal fails."""
         super().close()
         self._nixl_thread.close()
-
-
-def _remote_pool(info: NixlPoolInfo, agent: str, who: str) -> RemotePool:
-    """Return the described pool. Raises TransferError for numbers that cannot be memory."""
-    pool = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
-    return RemotePool(agent, who, pool, Region(info.table_address, SLOT_BYTES, NUM_SLOTS))
 
 
 def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:

@@ -20,14 +20,11 @@ MAX_SLOTS_AT_ONCE = 16
 
 
 class DescribedRegion:
-    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each. Used by one thread at a time.
-
-    peer: the owner of the memory; by default this process.
-    """
+    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each. Used by one thread at a time."""
 
     def __init__(self, agent: NixlAgent, region: Region, peer: str = SELF) -> None:
         self._agent = agent
-        self._region = region
+        self.region = region
         self._peer = peer
         self._by_part: dict[BlockPart | None, Any] = {None: agent.describe(region, peer)}
 
@@ -36,7 +33,7 @@ class DescribedRegion:
         if part not in self._by_part:
             if len(self._by_part) > _MAX_PARTS:
                 raise TransferError(f"nixl: blocks are read in {_MAX_PARTS} different parts already")
-            self._by_part[part] = self._agent.describe(self._region, self._peer, part)
+            self._by_part[part] = self._agent.describe(self.region, self._peer, part)
         return self._by_part[part]
 
     def release(self) -> None:

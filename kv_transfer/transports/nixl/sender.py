@@ -13,6 +13,7 @@ and sends no more. It goes on to receive, so that a read that is open then can s
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 
 import msgspec
@@ -103,11 +104,7 @@ class NixlSender:
         self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,
-            address=pool.address,
-            block_bytes=pool.block_bytes,
-            num_blocks=pool.num_blocks,
-            is_device=pool.is_device,
-            device_id=pool.device_id,
+            **asdict(pool),
             table_address=table.address,
             nonce=self._table.nonce,
         )

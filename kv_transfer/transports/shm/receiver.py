@@ -37,10 +37,7 @@ Copy = Callable[[int, int], None]
 
 
 class PieceCopier:
-    """Chooses how the pieces of a read are copied.
-
-    copy_blocks: the loop in C, if any. cache_bytes: the size of the processor's last cache.
-    """
+    """Chooses how the pieces of a read are copied: by the loop in C, if any; past a cache of ``cache_bytes``."""
 
     def __init__(self, copy_blocks: CopyBlocks | None, cache_bytes: int) -> None:
         self._copy_blocks = copy_blocks
@@ -171,10 +168,7 @@ class _Peer(PeerConnection):
         super().close()
 
     def connect(self, read: Read) -> _MappedPool:
-        """Return the mapped pool. At the first call, prove the session and map what the sender sends.
-
-        Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be mapped.
-        """
+        """Return the mapped pool. At the first call, prove the session and map what the sender sends."""
         if self._pool is None:
             with read.interruptible(super().interrupt):
                 self._pool = self._mapped()

@@ -48,10 +48,7 @@ class ShmPoolInfo(msgspec.Struct, frozen=True):
 
 
 class ShmSender:
-    """Owns the socket, the table of generations, a read-only descriptor of the pool, and a pidfd of this process.
-
-    Raises SettingError if the system or the folder does not allow it.
-    """
+    """Owns the socket, the leases' table, and what readers map. Raises SettingError if that is not possible."""
 
     def __init__(self, context: TransportContext) -> None:
         why_not = why_unsupported()
@@ -132,7 +129,6 @@ class ShmSender:
 
 _MAX_PATH_BYTES = 107
 _FRESH = "kvbaton-shm-"
-_CHOOSE = "choose transport auto or tcp"
 
 
 def why_unsupported(platform: str = sys.platform) -> str | None:
@@ -195,17 +191,15 @@ def _check_folder(path: Path) -> None:
         raise _unusable(path, "it is not a folder")
     if info.st_uid not in (os.getuid(), 0):
         raise _unusable(path, f"it belongs to user {info.st_uid}")
-    if info.st_mode & 0o022 and not _is_volume(path):
+    # Containers share a mounted folder, often with permissions that they cannot change.
+    if info.st_mode & 0o022 and not path.is_mount():
         raise _unusable(path, f"others may write to it (mode {stat.S_IMODE(info.st_mode):04o}); make it 0700")
 
 
-def _is_volume(path: Path) -> bool:
-    """Return True for a mounted folder: containers share one so, often with permissions that they cannot change."""
-    return path.is_mount()
-
-
 def _unusable(path: Path, why: str) -> SettingError:
-    return SettingError(f"shm_dir {path} cannot be used: {why}; set another, or {_CHOOSE}", param="shm_dir")
+    return SettingError(
+        f"shm_dir {path} cannot be used: {why}; set another, or choose transport auto or tcp", param="shm_dir"
+    )
 
 
 def _sweep(folder: Path) -> int:
