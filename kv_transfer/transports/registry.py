@@ -5,8 +5,8 @@ and ``ReceiverTransport`` (``transport.py``). Write a function here that opens b
 Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
 contract of the transports in ``pyproject.toml``.
 
-Shared parts: ``data_port.py`` and ``leases.py`` for a sender that answers requests, ``generations.py`` for one that is
-read without a request, ``connection_cache.py`` for a receiver.
+Shared parts: ``data_port.py`` for a sender, with the LendingSender of ``leases.py`` if it answers requests or the
+GenerationTable if it is read without; ``connection_cache.py`` for a receiver.
 """
 
 import logging
