@@ -89,9 +89,7 @@ class LeaseBook:
     @contextmanager
     def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
         """Yield the requested blocks' bytes; the lease cannot become idle within. Raises TransferError."""
-        with self._lock:
-            lease = self._valid(request.name)
-            lease.num_readers += 1
+        lease = self._begin(request)
         try:
             yield lease.read(request)
         finally:
@@ -115,6 +113,12 @@ class LeaseBook:
                 f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) is over or was never given"
             )
         return lease
+
+    def _begin(self, request: ReadRequest) -> _Lease:
+        with self._lock:
+            lease = self._valid(request.name)
+            lease.num_readers += 1
+            return lease
 
     def _end(self, name: LeaseName, lease: _Lease) -> None:
         with self._lock:
