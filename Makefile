@@ -77,7 +77,7 @@ gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it compu
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/gpu $(ARGS)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(BENCH_ARGS)
 
-check: format-check lint types imports sizes protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run
+check: format-check lint types imports sizes language protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run
 
 format-check: install
 	$(BIN)/ruff format --check .

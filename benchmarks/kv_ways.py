@@ -186,7 +186,7 @@ class _Reports:
         """Ignore the report: this process sends nothing."""
 
     def end_expected(self, key: str, seconds: float) -> None:
-        """Nothing is estimated here."""
+        """Do nothing: no estimate is sent."""
 
     def lease_idle(self, name: LeaseName) -> None:
         """Ignore the report: this process sends nothing."""

@@ -38,7 +38,7 @@ REFUSED_IN_DOCS = re.compile(
 # Names that were replaced by the field's standard terms.
 RETIRED_NAMES = re.compile(
     r"\b(Wish|Patience|WaitingLine|waiting_line|side_by_side|Relays?|_enrol|_welcome|has_news|hear_finished|is_under_way"
-    r"|Boarding|SendDesk|FetchDesk|Lent|Wanted|Told|is_turning|Rung|Foresight|nixl_owner|Visit|strangers|let_go|cut_short"
+    r"|Boarding|SendDesk|FetchDesk|is_turning|Rung|Foresight|nixl_owner|Visit|strangers|let_go|cut_short"
     r"|give_way|Lending|GrantBook|JoinedRanks|RanksConnectorFactory|create_ranks_connector|router/link|worker\.link)\b"
 )
 

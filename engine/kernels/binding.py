@@ -213,7 +213,7 @@ class Kernels:
         return num_bytes
 
     def launch(self, pool: int, step: CStep) -> None:
-        """Begin all layers and the last norm: ``step.input_ids`` to ``step.normed``, the wanted rows. ``wait`` before more.
+        """Start all layers and the last norm: ``step.input_ids`` to the rows of ``step.normed``. Call ``wait`` before more.
 
         ``step`` and what it points to must stay as they are until then. A pool of one thread computes within ``wait``.
         """

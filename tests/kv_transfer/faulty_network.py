@@ -93,7 +93,7 @@ class TcpRelay:
         if is_lost and data:
             return
         if not data:
-            if is_lost:  # the end is lost as well: the other side is not told
+            if is_lost:  # the end is lost as well: the other side is not notified
                 selector.unregister(sock)
                 return
             self._break(selector, sock, other)

@@ -15,23 +15,23 @@ ROOT = Path(__file__).parents[2]
 
 
 class Sender:
-    """The other end of ``nixl_port`` or ``nccl_port``. source: where it is read. said: its first message."""
+    """The other end of ``nixl_port`` or ``nccl_port``. source: to read from. first_message: of the process."""
 
     def __init__(self, process: "subprocess.Popen[str]", boot_id: str, token: str, transport: str) -> None:
         self.process = process
-        self.said = self._hear()
-        self.source = Source("p", boot_id, str(self.said["address"]), token, transport)
+        self.first_message = self._receive()
+        self.source = Source("p", boot_id, str(self.first_message["address"]), token, transport)
 
     def release(self) -> dict[str, object]:
-        return self.tell("")
+        return self.send("")
 
-    def tell(self, word: str) -> dict[str, object]:
+    def send(self, line: str) -> dict[str, object]:
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
-        return self._hear()
+        return self._receive()
 
-    def _hear(self) -> dict[str, object]:
+    def _receive(self) -> dict[str, object]:
         assert self.process.stdout is not None
         return msgspec.json.decode(self.process.stdout.readline(), type=dict[str, object])
 

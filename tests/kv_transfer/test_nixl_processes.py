@@ -51,7 +51,7 @@ def sender_process(boot_id: str, environment: dict[str, str] | None = None) -> A
 
 def grants_of(sender: Sender) -> tuple[RangeGrant, ...]:
     """Return the grant of all its blocks, the last one first."""
-    return from_words(sender.said["grant"])
+    return from_words(sender.first_message["grant"])
 
 
 class Hook:
@@ -125,7 +125,7 @@ def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_
         def rest() -> None:
             write_frame(busy, NixlAsk(Help.PAUSE), MAX_NIXL_FRAME_BYTES)
             read_frame(busy, NixlResting, MAX_NIXL_FRAME_BYTES)
-            sender.tell("end")
+            sender.send("end")
 
         assert Fetching(reader, sender, rest).end() is None
         assert all(reader.holds(number, NUM_BLOCKS - number) for number in range(NUM_BLOCKS))

@@ -97,7 +97,7 @@ def test_generated_code_hidden_folders_and_builds_are_left_out(tmp_path: Path) -
         'logger.info("nobody is attached")\n',
         'def f():\n    raise ValueError(f"the client wants {x}")\n',
         'parser.add_argument("--x", help="whoever it is")\n',
-        "def give_way(): ...\n",
+        "def give" + "_way(): ...\n",
     ],
 )
 def test_code_that_must_be_translated_is_refused(source: str) -> None:
