@@ -35,8 +35,7 @@ from kv_transfer.transports.block_views import address_of, write_views
 from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.senders import Senders
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import Senders, TransportContext
 
 _TOKEN = "token"
 _WAIT_SECONDS = 60.0

@@ -14,7 +14,7 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.nixl.agent import why_missing
-from kv_transfer.transports.shm.folder import why_unsupported
+from kv_transfer.transports.shm.sender import why_unsupported
 from kv_transfer.transports.transport import ReceiverTransport
 
 DEFAULT_STAGING_BYTES = 16 * 2**20

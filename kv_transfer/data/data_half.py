@@ -22,8 +22,7 @@ from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
 from kv_transfer.transports.block_views import is_flat, write_views
-from kv_transfer.transports.senders import Senders
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
 

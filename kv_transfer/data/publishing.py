@@ -16,7 +16,7 @@ from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import blocks_per_piece
 from kv_transfer.transports.block_views import is_flat, read_views
-from kv_transfer.transports.senders import Senders
+from kv_transfer.transports.transport import Senders
 
 logger = logging.getLogger(__name__)
 _SHARES = (0.125, 0.5, 0.75, 0.875, 0.95)

@@ -24,8 +24,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.senders import Senders
-from kv_transfer.transports.transport import Probing, ReceiverTransport, TransportContext
+from kv_transfer.transports.transport import Probing, ReceiverTransport, Senders, TransportContext
 
 logger = logging.getLogger(__name__)
 

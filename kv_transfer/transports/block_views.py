@@ -55,14 +55,6 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-def put_addresses(
-    out: npt.NDArray[np.generic], ids: npt.NDArray[np.int64], block_bytes: int, first: int
-) -> None:
-    """Write the address of something in each block, as 64-bit numbers; ``first`` is its address in block 0."""
-    np.multiply(ids, block_bytes, out=out, casting="unsafe")
-    np.add(out, first, out=out, casting="unsafe")
-
-
 class BlockViews(Sequence[memoryview]):
     """The blocks ``block_ids`` of a flat pool, or the part of each, as views made on access: keeping thousands is slow.
 
@@ -112,7 +104,8 @@ class BlockViews(Sequence[memoryview]):
         if self._addresses is not None:
             out[:] = self._addresses
             return
-        put_addresses(out, self.ids, self.block_bytes, self.first_address)
+        np.multiply(self.ids, self.block_bytes, out=out, casting="unsafe")
+        np.add(out, self.first_address, out=out, casting="unsafe")
 
     def __len__(self) -> int:
         """Return the number of blocks."""
@@ -159,10 +152,7 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
 
 
 class ViewCache(dict[int, memoryview]):
-    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it.
-
-    Above MAX_CACHED_VIEWS it is emptied: Python's garbage collector visits each view.
-    """
+    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it."""
 
     def __init__(self, memory: FlatMemory) -> None:
         super().__init__()
@@ -170,7 +160,7 @@ class ViewCache(dict[int, memoryview]):
 
     def views(self, block_ids: BlockIds) -> list[memoryview]:
         """Return the views of these blocks. Raises IndexError for one outside the pool."""
-        if len(self) > MAX_CACHED_VIEWS:
+        if len(self) > MAX_CACHED_VIEWS:  # Python's garbage collector visits each view
             self.clear()
         return list(map(self.__getitem__, block_ids))
 

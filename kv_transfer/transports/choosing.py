@@ -39,10 +39,7 @@ class _Sources:
 
 
 class Alternatives:
-    """Owns the sources of every link, by the token that they share. Thread-safe.
-
-    A link that was not begun here has one source and no alternative.
-    """
+    """Owns the sources of every link, by the token that they share; other links have one source. Thread-safe."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
@@ -57,23 +54,17 @@ class Alternatives:
     def rule_out(self, source: Source) -> None:
         """Give a source up: its probe failed."""
         with self._lock:
-            link = self._links.get(source.token)
-            if link is not None:
-                link.give_up(source)
+            self._link(source).give_up(source)
 
     def beside(self, source: Source) -> Source | None:
         """Return the best other source of the same link, if any."""
         with self._lock:
-            link = self._links.get(source.token)
-            others = [] if link is None else [other for other in link.usable if other != source]
-        return others[0] if others else None
+            return next((other for other in self._link(source).usable if other != source), None)
 
     def failed(self, source: Source) -> Source:
         """Count a failed transfer; return the source of the link's next transfers."""
         with self._lock:
-            link = self._links.get(source.token)
-            if link is None:
-                return source
+            link = self._link(source)
             num_failed = link.num_failed.get(source.transport, 0) + 1
             link.num_failed[source.transport] = min(num_failed, MAX_FAILED_IN_A_ROW)
             is_spare = source in link.usable and len(link.usable) > 1
@@ -84,15 +75,13 @@ class Alternatives:
     def worked(self, source: Source) -> None:
         """Reset the failures in a row: a whole transfer was read from this source."""
         with self._lock:
-            link = self._links.get(source.token)
-            if link is not None:
-                link.num_failed.pop(source.transport, None)
+            self._link(source).num_failed.pop(source.transport, None)
 
     def end(self, source: Source) -> list[Source]:
         """Remove a link that is gone; return all its sources."""
         with self._lock:
-            link = self._links.pop(source.token, None)
-        return [source] if link is None else link.usable + link.given_up
+            link = self._links.pop(source.token, _Sources([source]))
+        return link.usable + link.given_up
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Return the usable and the given-up transports of every link."""
@@ -105,6 +94,9 @@ class Alternatives:
                 }
                 for link in self._links.values()
             ]
+
+    def _link(self, source: Source) -> _Sources:
+        return self._links.get(source.token) or _Sources([source])
 
     def _leave(self, link: _Sources, source: Source) -> None:
         link.give_up(source)
@@ -130,10 +122,7 @@ class _Probe:
 
 
 class Chooser:
-    """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe.
-
-    alternatives: the sources of each link besides the chosen one.
-    """
+    """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
     def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
         self._receivers = dict(receivers)

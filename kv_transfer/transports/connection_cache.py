@@ -2,13 +2,21 @@
 
 import socket
 import threading
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError
 from kv_transfer.links.framing import ShortReadError, parse_address, read_frame
-from kv_transfer.protocol.reads import Read, ReadStoppedError, Source, StaleLeaseError, broken_connection
+from kv_transfer.protocol.reads import (
+    Read,
+    ReadRequest,
+    ReadStoppedError,
+    Source,
+    StaleLeaseError,
+    broken_connection,
+)
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, prove_session
+from kv_transfer.transports.data_port import shut_down
 
 
 def unconnected(source: Source, timeout_seconds: float) -> socket.socket:
@@ -32,70 +40,99 @@ def dial(sock: socket.socket, source: Source) -> None:
         raise PeerUnreachableError(f"worker {source.worker_id} refused a data connection: {reply.message}")
 
 
-class Cached(Protocol):
-    """A connection to one source, or anything else that a receiver keeps for it."""
+class PeerConnection(ABC):
+    """A connection to one source, and what a receiver keeps with it. Used by one thread at a time."""
+
+    def __init__(self, source: Source, sock: socket.socket) -> None:
+        self._source = source
+        self._who = f"worker {source.worker_id}"
+        self._sock = sock
+
+    @abstractmethod
+    def connect(self, read: Read) -> object:
+        """Establish it at the first call. Raises what ``fetch`` would."""
+
+    @abstractmethod
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Do what ``ReceiverTransport.fetch`` does. Raises OSError too."""
+
+    def has_ended(self) -> bool:
+        """Test if an unused connection has to be replaced."""
+        return False
 
     def interrupt(self) -> None:
         """Make its user fail soon. Called from any thread; does not block, and closes nothing."""
+        shut_down(self._sock)
 
     def close(self) -> None:
         """Release everything. Called exactly once, when it is not in use."""
+        self._sock.close()
 
 
-_C = TypeVar("_C", bound=Cached)
+class PeerReceiver:
+    """Owns one connection per source; safe for one thread per source. Base of the receivers.
 
-
-class ConnectionCache(Generic[_C]):
-    """Owns one connection per source; safe for one thread per source.
-
-    A connection is closed at the end of a use that failed, unless by the error ``harmless``, else by ``forget`` or
-    ``close``. make: returns a connection, which need not be established. has_ended: tests an unused connection; one
-    that has ended is replaced. kind: the word for a connection in error texts.
+    A connection is closed at the end of a use that failed, else by ``forget`` or ``close``. new_connection: need not
+    establish it. keeps_stale: a stale lease does not close the connection. kind: its name in error texts.
     """
 
     def __init__(
         self,
-        make: Callable[[Source], _C],
+        new_connection: Callable[[Source], PeerConnection],
         *,
-        harmless: type[KvbatonError] | None = None,
-        has_ended: Callable[[_C], bool] | None = None,
+        keeps_stale: bool = True,
         kind: str = "data connection",
     ) -> None:
-        self._make = make
-        self._harmless = harmless
-        self._has_ended = has_ended
+        self._new_connection = new_connection
+        self._keeps_stale = keeps_stale
         self._kind = kind
         self._lock = threading.Lock()
-        self._cached: dict[Source, _C] = {}
-        self._in_use: set[_C] = set()
+        self._cached: dict[Source, PeerConnection] = {}
+        self._in_use: set[PeerConnection] = set()
         self._is_closed = False
 
-    def using(self, source: Source, read: Read) -> "_Use[_C]":
-        """Return a context in which this source's connection is in use, for this read.
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """See ``ReceiverTransport``. Raises PeerUnreachableError for a broken connection."""
+        with _Use(self, source, read) as connection:
+            connection.fetch(request, views, read)
 
-        Raises there ReadStoppedError if the read was stopped, StaleLeaseError as it is, PeerUnreachableError for a broken
-        connection, TransferError else.
-        """
-        return _Use(self, source, read)
+    def forget(self, source: Source) -> None:
+        """Close this source's connection, or interrupt its user, who closes it then."""
+        with self._lock:
+            cached = self._cached.pop(source, None)
+            if cached is None:
+                return
+            if cached in self._in_use:
+                cached.interrupt()
+                return
+        cached.close()
 
-    def take(self, source: Source) -> _C:
+    def close(self) -> None:
+        """Drop all connections, and make no more. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            sources = list(self._cached)
+        for source in sources:
+            self.forget(source)
+
+    def take(self, source: Source) -> PeerConnection:
         """Return this source's connection, and mark it as in use. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:
                 raise TransferError("the receiver is closed")
             cached = self._cached.get(source)
-            if cached is not None and cached not in self._in_use and self._is_over(cached):
+            if cached is not None and cached not in self._in_use and cached.has_ended():
                 del self._cached[source]
                 cached.close()
                 cached = None
             if cached is None:
-                cached = self._cached[source] = self._make(source)
+                cached = self._cached[source] = self._new_connection(source)
             self._in_use.add(cached)
             return cached
 
-    def put_back(self, source: Source, cached: _C, error: BaseException | None) -> None:
+    def put_back(self, source: Source, cached: PeerConnection, error: BaseException | None) -> None:
         """End a use, which failed with this error if any."""
-        is_good = error is None or (self._harmless is not None and isinstance(error, self._harmless))
+        is_good = error is None or (self._keeps_stale and isinstance(error, StaleLeaseError))
         with self._lock:
             self._in_use.discard(cached)
             is_cached = self._cached.get(source) is cached
@@ -117,48 +154,35 @@ class ConnectionCache(Generic[_C]):
             return broken_connection(error, f"reading from worker {source.worker_id} failed: {error}")
         return error
 
-    def forget(self, source: Source) -> None:
-        """Close this source's connection, or interrupt its user, who closes it then."""
-        with self._lock:
-            cached = self._cached.pop(source, None)
-            if cached is None:
-                return
-            if cached in self._in_use:
-                cached.interrupt()
-                return
-        cached.close()
 
-    def close(self) -> None:
-        """Drop all connections, and make no more. Idempotent."""
-        with self._lock:
-            self._is_closed = True
-            sources = list(self._cached)
-        for source in sources:
-            self.forget(source)
+class ProbingReceiver(PeerReceiver):
+    """A receiver whose connections may fail although both sides support the transport."""
 
-    def _is_over(self, cached: _C) -> bool:
-        return self._has_ended is not None and self._has_ended(cached)
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect. Raises what ``fetch`` would."""
+        with _Use(self, source, read) as connection:
+            connection.connect(read)
 
 
-class _Use(Generic[_C]):
-    """See ``ConnectionCache.using``. Not a generator: every read enters this, mostly with cold caches."""
+class _Use:
+    """A use of a source's connection. Not a generator: every read enters this, mostly with cold caches."""
 
-    def __init__(self, cache: ConnectionCache[_C], source: Source, read: Read) -> None:
-        self._cache = cache
+    def __init__(self, receiver: PeerReceiver, source: Source, read: Read) -> None:
+        self._receiver = receiver
         self._source = source
         self._read = read
 
-    def __enter__(self) -> _C:
+    def __enter__(self) -> PeerConnection:
         self._read.check()
         try:
-            self._cached = self._cache.take(self._source)
+            self._cached = self._receiver.take(self._source)
         except OSError as error:
-            raise self._cache.error_of_read(error, self._source, self._read) from error
+            raise self._receiver.error_of_read(error, self._source, self._read) from error
         return self._cached
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._cache.put_back(self._source, self._cached, error)
+        self._receiver.put_back(self._source, self._cached, error)
         if isinstance(error, (OSError, TransferError)):
-            mapped = self._cache.error_of_read(error, self._source, self._read)
+            mapped = self._receiver.error_of_read(error, self._source, self._read)
             if mapped is not error:
                 raise mapped from error

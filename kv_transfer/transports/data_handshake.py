@@ -166,10 +166,7 @@ class UnauthenticatedConnection:
         self._frames = FrameBuffer(_MAX_HANDSHAKE_BYTES)
 
     def receive(self) -> str | None:
-        """Process what has arrived; return the session's token once it is proved.
-
-        Raises OSError (closed), TransferError (not a handshake), UnauthenticatedError (not a session of ours).
-        """
+        """Return the session's token once it is proved. Raises OSError (closed), TransferError, UnauthenticatedError."""
         try:
             data = self.sock.recv(_MAX_HANDSHAKE_BYTES)
         except BlockingIOError:
@@ -197,10 +194,7 @@ class UnauthenticatedConnection:
 
 
 class PendingHandshakes:
-    """Owns the unauthenticated connections of a port and their places in its selector. Used by one thread.
-
-    Each costs a socket and a few bytes. timeout_seconds: for a whole handshake.
-    """
+    """Owns the unauthenticated connections of a port and their places in its selector. Used by one thread."""
 
     def __init__(
         self,

@@ -100,10 +100,7 @@ class Connection:
 
 
 class _ServedConnections:
-    """Owns the authenticated connections of a port and their threads; each ends with its session.
-
-    serve: see ``DataPort``.
-    """
+    """Owns the authenticated connections of a port and their threads; each ends with its session."""
 
     def __init__(self, name: str, sessions: Sessions, serve: Callable[[Connection], None]) -> None:
         self._name = name

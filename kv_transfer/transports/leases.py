@@ -1,17 +1,34 @@
-"""The sender's record of who may read what: leases with counted readers, and the sessions of live control links."""
+"""The sender's record of who may read what: open sessions, and leases of two kinds.
 
+A sender that answers requests counts its readers in a LeaseBook. One that is read without a request has a
+GenerationTable, in which a reader in another process sees the end of a lease: the lease's counter is incremented when
+it ends, before its blocks may be used for anything else. So an unchanged generation after the last byte proves that
+every byte was read under the lease. A reader looks at the table by itself, mapped (``shm``) or by a read of its own
+(``nixl``); the sender does not notice it and never waits for it. It finds the blocks by a BlockGrant per published
+range, which arrives on the control link. There is one counter per lease, not per block: two leases may lend the same
+block, and the end of one must not fail the readers of the other.
+"""
+
+import fcntl
+import mmap
+import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from contract.decoding import decode_outside
+from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.transports.block_views import BlockViews, flat_views, is_flat, read_views
+from kv_transfer.transports.block_views import BlockViews, address_of, flat_views, is_flat, read_views
 
 
 @dataclass
@@ -71,10 +88,7 @@ class LeaseBook:
 
     @contextmanager
     def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
-        """Yield the requested blocks' bytes; the lease cannot become idle within.
-
-        Raises StaleLeaseError, and TransferError for a part that no block has.
-        """
+        """Yield the requested blocks' bytes; the lease cannot become idle within. Raises TransferError."""
         lease = self._begin(request)
         try:
             yield lease.read(request)
@@ -116,6 +130,25 @@ class LeaseBook:
             self._on_idle(name)
 
 
+class LendingSender:
+    """Base of the senders whose readers ask for blocks: all that is lent is in ``book``."""
+
+    def __init__(self, book: LeaseBook) -> None:
+        self.book = book
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        self._memory = memory
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
+        """Append blocks to the lease."""
+        self.book.extend(name, self._memory, block_ids)
+
+    def release(self, name: LeaseName) -> None:
+        """End the lease."""
+        self.book.revoke(name)
+
+
 class Sessions:
     """The tokens of the control links that peers hold open to this worker now. Thread-safe."""
 
@@ -154,3 +187,146 @@ class Sessions:
 def session_name(token: str) -> str:
     """Return the session's name, which reveals nothing of its token."""
     return make_proof(token.encode(), "session name")
+
+
+SLOT_BYTES = 8
+NUM_SLOTS = 65536
+"""64-bit counters in a table. Slot 0 belongs to no lease: its value proves that the right table is read."""
+TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
+_F_SEAL_FUTURE_WRITE = 0x10
+"""Linux: nobody gets a new writable mapping of the file or can write() to it; existing mappings stay writable."""
+_N = TypeVar("_N", np.int64, np.int32)
+
+
+def seal(memfd: int) -> None:
+    """Prevent resizing the file, and writing to it except through existing mappings. Raises OSError."""
+    fcntl.fcntl(memfd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE)
+
+
+def reopen_read_only(memfd: int) -> int:
+    """Return a descriptor of the same file that cannot write."""
+    return os.open(f"/proc/self/fd/{memfd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class GenerationTable:
+    """Owns the table and gives its slots to leases. Thread-safe.
+
+    It is mapped writable here at ``address``; others may map ``descriptor`` read-only. It begins with random numbers,
+    so that no other memory (an earlier table, zeros) is mistaken for it. nonce: the value of slot 0.
+    """
+
+    def __init__(self) -> None:
+        memfd = os.memfd_create("kvbaton-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(memfd, TABLE_BYTES)
+            self._map = mmap.mmap(memfd, TABLE_BYTES)
+            seal(memfd)
+            self.descriptor = reopen_read_only(memfd)
+        finally:
+            os.close(memfd)
+        self._map[:] = secrets.token_bytes(TABLE_BYTES)
+        self._counters = memoryview(self._map).cast("Q")
+        self.address = address_of(self._counters)
+        self.nonce = self._counters[0]
+        self._lock = threading.Lock()
+        self._slots: dict[LeaseName, int] = {}
+        self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
+
+    def generation(self, slot: int) -> int:
+        """Return the slot's value now."""
+        return self._counters[slot]
+
+    def open(self, name: LeaseName) -> tuple[int, int]:
+        """Return (slot, generation), by which readers see the lease's end. Raises TransferError if no slot is free."""
+        with self._lock:
+            slot = self._slots.get(name)
+            if slot is None:
+                if not self._free_slots:
+                    raise TransferError(
+                        f"{NUM_SLOTS - 1} leases are open, and no more can be; end some first"
+                    )
+                slot = self._slots[name] = self._free_slots.pop()
+            return slot, self._counters[slot]
+
+    def end(self, name: LeaseName) -> None:
+        """End the lease for every reader, whether any reads now or not."""
+        with self._lock:
+            slot = self._slots.pop(name, None)
+            if slot is not None:
+                self._counters[slot] = (self._counters[slot] + 1) % 2**64
+                self._free_slots.append(slot)
+
+    def end_all(self) -> None:
+        """End every lease for every reader."""
+        with self._lock:
+            names = list(self._slots)
+        for name in names:
+            self.end(name)
+
+    def close(self) -> None:
+        """Unmap it here; other processes' mappings stay as they are."""
+        self._counters.release()
+        self._map.close()
+        os.close(self.descriptor)
+
+
+def lease_ended(request: ReadRequest, who: str, when: str) -> StaleLeaseError:
+    """Return the error of a read from ``who`` whose generation has changed. when: "while ..." the blocks were read."""
+    return StaleLeaseError(
+        f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
+        f" {when} were read from {who}; none of them can be used"
+    )
+
+
+class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of the sender's pool, which hold the lent bytes while ``slot`` has the value ``generation``.
+
+    packed_ids: the blocks' ids, as integers of the type that the transport copies by (64 or 32 bits), in the byte order of
+    both ends: KV is not byte-swapped either.
+    """
+
+    slot: Annotated[int, msgspec.Meta(gt=0, lt=NUM_SLOTS)]
+    generation: int
+    packed_ids: bytes
+
+
+_grants = msgspec.msgpack.Decoder(BlockGrant)
+
+
+def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: "np.dtype[_N]") -> bytes:
+    """Return the grant of these blocks, for the receiver."""
+    return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
+
+
+def decode_grant(data: bytes) -> BlockGrant:
+    """Decode a grant. Raises TransferError."""
+    return decode_outside(
+        _grants.decode, data, lambda why: TransferError(f"the sender handed out a malformed grant: {why}")
+    )
+
+
+def granted_blocks(
+    request: ReadRequest, transport: str, who: str, id_type: "np.dtype[_N]"
+) -> tuple[npt.NDArray[_N], set[tuple[int, int]]]:
+    """Return the requested blocks' ids in the sender's pool, and the (slot, generation) of each lease that lends them.
+
+    The ids are not checked against the pool's size. Raises StaleLeaseError for blocks that ``who`` has not granted,
+    TransferError for a malformed grant.
+    """
+    if not request.grants:
+        raise TransferError(f"{who} published blocks without a grant for {transport}")
+    base = end = request.grants[0].first_block
+    packed: list[bytes] = []
+    leases: set[tuple[int, int]] = set()
+    for given in request.grants:
+        grant = decode_grant(given.by_transport.get(transport, b""))
+        num_ids, num_left = divmod(len(grant.packed_ids), id_type.itemsize)
+        if num_left:
+            raise TransferError(f"{who} granted {len(grant.packed_ids)} bytes of block ids")
+        end += num_ids
+        if end != given.end_block:
+            raise TransferError(f"{who} granted other blocks than it published")
+        packed.append(grant.packed_ids)
+        leases.add((grant.slot, grant.generation))
+    start = request.within(end - base, base).start * id_type.itemsize
+    return np.frombuffer(b"".join(packed), id_type, request.num_blocks, start), leases

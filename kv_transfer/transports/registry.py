@@ -5,8 +5,8 @@ and ``ReceiverTransport`` (``transport.py``). Write a function here that opens b
 Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
 contract of the transports in ``pyproject.toml``.
 
-Shared parts: ``data_port.py`` and ``leases.py`` for a sender that answers requests, ``generations.py`` for one that is
-read without a request, ``connection_cache.py`` for a receiver.
+Shared parts: ``data_port.py`` for a sender, with the LendingSender of ``leases.py`` if it answers requests or the
+GenerationTable if it is read without; ``connection_cache.py`` for a receiver.
 """
 
 import logging
@@ -16,8 +16,13 @@ from functools import partial
 
 from contract.errors import SettingError
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
-from kv_transfer.transports.senders import IdleTogether
-from kv_transfer.transports.transport import ReceiverTransport, SenderTransport, Transport, TransportContext
+from kv_transfer.transports.transport import (
+    IdleTogether,
+    ReceiverTransport,
+    SenderTransport,
+    Transport,
+    TransportContext,
+)
 
 logger = logging.getLogger(__name__)
 AUTO = "auto"
@@ -50,8 +55,7 @@ def _open_nixl(context: TransportContext) -> Transport:
 
 
 def _open_nccl(context: TransportContext) -> Transport:
-    from kv_transfer.transports.nccl.receiver import NcclReceiver
-    from kv_transfer.transports.nccl.sender import NcclSender
+    from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
     host = context.advertise_host or context.host
@@ -59,8 +63,7 @@ def _open_nccl(context: TransportContext) -> Transport:
 
 
 def _open_tcp(context: TransportContext) -> Transport:
-    from kv_transfer.transports.tcp.receiver import TcpReceiver
-    from kv_transfer.transports.tcp.sender import TcpSender
+    from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
 
     return Transport(TcpSender(context), TcpReceiver(context.read_timeout_seconds))
 
@@ -91,12 +94,10 @@ def transport_names() -> tuple[str, ...]:
 
 
 def auto_names(can_nixl_be_best: bool) -> tuple[str, ...]:
-    """Return the transports that ``auto`` opens, best first. The last one works everywhere.
-
-    Between host memories without an RDMA card ``nixl`` uses plain TCP, at which ``tcp`` is faster.
-    """
+    """Return the transports that ``auto`` opens, best first. The last one works everywhere."""
     if can_nixl_be_best:
         return ("shm", "nixl", "tcp")
+    # Between host memories nixl uses plain TCP then, at which tcp is faster.
     logger.info("transport auto leaves nixl out: there is neither an RDMA card nor an NVIDIA GPU here")
     return ("shm", "tcp")
 

@@ -1,11 +1,14 @@
-"""The interface of a transport: how the bytes of lent blocks reach another process."""
+"""The interface of a transport (how the bytes of lent blocks reach another process), and all senders as one."""
 
-from collections.abc import Callable, Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from engine.connector import KVMemory
+from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.local import LocalHub
@@ -72,10 +75,6 @@ class Transport:
     receiver: ReceiverTransport
 
 
-def _ignore_failure(_thread: str, _error: BaseException) -> None:
-    """Do nothing: without a connector the failure is only logged."""
-
-
 @dataclass(frozen=True)
 class TransportContext:
     """The arguments that every transport is opened with.
@@ -95,4 +94,69 @@ class TransportContext:
     local: LocalHub | None = None
     shm_dir: Path | None = None
     is_auto: bool = False
-    on_thread_failed: Callable[[str, BaseException], None] = _ignore_failure
+    on_thread_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None
+
+
+class IdleTogether:
+    """Calls ``on_idle`` once per release, when every sender has reported that it has no reader any more. Thread-safe."""
+
+    def __init__(self, senders: Sequence[str], on_idle: Callable[[LeaseName], None]) -> None:
+        self._on_idle = on_idle
+        self._lock = threading.Lock()
+        self._reported: dict[str, Counter[LeaseName]] = {sender: Counter() for sender in senders}
+
+    def leave_out(self, sender: str) -> None:
+        """Expect no report from this sender: it could not be opened."""
+        del self._reported[sender]
+
+    def report(self, sender: str, name: LeaseName) -> None:
+        """Record that this sender has no reader of the lease."""
+        with self._lock:
+            self._reported[sender][name] += 1
+            if not all(reported[name] for reported in self._reported.values()):
+                return
+            for reported in self._reported.values():
+                reported[name] -= 1
+                if not reported[name]:
+                    del reported[name]
+        self._on_idle(name)
+
+
+class Senders:
+    """Owns the senders by their transports' names, best first. Thread-safe, as they are."""
+
+    def __init__(self, senders: Mapping[str, SenderTransport]) -> None:
+        self._senders = dict(senders)
+
+    def offers(self) -> list[Offer]:
+        """Return what a peer can read over, best first."""
+        reasons = self.why_not()
+        return [Offer(name, sender.address) for name, sender in self._senders.items() if name not in reasons]
+
+    def why_not(self) -> dict[str, str]:
+        """Return the transports that are open but not offered, and why."""
+        return {
+            name: sender.why_not_offered
+            for name, sender in self._senders.items()
+            if isinstance(sender, Conditional) and sender.why_not_offered is not None
+        }
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        for sender in self._senders.values():
+            sender.start(memory)
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[tuple[str, bytes], ...]:
+        """Append blocks to the lease on every sender; return (transport, grant) of those that return a grant."""
+        granted = [(each, sender.publish(name, block_ids)) for each, sender in self._senders.items()]
+        return tuple((each, grant) for each, grant in granted if grant is not None)
+
+    def release(self, name: LeaseName) -> None:
+        """End the lease on every sender."""
+        for sender in self._senders.values():
+            sender.release(name)
+
+    def close(self) -> None:
+        """Close every sender."""
+        for sender in self._senders.values():
+            sender.close()

@@ -5,8 +5,7 @@ import sys
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nccl.receiver import NcclReceiver
-from kv_transfer.transports.nccl.sender import NcclSender
+from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN, context_for, say
 

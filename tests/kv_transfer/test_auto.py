@@ -21,7 +21,7 @@ from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
-from kv_transfer.transports.senders import IdleTogether
+from kv_transfer.transports.transport import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,

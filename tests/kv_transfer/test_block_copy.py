@@ -10,7 +10,7 @@ import pytest
 from kv_transfer.native.compiling import load_copy_blocks
 from kv_transfer.protocol.reads import BlockPart, Read
 from kv_transfer.transports.block_views import BlockViews
-from kv_transfer.transports.shm.block_copy import Copy, copy_each, copy_natively
+from kv_transfer.transports.shm.receiver import Copy, copy_each, copy_natively
 
 BLOCK_BYTES, NUM_BLOCKS = 16384, 160
 RUN = list(range(40, 40 + NUM_BLOCKS // 2))

@@ -36,7 +36,7 @@ from kv_transfer.transports.data_handshake import (
 )
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.sender import ShmSender
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.transport import TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 

@@ -16,8 +16,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook, Sessions
-from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import (
     LAYOUT,

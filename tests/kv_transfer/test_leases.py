@@ -12,8 +12,7 @@ from kv_transfer.links.framing import parse_address, read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source, StaleLeaseError
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, reply_frame
 from kv_transfer.transports.leases import LeaseBook, Sessions
-from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import OK_FRAME, TcpSender
+from kv_transfer.transports.tcp.transport import OK_FRAME, TcpReceiver, TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import ByteMemory, GatedMemory

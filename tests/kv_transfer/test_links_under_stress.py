@@ -17,8 +17,7 @@ from kv_transfer.protocol.handshake import Accepting, LocalIdentity, Session
 from kv_transfer.protocol.messages import TransferFailed
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.tcp.receiver import TcpReceiver
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Sides, hand_over, pair_of
 from tests.kv_transfer.fakes import ByteMemory

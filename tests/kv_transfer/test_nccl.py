@@ -12,8 +12,7 @@ from contract.errors import KvbatonError, PeerUnreachableError, TransferError
 from kv_transfer.protocol.reads import Read, ReadRequest, ReadStoppedError, StaleLeaseError
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.nccl.group import GroupPool
-from kv_transfer.transports.nccl.receiver import check_info
-from kv_transfer.transports.nccl.sender import NcclPoolInfo
+from kv_transfer.transports.nccl.transport import NcclPoolInfo, check_info
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nccl_port import NcclPort, Reader
 from tests.kv_transfer.nixl_port import LAYOUT, NAME, NUM_BLOCKS, TOKEN

@@ -20,11 +20,11 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
-from kv_transfer.transports.nixl.agent import load
-from kv_transfer.transports.nixl.memory import ID_TYPE, HostMemory, Region
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.nixl.agent import ID_TYPE, Region, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
+from kv_transfer.transports.nixl.remote_pool import HostMemory
 from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import (

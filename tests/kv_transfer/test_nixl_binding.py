@@ -8,8 +8,7 @@ import pytest
 from contract.errors import SettingError
 from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.nixl.agent import load, why_missing
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.agent import Region, load, why_missing
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.sender import NixlSender

@@ -26,8 +26,8 @@ from kv_transfer.transports.data_handshake import (
     DataReply,
     DataStatus,
 )
-from kv_transfer.transports.generations import BlockGrant, decode_grant
-from kv_transfer.transports.nccl.sender import NcclPoolInfo
+from kv_transfer.transports.leases import BlockGrant, decode_grant
+from kv_transfer.transports.nccl.transport import NcclPoolInfo
 from kv_transfer.transports.nixl.sender import NixlAsk, NixlPoolInfo
 from kv_transfer.transports.shm.sender import ShmPoolInfo
 from tests.kv_transfer.shm_port import NAME, NUM_BLOCKS, Reader, ShmPort

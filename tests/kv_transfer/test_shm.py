@@ -21,8 +21,7 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.shm.folder import why_unsupported
-from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS
+from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, why_unsupported
 from tests.kv_transfer.fakes import ByteMemory, GatedRead
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort

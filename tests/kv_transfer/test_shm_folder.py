@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from contract.errors import SettingError
-from kv_transfer.transports.shm.folder import remove_fresh_folder, socket_path
+from kv_transfer.transports.shm.sender import remove_fresh_folder, socket_path
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import RangeGrant, StaleLeaseError
-from kv_transfer.transports.generations import NUM_SLOTS, GenerationTable, decode_grant
+from kv_transfer.transports.leases import NUM_SLOTS, GenerationTable, decode_grant
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 

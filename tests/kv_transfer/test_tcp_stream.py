@@ -17,8 +17,8 @@ from kv_transfer.transports.data_handshake import (
     reply_frame,
 )
 from kv_transfer.transports.data_port import leave_unpaced, limit_waits
-from kv_transfer.transports.tcp.sender import OK_FRAME, STALE_FRAME, requests_from
 from kv_transfer.transports.tcp.socket_blocks import socket_blocks
+from kv_transfer.transports.tcp.transport import OK_FRAME, STALE_FRAME, requests_from
 
 WAIT = 30.0
 Ends = tuple[socket.socket, socket.socket]

@@ -26,7 +26,7 @@ from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.leases import Sessions
-from kv_transfer.transports.tcp.sender import TcpSender
+from kv_transfer.transports.tcp.transport import TcpSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
 

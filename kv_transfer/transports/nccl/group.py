@@ -18,6 +18,8 @@ from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, r
 SENDER = 0
 RECEIVER = 1
 _TAG = 0
+_distributed: Any = dist
+"""Torch's stubs lack the classes for a group without a default group."""
 
 
 class Meeting:
@@ -27,7 +29,7 @@ class Meeting:
         listener = listen_on(host, 0)
         port = listener.getsockname()[1]
         self.address = format_address(advertise_host or host, port)
-        self.store = _distributed().TCPStore(
+        self.store = _distributed.TCPStore(
             host,
             port,
             is_master=True,
@@ -41,23 +43,18 @@ def join(address: str, timeout_seconds: float) -> Any:
     """Return the store of the group's sender. Raises TransferError."""
     host, port = parse_address(address)
     try:
-        return _distributed().TCPStore(
-            host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds)
-        )
+        return _distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
     except (RuntimeError, ValueError) as error:
         raise TransferError(f"the group's store at {address} cannot be reached: {error}") from error
 
 
 class PairGroup:
-    """One of two ranks. The constructor waits for the other one. Used by one thread; a call that fails ends the group.
-
-    Raises PeerUnreachableError if the other rank is gone, or silent for ``timeout_seconds``.
-    """
+    """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError."""
 
     def __init__(self, backend: str, store: Any, rank: int, host: str, timeout_seconds: float) -> None:
         self._other = 1 - rank
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._store = _distributed().PrefixStore("kv", store)
+        self._store = _distributed.PrefixStore("kv", store)
         self._group: Any = None
         begun = time.monotonic()
         try:
@@ -81,15 +78,14 @@ class PairGroup:
             group.abort()
 
     def _make(self, backend: str, rank: int, host: str) -> Any:
-        makers = _distributed()
         if backend == "nccl":
-            options = makers.ProcessGroupNCCL.Options()
+            options = _distributed.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            return makers.ProcessGroupNCCL(self._store, rank, 2, options)
-        options = makers.ProcessGroupGloo._Options()
-        options._devices = [makers.ProcessGroupGloo.create_device(hostname=host)]
+            return _distributed.ProcessGroupNCCL(self._store, rank, 2, options)
+        options = _distributed.ProcessGroupGloo._Options()
+        options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
-        return makers.ProcessGroupGloo(self._store, rank, 2, options)
+        return _distributed.ProcessGroupGloo(self._store, rank, 2, options)
 
     def _failed(self, begun: float, message: str) -> PeerUnreachableError:
         """Return the error for any failure: the library has only one, so it was silence if the time is over."""
@@ -104,11 +100,6 @@ class PairGroup:
             self.close()
             message = f"the group of two has failed: {str(error).splitlines()[0]}"
             raise self._failed(begun, message) from error
-
-
-def _distributed() -> Any:
-    """Return torch's module, whose stubs lack the classes for a group without a default group."""
-    return dist
 
 
 class GroupPool:

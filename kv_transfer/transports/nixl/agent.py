@@ -1,7 +1,8 @@
-"""The NIXL library: how it is loaded, and one agent of it, which is called by one thread at a time (``nixl_thread``).
+"""The NIXL library: how it is loaded, the regions of memory that it reads and writes, and one agent of it.
 
-The back end is UCX in peer error mode, in which a peer's death is an exception; in the other mode it is never reported. The
-library's progress thread is off on every machine: it uses a whole core even when idle.
+The agent is called by one thread at a time (``nixl_thread``). The back end is UCX in peer error mode, in which a peer's
+death is an exception; in the other mode it is never reported. The library's progress thread is off on every machine: it
+uses a whole core even when idle.
 """
 
 import importlib
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from contract.errors import PeerUnreachableError, SettingError, TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.block_views import BlockViews, address_of, block_span
 from kv_transfer.transports.nixl.settings import prepare_ucx
 
 logger = logging.getLogger(__name__)
@@ -37,20 +38,20 @@ class NixlLibrary:
 
 def why_missing(modules: Sequence[str] = _MODULES) -> str | None:
     """Return what to install, or None if a build of the library is found. Loads nothing."""
-    packages = [module.partition(".")[0] for module in modules]
-    return None if any(importlib.util.find_spec(package) for package in packages) else _MISSING
+    return None if _installed(modules) else _MISSING
 
 
 def load(host: str, modules: Sequence[str] = _MODULES) -> NixlLibrary:
     """Load the first build of the library that is installed. Raises SettingError. host: see ``prepare_ucx``."""
-    missing = why_missing(modules)
-    if missing is not None:
-        raise SettingError(missing, param="transport")
+    installed = _installed(modules)
+    if not installed:
+        raise SettingError(_MISSING, param="transport")
     prepare_ucx(host)
-    for module in modules:
-        if importlib.util.find_spec(module.partition(".")[0]) is not None:
-            return _described(_import(module))
-    raise SettingError(_MISSING, param="transport")
+    return _described(_import(installed[0]))
+
+
+def _installed(modules: Sequence[str]) -> list[str]:
+    return [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is not None]
 
 
 def _import(module: str) -> Any:
@@ -79,6 +80,74 @@ def _described(api: Any) -> NixlLibrary:
         if name.startswith("nixl") and name.endswith("Error")
     ]
     return NixlLibrary(api, tuple(errors), bindings.nixlRemoteDisconnectError)
+
+
+_END_OF_MEMORY = 2**63
+ID_TYPE = np.dtype(np.int32)
+"""The library counts blocks by 32 bits."""
+_MAX_BLOCKS = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Region:
+    """Blocks that lie side by side in memory."""
+
+    address: int
+    block_bytes: int
+    num_blocks: int
+    is_device: bool = False
+    device_id: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of all blocks."""
+        return self.block_bytes * self.num_blocks
+
+    @property
+    def memory_type(self) -> str:
+        """The library's name for this kind of memory."""
+        return "VRAM" if self.is_device else "DRAM"
+
+    def check(self) -> None:
+        """Raise TransferError for numbers that cannot be memory."""
+        is_positive = min(self.address, self.block_bytes, self.num_blocks) > 0 and self.device_id >= 0
+        is_too_large = self.num_blocks > _MAX_BLOCKS or self.address + self.num_bytes >= _END_OF_MEMORY
+        if is_too_large or not is_positive:
+            raise TransferError(
+                f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are not memory"
+            )
+
+    def find(
+        self, views: Sequence[memoryview], part: BlockPart | None = None
+    ) -> npt.NDArray[np.int64] | None:
+        """Return the blocks that the writable ``views`` are, or are this part of; None if one is not in this region."""
+        if isinstance(views, BlockViews):
+            is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
+            is_same = views.block_bytes == self.block_bytes and views.part == part
+            return views.ids if is_here and is_same else None
+        (start, end) = block_span(self.block_bytes, part)
+        found = list[int]()
+        for view in views:
+            number, offset = divmod(address_of(view) - self.address, self.block_bytes)
+            if offset != start or view.nbytes != end - start or not 0 <= number < self.num_blocks:
+                return None
+            found.append(number)
+        return np.array(found, np.int64)
+
+    def strided_row(self, part: BlockPart | None = None) -> Any:
+        """Return all blocks, or the part of each, as one row of [address, length, device, stride, count]."""
+        start, end = block_span(self.block_bytes, part)
+        row = (self.address + start, end - start, self.device_id, self.block_bytes, self.num_blocks)
+        return np.array([row], np.uint64)
+
+    def rows(self, part: BlockPart | None = None) -> Any:
+        """Return a row of [address, length, device] for each block, or the part of it."""
+        start, end = block_span(self.block_bytes, part)
+        rows = np.empty((self.num_blocks, 3), np.uint64)
+        rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address + start
+        rows[:, 1] = end - start
+        rows[:, 2] = self.device_id
+        return rows
 
 
 class NixlAgent:
@@ -119,15 +188,12 @@ class NixlAgent:
         return found
 
     def describe(self, region: Region, peer: str = SELF, part: BlockPart | None = None) -> Any:
-        """Describe a region's blocks, or the part of each, for ``prepare``.
-
-        It takes one strided row if the library supports that, else a row for each block.
-        """
+        """Describe a region's blocks, or the part of each, for ``prepare``."""
         what = "describing memory"
         describe = self._agent.prep_xfer_dlist
         try:
             return self._call(what, describe, peer, region.strided_row(part), region.memory_type)
-        except (TypeError, ValueError, AttributeError):
+        except (TypeError, ValueError, AttributeError):  # the library takes no strided row
             return self._call(what, describe, peer, region.rows(part), region.memory_type)
 
     def undescribe(self, blocks: Any) -> None:

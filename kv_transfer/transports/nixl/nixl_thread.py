@@ -14,14 +14,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from queue import Empty
 from typing import TypeVar
 
 from contract.errors import TransferError
 from engine.mailbox import Mailbox
-from kv_transfer.transports.nixl.agent import NixlLibrary
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.agent import NixlLibrary, Region
 from kv_transfer.transports.nixl.reads import AgentDriver, NixlRead
 from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 
@@ -38,10 +38,7 @@ class NixlThread:
         name: str,
         on_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None,
     ) -> None:
-        """Start the agent. Raises SettingError if the library cannot work here.
-
-        on_failed: see ``TransportContext.on_thread_failed``.
-        """
+        """Start the agent. Raises SettingError if the library cannot work here."""
         self._on_failed = on_failed
         self._driver = AgentDriver()
         self._commands = Mailbox[Callable[[], None] | None]()
@@ -57,13 +54,8 @@ class NixlThread:
             raise
 
     @property
-    def pool(self) -> Region | None:
-        """This worker's own blocks: None before ``register``, or on a device."""
-        return self._driver.pool
-
-    @property
     def pool_blocks(self) -> DescribedRegion | None:
-        """The description of ``pool``, as the target of a ``ReadStep``."""
+        """This worker's own blocks, as the target of a ``ReadStep``: None before ``register``, or on a device."""
         return self._driver.pool_blocks
 
     def register(self, pool: Region, table: Region) -> bytes:
@@ -122,11 +114,10 @@ class NixlThread:
 
     def _tell(self, command: Callable[[], None] | None) -> None:
         """Let the thread do it, unless it is closed; None ends the thread."""
-        with self._lock:
-            if not self._is_closed:
-                self._commands.put(command)
+        with suppress(TransferError):
+            self._put(command)
 
-    def _put(self, command: Callable[[], None]) -> None:
+    def _put(self, command: Callable[[], None] | None) -> None:
         """Let the thread do it. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,7 @@ import numpy.typing as npt
 from contract.errors import KvbatonError, TransferError
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary
-from kv_transfer.transports.nixl.memory import Region
+from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary, Region
 from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,6 @@ class ReadStep:
     out_of: DescribedRegion
     out_of_ids: Ids
     part: BlockPart | None = None
-    is_kept: ClassVar[bool] = False
 
     def prepare(self, agent: NixlAgent) -> Any:
         """Return the handle to post, which the caller releases. Raises KvbatonError."""
@@ -58,7 +56,6 @@ class SlotsStep:
 
     pool: RemotePool
     slots: tuple[int, ...]
-    is_kept: ClassVar[bool] = True
 
     def prepare(self, agent: NixlAgent) -> Any:
         """Return the handle to post, which the pool keeps. Raises KvbatonError."""
@@ -84,13 +81,10 @@ class NixlRead:
         self._changes: Mailbox[None] = Mailbox()
 
     def post_next(self, agent: NixlAgent) -> bool:
-        """Post the next step, and further ones as long as each is done at once; return False if all are terminal.
-
-        Raises KvbatonError for one that fails.
-        """
+        """Post further steps as long as each is done at once; return False if all are. Raises KvbatonError."""
         for step in self._steps:
             self.posted = step.prepare(agent)
-            if not step.is_kept:
+            if isinstance(step, ReadStep):
                 self.handles.append(self.posted)
             if not agent.post(self.posted):
                 return True
@@ -126,13 +120,9 @@ class NixlRead:
 
 
 class AgentDriver:
-    """Owns the agent and everything that is posted to it. Called by one thread at a time.
-
-    pool, pool_blocks: this worker's own blocks, as the target of a ``ReadStep``: None before ``register``, or on a device.
-    """
+    """Owns the agent and everything that is posted to it. Called by one thread at a time."""
 
     def __init__(self) -> None:
-        self.pool: Region | None = None
         self.pool_blocks: DescribedRegion | None = None
         self._agent: NixlAgent | None = None
         self._posted: list[NixlRead] = []
@@ -152,7 +142,6 @@ class AgentDriver:
         agent.register(table)
         if not pool.is_device:
             self.pool_blocks = DescribedRegion(agent, pool)
-            self.pool = pool
         return agent.metadata()
 
     def connect(self, pool: RemotePool, metadata: bytes) -> None:
@@ -256,8 +245,7 @@ class AgentDriver:
         read.pool.num_posted -= 1
         read.end(None if error is None else type(error)(f"{read.pool.who}: {error.message}"))
         _release_handles(self._alive(), read)
-        if read.pool.is_left:
-            _logging_failure(read.pool.release_if_unused)
+        _logging_failure(read.pool.release_if_unused)
 
 
 def _release_handles(agent: NixlAgent, read: NixlRead) -> None:

@@ -16,18 +16,19 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import block_outside, block_span, check_sizes
-from kv_transfer.transports.connection_cache import ConnectionCache, dial, unconnected
+from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, granted_blocks
-from kv_transfer.transports.nixl.memory import ID_TYPE, Region
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
+from kv_transfer.transports.nixl.agent import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.reads import Ids, NixlRead, ReadStep, SlotsStep
 from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
@@ -140,18 +141,16 @@ class _Lane:
             logger.debug("%s cannot be asked for help: %s", self._who, error)
 
 
-class _Peer:
+class _Peer(PeerConnection):
     """The connection to a sender's data port; its pool and the lane to it once connected."""
 
     def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
-        self._source = source
+        super().__init__(source, unconnected(source, timeout_seconds))
         self._nixl_thread = nixl_thread
-        self._who = f"worker {source.worker_id}"
         self._pool: RemotePool | None = None
         self._lock = threading.Lock()
         self._is_interrupted = False
         self._is_posted = False
-        self._sock = unconnected(source, timeout_seconds)
         self._lane = _Lane(self._sock, self._who, nixl_thread, timeout_seconds)
 
     def interrupt(self) -> None:
@@ -162,27 +161,26 @@ class _Peer:
         with self._lock:
             self._is_interrupted = True
             if not self._is_posted:
-                shut_down(self._sock)
+                super().interrupt()
 
     def close(self) -> None:
         """Close the connection, and forget the pool as soon as nothing is posted to it."""
-        self._sock.close()
+        super().close()
         if self._pool is not None:
             self._nixl_thread.disconnect(self._pool)
 
     def connect(self, read: Read) -> RemotePool:
-        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory.
-
-        Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be read.
-        """
+        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory."""
         if self._pool is not None:
             return self._pool
-        with read.interruptible(lambda: shut_down(self._sock)):
+        with read.interruptible(super().interrupt):
             dial(self._sock, self._source)
             info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         if info.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
-        pool = _remote_pool(info, agent_name(self._source.boot_id), self._who)
+        blocks = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
+        table = Region(info.table_address, SLOT_BYTES, NUM_SLOTS)
+        pool = RemotePool(agent_name(self._source.boot_id), self._who, blocks, table)
         self._nixl_thread.connect(pool, info.agent)
         self._pool = pool
         if self._lane.read_nonce(pool, read) != info.nonce:
@@ -191,8 +189,8 @@ class _Peer:
         self._lane.find_out(pool, read)
         return pool
 
-    def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read the blocks, and then if their lease has ended. Raises as ``ReceiverTransport.fetch``."""
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read the blocks, then if their lease has ended. A stop ends it after the posted part, once that is terminal."""
         pool = self.connect(read)
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
@@ -212,10 +210,7 @@ class _Peer:
             raise TransferError(message) from error
         self._lane.end_help()
         if pool.found.numbers(len(slots)) != list(generations):
-            raise StaleLeaseError(
-                f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended while"
-                f" {len(views)} blocks were read from {self._who}; none of them can be used"
-            )
+            raise lease_ended(request, self._who, f"while {len(views)} blocks")
 
     def _move(
         self,
@@ -228,23 +223,22 @@ class _Peer:
     ) -> None:
         """Read part by part. The last one reads the slots too, which it posts only when its blocks have arrived."""
         part = request.part
-        into = self._own_blocks(views, request)
+        own = self._own_blocks(views, request)
         count = len(views)
         step = pool.bounce.region.num_blocks
-        if into is not None:
+        if own is not None:
             step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
         for start in range(0, count, step):
             end = min(start + step, count)
-            steps: list[ReadStep | SlotsStep]
-            if into is None:
-                steps = [_into_bounce(pool, block_ids[start:end], part)]
-            else:
-                own, own_ids = into
-                steps = [ReadStep(own, own_ids[start:end], pool.blocks, block_ids[start:end], part)]
+            ids = block_ids[start:end]
+            steps: list[ReadStep | SlotsStep] = [_into_bounce(pool, ids, part)]
+            if own is not None:
+                blocks, own_ids = own
+                steps = [ReadStep(blocks, own_ids[start:end], pool.blocks, ids, part)]
             if end == count:
                 steps.append(SlotsStep(pool, slots))
             self._run(pool, steps, read)
-            if into is None:
+            if own is None:
                 first, last = block_span(pool.region.block_bytes, part)
                 for number in range(end - start):
                     views[start + number][:] = pool.bounce.block(number)[first:last]
@@ -253,9 +247,8 @@ class _Peer:
         self, views: Sequence[memoryview], request: ReadRequest
     ) -> tuple[DescribedRegion, Ids] | None:
         """Return the blocks of this worker's own pool that the views are, or None."""
-        pool = self._nixl_thread.pool
         blocks = self._nixl_thread.pool_blocks
-        found = None if pool is None else pool.find(views, request.part)
+        found = None if blocks is None else blocks.region.find(views, request.part)
         return None if found is None or blocks is None else (blocks, found.astype(np.int32))
 
     def _run(self, pool: RemotePool, steps: Steps, read: Read) -> None:
@@ -277,41 +270,17 @@ class _Peer:
             raise TransferError(f"the link to {self._who} is gone")
 
 
-class NixlReceiver:
-    """Owns the connections to peers. A connection is closed after any error but a stale lease."""
+class NixlReceiver(ProbingReceiver):
+    """Owns the connections to peers, and with them the agent."""
 
     def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
+        super().__init__(partial(_Peer, nixl_thread=nixl_thread, timeout_seconds=timeout_seconds))
         self._nixl_thread = nixl_thread
-        self._timeout_seconds = timeout_seconds
-        self._peers = ConnectionCache(self._new_peer, harmless=StaleLeaseError)
-
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect, authenticate, and read the nonce and a block. Raises what ``fetch`` would."""
-        with self._peers.using(source, read) as peer:
-            peer.connect(read)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read part by part. Stopping ends the read after the part that is posted, once that is terminal."""
-        with self._peers.using(source, read) as peer:
-            peer.read(request, views, read)
-
-    def forget(self, source: Source) -> None:
-        """Close its connection and forget its pool."""
-        self._peers.forget(source)
 
     def close(self) -> None:
         """Close every connection, and the agent: a read that is not terminal fails."""
-        self._peers.close()
+        super().close()
         self._nixl_thread.close()
-
-    def _new_peer(self, source: Source) -> _Peer:
-        return _Peer(source, self._nixl_thread, self._timeout_seconds)
-
-
-def _remote_pool(info: NixlPoolInfo, agent: str, who: str) -> RemotePool:
-    """Return the described pool. Raises TransferError for numbers that cannot be memory."""
-    pool = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
-    return RemotePool(agent, who, pool, Region(info.table_address, SLOT_BYTES, NUM_SLOTS))
 
 
 def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:

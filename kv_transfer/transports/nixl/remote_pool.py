@@ -1,5 +1,6 @@
 """Regions and a peer's pool as this worker's NIXL agent sees them. Called by the thread that has the agent."""
 
+import mmap
 from contextlib import ExitStack
 from typing import Any
 
@@ -7,9 +8,9 @@ import numpy as np
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.generations import SLOT_BYTES
-from kv_transfer.transports.nixl.agent import SELF, NixlAgent
-from kv_transfer.transports.nixl.memory import HostMemory, Region
+from kv_transfer.transports.block_views import address_of
+from kv_transfer.transports.leases import SLOT_BYTES
+from kv_transfer.transports.nixl.agent import SELF, NixlAgent, Region
 
 _BOUNCE_BYTES = 4 * 2**20
 _MAX_LOOKS = 64
@@ -19,14 +20,11 @@ MAX_SLOTS_AT_ONCE = 16
 
 
 class DescribedRegion:
-    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each. Used by one thread at a time.
-
-    peer: the owner of the memory; by default this process.
-    """
+    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each. Used by one thread at a time."""
 
     def __init__(self, agent: NixlAgent, region: Region, peer: str = SELF) -> None:
         self._agent = agent
-        self._region = region
+        self.region = region
         self._peer = peer
         self._by_part: dict[BlockPart | None, Any] = {None: agent.describe(region, peer)}
 
@@ -35,7 +33,7 @@ class DescribedRegion:
         if part not in self._by_part:
             if len(self._by_part) > _MAX_PARTS:
                 raise TransferError(f"nixl: blocks are read in {_MAX_PARTS} different parts already")
-            self._by_part[part] = self._agent.describe(self._region, self._peer, part)
+            self._by_part[part] = self._agent.describe(self.region, self._peer, part)
         return self._by_part[part]
 
     def release(self) -> None:
@@ -119,3 +117,20 @@ class RemotePool:
     def _registered(self, agent: NixlAgent, undo: ExitStack, region: Region) -> DescribedRegion:
         undo.callback(agent.deregister, agent.register(region))
         return self._described(agent, undo, region)
+
+
+class HostMemory:
+    """Private host memory as a region; alive as long as this object."""
+
+    def __init__(self, block_bytes: int, num_blocks: int) -> None:
+        self._view = memoryview(mmap.mmap(-1, block_bytes * num_blocks))
+        self.region = Region(address_of(self._view), block_bytes, num_blocks)
+
+    def numbers(self, count: int) -> list[int]:
+        """Return the first ``count`` 64-bit numbers."""
+        return self._view[: 8 * count].cast("Q").tolist()
+
+    def block(self, number: int) -> memoryview:
+        """Return one of its blocks."""
+        size = self.region.block_bytes
+        return self._view[number * size : (number + 1) * size]

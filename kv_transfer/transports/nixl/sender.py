@@ -13,18 +13,20 @@ and sends no more. It goes on to receive, so that a read that is open then can s
 """
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 
 import msgspec
 
-from contract.errors import KvbatonError
+from contract.errors import KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import LeaseName
+from kv_transfer.transports.block_views import FlatMemory, OnDevice, address_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.generations import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
-from kv_transfer.transports.nixl.memory import ID_TYPE, Region, region_of
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.nixl.agent import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device
 from kv_transfer.transports.transport import TransportContext
@@ -102,11 +104,7 @@ class NixlSender:
         self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,
-            address=pool.address,
-            block_bytes=pool.block_bytes,
-            num_blocks=pool.num_blocks,
-            is_device=pool.is_device,
-            device_id=pool.device_id,
+            **asdict(pool),
             table_address=table.address,
             nonce=self._table.nonce,
         )
@@ -169,3 +167,17 @@ def _why_slower(pool: Region) -> str | None:
     if pool.is_device or has_rdma_device():
         return None
     return "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
+
+
+def region_of(memory: KVMemory) -> Region:
+    """Return the pool's region. Raises TransferError if its blocks do not lie side by side."""
+    size = memory.layout.block_bytes
+    count = memory.num_blocks
+    if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
+        return Region(memory.pool.data_ptr(), size, count, True, memory.pool.device.index or 0)
+    if isinstance(memory, FlatMemory):
+        return Region(address_of(memory.pool_view), size, count)
+    first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
+    if last != first + (count - 1) * size:
+        raise TransferError("the KV pool is not in one piece of memory")
+    return Region(first, size, count)

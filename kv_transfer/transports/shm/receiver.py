@@ -1,6 +1,6 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
-It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``block_copy``), and a
+It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``PieceCopier``), and a
 look before and after each piece at the counter that shows the end of the lease.
 
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
@@ -12,20 +12,92 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
+
+import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
-from kv_transfer.native.compiling import last_cache_bytes, load_copy_blocks
-from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError, blocks_per_piece
+from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
-from kv_transfer.transports.connection_cache import ConnectionCache
+from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
-from kv_transfer.transports.data_port import shut_down
-from kv_transfer.transports.generations import TABLE_BYTES, granted_blocks
-from kv_transfer.transports.shm.block_copy import PieceCopier
+from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
+
+# Between flat pools a loop in C of ours (``kv_transfer.native``) copies many blocks, without Python's lock. Where that
+# cannot be compiled, and for other memory, Python copies block by block.
+_LARGE_BYTES = 2**18
+_ID_BYTES = 8
+Copy = Callable[[int, int], None]
+"""Copies the blocks from a first one to before a last one."""
+
+
+class PieceCopier:
+    """Chooses how the pieces of a read are copied: by the loop in C, if any; past a cache of ``cache_bytes``."""
+
+    def __init__(self, copy_blocks: CopyBlocks | None, cache_bytes: int) -> None:
+        self._copy_blocks = copy_blocks
+        self._cache_bytes = cache_bytes
+
+    def copying(self, blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Copy:
+        """Return a copy of ``blocks`` to ``views``. It raises ReadStoppedError after ``read.stop()``."""
+        if self._copy_blocks is None or not isinstance(views, BlockViews):
+            return copy_each(blocks, views, read)
+        past_caches = self._exceeds_caches(blocks.view_bytes, len(blocks), read)
+        copy_all = copy_natively(self._copy_blocks, blocks, views, past_caches=past_caches)
+
+        def copy_piece(start: int, end: int) -> None:
+            read.check()
+            copy_all(start, end)
+
+        return copy_piece
+
+    def _exceeds_caches(self, view_bytes: int, num_views: int, read: Read) -> bool:
+        """Return True if the caches cannot hold source and target until the bytes are read again."""
+        num_at_once = min(num_views, blocks_per_piece(view_bytes)) if read.is_followed else num_views
+        return 2 * num_at_once * view_bytes > self._cache_bytes
+
+
+def copy_natively(
+    copy_blocks: CopyBlocks, source: BlockViews, target: BlockViews, *, past_caches: bool
+) -> Copy:
+    """Return a copy of ``source`` to ``target``, whose blocks and views have the same sizes.
+
+    past_caches: write past the processor's caches: the bytes are not read again soon, or do not fit. The copy neither
+    keeps a pool alive nor exports its memory.
+    """
+    step = source.block_bytes
+    size = source.view_bytes
+    out_of = source.first_address
+    into = target.first_address
+    ids = np.ascontiguousarray(source.ids), np.ascontiguousarray(target.ids)
+    out_of_ids, into_ids = (each.__array_interface__["data"][0] for each in ids)
+
+    def copy(start: int, end: int, _kept: object = ids) -> None:
+        at = start * _ID_BYTES
+        copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size, past_caches)
+
+    return copy
+
+
+def copy_each(blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Copy:
+    """Return a copy of ``blocks`` to ``views``, block by block; large ones without Python's lock."""
+    is_large = blocks.view_bytes >= _LARGE_BYTES
+
+    def copy(start: int, end: int) -> None:
+        for number in range(start, end):
+            read.check()
+            # No name keeps a view of the pool in an error's frames.
+            if is_large:
+                np.copyto(np.frombuffer(views[number], np.uint8), np.frombuffer(blocks[number], np.uint8))
+            else:
+                views[number][:] = blocks[number]
+
+    return copy
 
 
 class _MappedPool:
@@ -73,49 +145,44 @@ class _MappedPool:
         return view
 
 
-class _Peer:
+class _Peer(PeerConnection):
     """The connection to a sender, which ends with the session, and its mapped pool once connected."""
 
     def __init__(self, source: Source, timeout_seconds: float, copier: PieceCopier) -> None:
-        self._source = source
-        self._who = f"worker {source.worker_id}"
+        super().__init__(source, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._sock.settimeout(timeout_seconds)
         self._copier = copier
         self._pool: _MappedPool | None = None
         self._is_interrupted = False
         self._end = select.poll()
         self._undo = ExitStack()
-        self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._undo.callback(self._sock.close)
-        self._sock.settimeout(timeout_seconds)
 
     def interrupt(self) -> None:
         """End a wait for the socket at once, and a copy after its piece."""
         self._is_interrupted = True
-        shut_down(self._sock)
+        super().interrupt()
 
     def close(self) -> None:
         """Unmap and close everything."""
         self._undo.close()
+        super().close()
 
-    def connected(self, read: Read) -> _MappedPool:
-        """Return the mapped pool. At the first call, prove the session and map what the sender sends.
-
-        Raises PeerUnreachableError if no sender of this session answers, TransferError for a pool that cannot be mapped.
-        """
+    def connect(self, read: Read) -> _MappedPool:
+        """Return the mapped pool. At the first call, prove the session and map what the sender sends."""
         if self._pool is None:
-            with read.interruptible(lambda: shut_down(self._sock)):
-                self._pool = self._connect()
+            with read.interruptible(super().interrupt):
+                self._pool = self._mapped()
         return self._pool
 
-    def read(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Copy piece by piece; compare the generation before the first and after each. Raises as ``fetch``."""
-        pool = self.connected(read)
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Copy piece by piece; compare the generation before the first and after each. A stop ends it after a piece."""
+        pool = self.connect(read)
         first, last = block_span(pool.block_bytes, request.part)
         check_sizes(views, last - first, self._who)
         blocks, leases = pool.granted(request, self._source.transport)
         self._check_alive()
         if pool.has_ended(leases):
-            raise self._stale(request, "before its blocks")
+            raise lease_ended(request, self._who, "before its blocks")
         copy = self._copier.copying(blocks, views, read)
         count = len(views)
         step = blocks_per_piece(last - first)
@@ -124,10 +191,10 @@ class _Peer:
             copy(start, end)
             self._check_linked()
             if pool.has_ended(leases):
-                raise self._stale(request, f"while blocks {start}..{end - 1} of {count}")
+                raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
 
-    def _connect(self) -> _MappedPool:
+    def _mapped(self) -> _MappedPool:
         try:
             self._sock.connect(self._source.address)
         except (FileNotFoundError, ConnectionRefusedError) as error:
@@ -166,42 +233,13 @@ class _Peer:
                 raise WorkerLostError(f"{self._who} died")
             raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
-    def _stale(self, request: ReadRequest, when: str) -> StaleLeaseError:
-        return StaleLeaseError(
-            f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
-            f" {when} were read from {self._who}; none of them can be used"
-        )
 
-
-class ShmReceiver:
+class ShmReceiver(ProbingReceiver):
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._copy_blocks = load_copy_blocks()
-        self._cache_bytes = last_cache_bytes()
-        self._peers = ConnectionCache(self._new_peer, harmless=StaleLeaseError, kind="shm socket")
-
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect, authenticate, map, and read through the mapping. Raises what ``fetch`` would."""
-        with self._peers.using(source, read) as peer:
-            peer.connected(read)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Copy piece by piece. Stopping ends the read after the piece that is being copied."""
-        with self._peers.using(source, read) as peer:
-            peer.read(request, views, read)
-
-    def forget(self, source: Source) -> None:
-        """Unmap its pool."""
-        self._peers.forget(source)
-
-    def close(self) -> None:
-        """Unmap every pool."""
-        self._peers.close()
-
-    def _new_peer(self, source: Source) -> _Peer:
-        return _Peer(source, self._timeout_seconds, PieceCopier(self._copy_blocks, self._cache_bytes))
+        copier = PieceCopier(load_copy_blocks(), last_cache_bytes())
+        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copier=copier), kind="shm socket")
 
 
 def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:

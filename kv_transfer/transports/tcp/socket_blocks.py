@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,21 +25,27 @@ _Vectors = npt.NDArray[np.uint64]
 """[count, 2]: (address, bytes), which is the system's ``struct iovec`` where addresses have 64 bits."""
 
 
-class SocketBlocks(Protocol):
-    """Blocks that cross a socket in order. Raises OSError as the socket does."""
+class SocketBlocks:
+    """Blocks that cross a socket in order, by Python's own functions. Raises OSError as the socket does."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = views
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
         """Send ``frames``, then the blocks ``start``..``end`` - 1. Each block is sent once."""
+        send_all(sock, [memoryview(frames), *self._views[start:end]])
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
         """Fill ``frames``, then the blocks ``start``..``end`` - 1. Raises ShortReadError."""
+        views = [memoryview(frames), *self._views[start:end]]
+        receive_all(sock, views if frames else views[1:], socket.MSG_WAITALL)
 
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
     """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
     if isinstance(views, BlockViews) and sys.platform == "linux" and sys.maxsize > 2**32:
         return _VectorBlocks(views)
-    return _ViewBlocks(views)
+    return SocketBlocks(views)
 
 
 def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
@@ -53,33 +59,17 @@ def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
     return rest
 
 
-class _ViewBlocks:
-    """Blocks by Python's own functions."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._views = views
-
-    def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        """See SocketBlocks."""
-        send_all(sock, [memoryview(frames), *self._views[start:end]])
-
-    def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
-        """See SocketBlocks."""
-        views = [memoryview(frames), *self._views[start:end]]
-        receive_all(sock, views if frames else views[1:], socket.MSG_WAITALL)
-
-
-class _VectorBlocks:
+class _VectorBlocks(SocketBlocks):
     """Blocks by a list of vectors, one for each block after a free one."""
 
     def __init__(self, views: BlockViews) -> None:
-        self._views = views  # keeps the pool alive
+        super().__init__(views)  # keeps the pool alive
+        self._view_bytes = views.view_bytes
         self._vectors = np.empty((len(views) + 1, 2), np.uint64)
         views.put_addresses(self._vectors[1:, 0])
         self._vectors[1:, 1] = views.view_bytes
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        """See SocketBlocks."""
         vectors, left = self._vectors_of(frames, start, end)
         while left:
             count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
@@ -87,7 +77,6 @@ class _VectorBlocks:
             vectors = vectors_after(vectors, count) if left else vectors
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
-        """See SocketBlocks."""
         vectors, wanted = self._vectors_of(frames, start, end)
         left = wanted
         while left:
@@ -102,7 +91,7 @@ class _VectorBlocks:
 
         The vector of the block before these, which is done, becomes that of the frames.
         """
-        num_bytes = (end - start) * self._views.view_bytes
+        num_bytes = (end - start) * self._view_bytes
         if not frames:
             return self._vectors[start + 1 : end + 1], num_bytes
         self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)

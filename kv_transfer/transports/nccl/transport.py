@@ -1,0 +1,191 @@
+"""The ``nccl`` transport: lent blocks are gathered and sent by a group of two, one group per connection.
+
+After the handshake on the data port (``data_handshake``) the sender sends NcclPoolInfo; then both join a group of two
+at its store. Per piece: ReadRequest, DataReply, the blocks side by side by the group if the reply is OK, and a second
+DataReply: the lease was valid after the last byte, or the piece is STALE.
+
+Bytes arrive in memory of the receiver's own. Its own thread copies them into blocks, and only if the lease was valid
+after the last of them: a group that is stuck can never write into a block.
+"""
+
+import logging
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+
+import msgspec
+
+from contract.errors import PeerUnreachableError, TransferError
+from engine.connector import KVMemory
+from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.block_views import block_span, check_sizes
+from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
+from kv_transfer.transports.data_port import Connection, DataPort
+from kv_transfer.transports.leases import LeaseBook, LendingSender
+from kv_transfer.transports.nccl.group import RECEIVER, SENDER, GroupPool, Meeting, PairGroup, join
+from kv_transfer.transports.transport import TransportContext
+
+logger = logging.getLogger(__name__)
+
+
+class NcclPoolInfo(msgspec.Struct, frozen=True):
+    """The sender's pool, and where the group meets.
+
+    store: "host:port". backend: the library that moves the bytes. device: the GPU's identity; empty in host memory.
+    """
+
+    status: DataStatus
+    message: str = ""
+    store: str = ""
+    backend: str = ""
+    device: str = ""
+    block_bytes: int = 0
+
+
+class NcclSender(LendingSender):
+    """Owns the data port and the leases. It waits for no reader. pool: this worker's, None until ``start``."""
+
+    def __init__(self, context: TransportContext) -> None:
+        """Open the port."""
+        super().__init__(LeaseBook(context.on_idle))
+        self.pool: GroupPool | None = None
+        self._context = context
+        self._port = DataPort(context, "kv-nccl", self._serve, transport="nccl")
+        self.address = self._port.address
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        super().start(memory)
+        self.pool = GroupPool(memory)
+        if self.pool.backend != "nccl":
+            logger.info("transport nccl moves bytes by gloo here: the KV pool is in host memory")
+
+    def close(self) -> None:
+        """End every lease and connection. Idempotent."""
+        self.book.revoke_all()
+        self._port.close()
+
+    def _serve(self, connection: Connection) -> None:
+        pool = self.pool
+        timeout_seconds = self._context.read_timeout_seconds
+        if pool is None:
+            denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
+            write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
+            raise TransferError(denied.message)
+        meeting = Meeting(self._context.host, self._context.advertise_host, timeout_seconds)
+        info = NcclPoolInfo(
+            DataStatus.OK,
+            store=meeting.address,
+            backend=pool.backend,
+            device=pool.device,
+            block_bytes=pool.block_bytes,
+        )
+        write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
+        host = self._context.advertise_host or self._context.host
+        try:
+            group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)
+            with closing(group):
+                while True:
+                    request = read_frame(connection.sock, ReadRequest, MAX_DATA_FRAME_BYTES)
+                    self._answer(connection, request, pool, group)
+        except PeerUnreachableError as error:
+            raise TransferError(error.message) from error
+
+    def _answer(
+        self, connection: Connection, request: ReadRequest, pool: GroupPool, group: PairGroup
+    ) -> None:
+        """Send one piece under a valid lease, and the second reply after its last byte."""
+        try:
+            content = pool.gather(self.book.block_ids(request), request.part)
+            self.book.check(request.name)
+            write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
+            group.send(content)
+            self.book.check(request.name)
+        except StaleLeaseError as error:
+            write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_DATA_FRAME_BYTES)
+            return
+        write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
+
+
+class _Peer(PeerConnection):
+    """The connection to a sender's data port, and the group."""
+
+    def __init__(self, source: Source, sender: NcclSender, host: str, timeout_seconds: float) -> None:
+        super().__init__(source, unconnected(source, timeout_seconds))
+        self._sender = sender
+        self._host = host
+        self._timeout_seconds = timeout_seconds
+        self._group: PairGroup | None = None
+        self._block_bytes = 0
+
+    def close(self) -> None:
+        """End the connection and the group."""
+        super().close()
+        if self._group is not None:
+            self._group.close()
+
+    def connect(self, read: Read) -> None:
+        """Connect, authenticate and join the group, once. Raises KvbatonError."""
+        with read.interruptible(self.interrupt):
+            self._joined()
+        read.check()
+
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read piece by piece. A stop ends the current one; that can take the group's timeout, if the peer is silent."""
+        with read.interruptible(self.interrupt):
+            pool, group = self._joined()
+            for start, piece in request.pieces(views[0].nbytes):
+                self._fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
+        read.check()  # a stop after the last byte has shut the connection down as well
+
+    def _joined(self) -> tuple[GroupPool, PairGroup]:
+        pool = self._sender.pool
+        if pool is None:
+            raise TransferError("the pool is not allocated yet")
+        if self._group is None:
+            dial(self._sock, self._source)
+            info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
+            check_info(info, pool, self._who)
+            self._block_bytes = info.block_bytes
+            store = join(info.store, self._timeout_seconds)
+            self._group = PairGroup(pool.backend, store, RECEIVER, self._host, self._timeout_seconds)
+        return pool, self._group
+
+    def _fetch_piece(
+        self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
+    ) -> None:
+        """Read one piece. No byte of a stale one reaches the views."""
+        start, end = block_span(self._block_bytes, piece.part)
+        check_sizes(views, end - start, self._who)
+        write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
+        self._expect_ok(piece)
+        content = pool.empty(piece.num_blocks * (end - start))
+        group.receive(content)
+        self._expect_ok(piece)
+        pool.scatter(content, views)
+
+    def _expect_ok(self, piece: ReadRequest) -> None:
+        reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
+        if reply.status is not DataStatus.OK:
+            raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
+
+
+class NcclReceiver(ProbingReceiver):
+    """Owns the connections to peers. A connection is closed after any error but a stale lease."""
+
+    def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:
+        super().__init__(partial(_Peer, sender=sender, host=host, timeout_seconds=timeout_seconds))
+
+
+def check_info(info: NcclPoolInfo, pool: GroupPool, who: str) -> None:
+    """Raise TransferError if no group can connect the two pools."""
+    if info.status is not DataStatus.OK:
+        raise TransferError(f"{who} lends nothing over nccl: {info.message}")
+    if info.backend != pool.backend:
+        raise TransferError(f"{who} moves bytes by {info.backend}, this worker by {pool.backend}")
+    if info.device and info.device == pool.device:
+        raise TransferError(
+            f"{who} is on the same GPU ({pool.device}), and NCCL takes no two ranks there; choose nixl or shm"
+        )
