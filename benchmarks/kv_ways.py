@@ -29,8 +29,15 @@ from engine.mailbox import Mailbox
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import digest_of
-from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest, Source, blocks_per_piece
+from kv_transfer.protocol.reads import (
+    LeaseName,
+    RangeGrant,
+    Read,
+    ReadRequest,
+    Source,
+    blocks_per_piece,
+    digest_of,
+)
 from kv_transfer.transports.block_views import address_of, write_views
 from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.leases import Sessions

@@ -10,7 +10,6 @@ from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import RunningDigests
 from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.fetch_side import Fetch, FetchState
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
@@ -23,7 +22,15 @@ from kv_transfer.protocol.plan import (
     failed_event,
     published_event,
 )
-from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
+from kv_transfer.protocol.reads import (
+    BlockPart,
+    LeaseName,
+    RangeGrant,
+    Read,
+    RunningDigests,
+    Source,
+    grants_within,
+)
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from contract.layout import KVLayout
 from kv_transfer.counters import Counters
-from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
 from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.reads import Share
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -12,9 +12,8 @@ from kv_transfer.data.completion_estimator import CompletionEstimator
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
-from kv_transfer.protocol.reads import blocks_per_piece
+from kv_transfer.protocol.reads import RunningDigests, blocks_per_piece, digests_of
 from kv_transfer.transports.block_views import is_flat, read_views
 from kv_transfer.transports.senders import Senders
 

@@ -10,7 +10,6 @@ from contract.errors import InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.counters import Counters
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import Share, digests_of
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import (
     BlockPart,
@@ -18,7 +17,9 @@ from kv_transfer.protocol.reads import (
     Read,
     ReadRequest,
     ReadStoppedError,
+    Share,
     Source,
+    digests_of,
     grants_within,
 )
 from kv_transfer.transports.block_views import BlockViews, ViewCache, is_flat, write_views

@@ -6,9 +6,8 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import InternalError
-from kv_transfer.protocol.digests import RunningDigests, Share
 from kv_transfer.protocol.plan import TransferPlan
-from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source
+from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, RunningDigests, Share, Source
 
 
 class PublishOrder(msgspec.Struct, frozen=True):

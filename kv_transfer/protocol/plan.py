@@ -14,7 +14,7 @@ from contract.layout import Side, received_fingerprint
 from contract.requests import EngineRequest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import Share, digest_seeds
+from kv_transfer.protocol.reads import Share, digest_seeds
 
 
 @dataclass(frozen=True)

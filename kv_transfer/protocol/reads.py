@@ -1,4 +1,4 @@
-"""Reads of lent blocks: what they name, how they are stopped, and what they raise.
+"""Reads of lent blocks: what they name, how they are stopped, what they raise, and the digests that verify them.
 
 A *lease* is a list of pool blocks lent under (transfer id, attempt, lease token). Reads name blocks by their index
 in that list, so no read can name a block outside it. A read counts only if the lease was valid after its last byte.
@@ -6,17 +6,21 @@ in that list, so no read can name a block outside it. A read counts only if the 
 
 import errno
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated
 
 import msgspec
+import xxhash
 
+from contract.block_hash import all_block_hashes
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError, WorkerLostError
+from contract.requests import EngineRequest
 
 MAX_PIECE_BYTES = 4 * 2**20
 MAX_PIECE_BLOCKS = 256
 MAX_GRANT_BYTES = 65536
+_DIGESTED_AT_ONCE = 2**20
 
 
 def blocks_per_piece(block_bytes: int) -> int:
@@ -245,3 +249,54 @@ class _Interruptible:
 
     def __exit__(self, *_: object) -> None:
         self._read.interrupt_by(None)
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The digests that one rank of the sender announced of a range of its blocks."""
+
+    rank: int
+    digests: tuple[int, ...]
+
+
+def digest_seeds(request: EngineRequest, model_fingerprint: str, block_size: int) -> list[int]:
+    """Return one seed per block of the prompt, from the block's hash: right bytes of a wrong prompt fail too."""
+    hashes = all_block_hashes(request.hash_root(model_fingerprint), request.prompt_token_ids, block_size)
+    return [int.from_bytes(block_hash[:8], "little") for block_hash in hashes]
+
+
+class RunningDigests:
+    """Owns the digests of blocks whose bytes arrive in parts, each block's in order. Used from one thread."""
+
+    def __init__(self, seeds: Sequence[int]) -> None:
+        self._digests = [xxhash.xxh3_64(seed=seed) for seed in seeds]
+
+    def go_on(self, parts: Iterable[memoryview], start: int = 0) -> None:
+        """Add the next bytes of the blocks from ``start`` on, one part for each."""
+        for digest, part in zip(self._digests[start:], parts, strict=False):
+            update(digest, part)
+
+    def values(self, start: int, end: int) -> tuple[int, ...]:
+        """Return the digests of the blocks ``start``..``end`` - 1 over the bytes that were added so far."""
+        return tuple(int(digest.intdigest()) for digest in self._digests[start:end])
+
+
+def update(digest: xxhash.xxh3_64, content: memoryview) -> None:
+    """Add content to a digest; other threads can take Python's lock after every mebibyte."""
+    for start in range(0, content.nbytes, _DIGESTED_AT_ONCE):
+        digest.update(content[start : start + _DIGESTED_AT_ONCE])
+
+
+def digest_of(block: memoryview, seed: int) -> int:
+    """Return the digest by which a block is announced and verified."""
+    if block.nbytes <= _DIGESTED_AT_ONCE:
+        return int(xxhash.xxh3_64_intdigest(block, seed=seed))
+    digest = xxhash.xxh3_64(seed=seed)
+    update(digest, block)
+    return int(digest.intdigest())
+
+
+def digests_of(blocks: Sequence[memoryview], seeds: Sequence[int]) -> tuple[int, ...]:
+    """Return ``digest_of`` each block. There must be at least one, and all must have the same size."""
+    if blocks[0].nbytes > _DIGESTED_AT_ONCE:
+        return tuple(map(digest_of, blocks, seeds))
+    return tuple(map(xxhash.xxh3_64_intdigest, blocks, seeds))  # no Python for each of thousands

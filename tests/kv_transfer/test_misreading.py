@@ -15,9 +15,9 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import digest_seeds
+from kv_transfer.protocol import send_side
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
-from kv_transfer.protocol.reads import Source
+from kv_transfer.protocol.reads import Source, digest_seeds
 from kv_transfer.protocol.send_side import Send, SendState, advance_send
 from kv_transfer.transports.choosing import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, prompt_of, request_of
@@ -85,22 +85,22 @@ def test_a_fetch_of_an_older_attempt_is_refused() -> None:
 
 
 def test_a_transfer_has_one_reader() -> None:
-    send, _ = advance_send(LENDING, ev.FetchArrived("a", 0, 1.0))
-    send, actions = advance_send(send, ev.FetchArrived("b", 0, 2.0))
+    send, _ = send_side.fetch_arrived(LENDING, "a", 0, 1.0)
+    send, actions = send_side.fetch_arrived(send, "b", 0, 2.0)
     assert send.peer == "a"
     assert [action.peer for action in actions if isinstance(action, ev.Refuse)] == ["b"]
 
 
 def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
-    send, _ = advance_send(LENDING, ev.Ordered(2))
-    send, actions = advance_send(send, ev.Abandoned("cancelled", "aborted"))
+    send, _ = send_side.ordered(LENDING, 2)
+    send, actions = send_side.abandoned(send, "cancelled", "aborted")
     assert actions == [ev.Revoke()]
-    send, actions = advance_send(send, ev.ReadersGone())
+    send, actions = send_side.readers_gone(send)
     assert actions == []
     send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
     assert actions == [ev.Revoke()]
-    send, actions = advance_send(send, ev.ReadersGone())
+    send, actions = send_side.readers_gone(send)
     assert actions == [ev.ReportSent()]
 
 

@@ -14,9 +14,16 @@ from engine.mailbox import Mailbox
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
-from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.reads import (
+    MAX_PIECE_BLOCKS,
+    LeaseName,
+    Read,
+    ReadRequest,
+    Source,
+    StaleLeaseError,
+    digest_of,
+)
 from kv_transfer.transports.senders import Senders
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import ByteMemory

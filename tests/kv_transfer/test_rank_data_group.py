@@ -16,10 +16,9 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob
-from kv_transfer.protocol.reads import LeaseName, Read, ReadStoppedError, Source, rank_boot_id
+from kv_transfer.protocol.reads import LeaseName, Read, ReadStoppedError, Share, Source, rank_boot_id
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import RankProgress
 from kv_transfer.ranks.rank_data import rank_settings
