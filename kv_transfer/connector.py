@@ -13,8 +13,8 @@ from kv_transfer.control.fetching import FetchSettings, FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendSettings, SendTransfers
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
+from kv_transfer.links.link import LinkSettings
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity
 from kv_transfer.ranks.rank_data import RankData, rank_settings
 from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup

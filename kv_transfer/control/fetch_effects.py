@@ -78,15 +78,13 @@ class FetchEffects:
             case ev.StopReads():
                 later.append(incoming.read.stop)
 
-    def report(
-        self, incoming: IncomingTransfer, action: ev.ReportFailed | ev.FetchNotice, now: float, later: Later
-    ) -> None:
+    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float, later: Later) -> None:
         """Send a message to the sender, or an event to the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
+        ending = incoming.fetch.ending
         match action:
-            case (
-                ev.FetchNotice.RELEASE
-            ):  # after this worker's core is woken: the sender's core may take the processor
+            case ev.FetchNotice.RELEASE:
+                # After this worker's core is woken: the sender's core may take the processor.
                 later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
             case ev.FetchNotice.CANCEL:
@@ -95,10 +93,10 @@ class FetchEffects:
             case ev.FetchNotice.PUBLISHED:
                 terms = self._peers.terms_of(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
-            case ev.ReportFailed():
-                if action.kind != NOT_NEEDED:
-                    self._counters.add("transfer_failures_total", kind=action.kind)
-                self.events.append(Failed(incoming.key, action.kind, action.message))
+            case ev.FetchNotice.FAILED if ending is not None:
+                if ending.kind != NOT_NEEDED:
+                    self._counters.add("transfer_failures_total", kind=ending.kind)
+                self.events.append(Failed(incoming.key, ending.kind, ending.message))
             case ev.FetchNotice.DRAINED:
                 self.events.append(Drained(incoming.key))
             case ev.FetchNotice.RECEIVED:

@@ -241,9 +241,9 @@ class SendTransfers(Transfers):
 
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
-            case ev.Revoke():
+            case ev.SendNotice.REVOKE:
                 self._later.append(partial(self._ports.release, outgoing.name))
-            case ev.ReportSent():
+            case ev.SendNotice.SENT:
                 if outgoing.key is not None:
                     self._completions.add_sent(outgoing.key)
                     self._later.append(self._ports.wake_core)

@@ -69,30 +69,12 @@ class RangeFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-class AnnounceStart(msgspec.Struct, frozen=True):
-    """Announce to the fetching peer that the prompt is being computed."""
-
-
-class AnnounceComplete(msgspec.Struct, frozen=True):
-    """Announce to the fetching peer the end of the transfer, with the first token of every choice."""
-
-    first_tokens: tuple[FirstToken, ...]
-
-
 class Refuse(msgspec.Struct, frozen=True):
     """Refuse ``peer`` the transfer, or the rest of it."""
 
     peer: str
     kind: str
     message: str
-
-
-class Revoke(msgspec.Struct, frozen=True):
-    """Serve no more reads of this lease; answered by one call of ``readers_gone``."""
-
-
-class ReportSent(msgspec.Struct, frozen=True):
-    """Report the key in ``finished_sending``."""
 
 
 class Announced(msgspec.Struct, frozen=True):
@@ -194,34 +176,42 @@ class StopReads(msgspec.Struct, frozen=True):
     """Make every posted job of this fetch terminal soon."""
 
 
-class ReportFailed(msgspec.Struct, frozen=True):
-    """Report ``Failed`` to the scheduler."""
+class SendNotice(Enum):
+    """An action of a ``Send`` without data.
 
-    kind: str
-    message: str
+    START: announce to the fetching peer that the prompt is being computed. COMPLETE: announce the end of the transfer, with
+    the first token of every choice. REVOKE: serve no more reads of this lease; answered by one call of ``readers_gone``.
+    SENT: report the key in ``finished_sending``.
+    """
+
+    START = auto()
+    COMPLETE = auto()
+    REVOKE = auto()
+    SENT = auto()
 
 
 class FetchNotice(Enum):
     """A message to the sender, or a report to the scheduler.
 
-    RELEASE: everything is verified. CANCEL: nothing more is needed. PUBLISHED, DRAINED: report the event of that name.
-    RECEIVED: report the key in ``finished_recving``.
+    RELEASE: everything is verified. CANCEL: nothing more is needed. PUBLISHED, FAILED, DRAINED: report the event of that
+    name, with the ``ending``. RECEIVED: report the key in ``finished_recving``.
     """
 
     RELEASE = auto()
     CANCEL = auto()
     PUBLISHED = auto()
+    FAILED = auto()
     DRAINED = auto()
     RECEIVED = auto()
 
 
 SendEvent = BlockRange | LayerRange | RangeFailed
 """A report of the sender's data half. What its scheduler and its peers do are the functions of ``send_side``."""
-SendAction = BlockRange | LayerRange | AnnounceStart | AnnounceComplete | Refuse | Revoke | ReportSent
+SendAction = BlockRange | LayerRange | Refuse | SendNotice
 FetchEvent = (Announced | LayerRange | Started | Completed | SenderFailed) | (
     PieceLanded | PieceVerified | JobFailed | JobStopped | ReadAheadOver | CommitDone
 )
 """A message of the sender, or a report of the receiver's data half."""
 FetchOrder = PullBlocks | ReadAhead | ReadAgain | CommitBlocks | StopReads
 """A call of the receiver's data half."""
-FetchAction = FetchOrder | ReportFailed | FetchNotice
+FetchAction = FetchOrder | FetchNotice

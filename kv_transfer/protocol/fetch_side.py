@@ -310,16 +310,15 @@ def _fail(fetch: Fetch, kind: str, message: str) -> FetchStep:
     if fetch.num_posted:
         return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.FetchNotice.CANCEL]
     state = FetchState.QUARANTINED if fetch.is_reserved else FetchState.FREE
-    return _enter(fetch, state), [ev.FetchNotice.CANCEL, ev.ReportFailed(kind, message)]
+    return _enter(fetch, state), [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
 
 
 def _drained(fetch: Fetch) -> FetchStep:
     if fetch.num_posted:
         return fetch, []
     fetch = _enter(fetch, FetchState.QUARANTINED)
-    if fetch.is_cancelled or fetch.ending is None:
-        return fetch, [ev.FetchNotice.DRAINED]
-    return fetch, [ev.ReportFailed(fetch.ending.kind, fetch.ending.message)]
+    is_cancelled = fetch.is_cancelled or fetch.ending is None
+    return fetch, [ev.FetchNotice.DRAINED if is_cancelled else ev.FetchNotice.FAILED]
 
 
 def cancelled(fetch: Fetch) -> FetchStep:

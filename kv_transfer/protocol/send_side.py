@@ -137,13 +137,13 @@ def _announce(send: Send, first_block: int) -> list[ev.SendAction]:
 def _announce_complete(send: Send) -> list[ev.SendAction]:
     if send.peer is None or send.state is not SendState.COMPLETE or send.first_tokens is None:
         return []
-    return [ev.AnnounceComplete(send.first_tokens)]
+    return [ev.SendNotice.COMPLETE]
 
 
 def _announce_start(send: Send) -> list[ev.SendAction]:
     """Let the peer reserve its blocks before there is something to read. A hint."""
     is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
-    return [ev.AnnounceStart()] if is_news and send.peer is not None else []
+    return [ev.SendNotice.START] if is_news and send.peer is not None else []
 
 
 def ordered(send: Send, num_blocks: int) -> SendStep:
@@ -173,7 +173,7 @@ def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
 def _layers_ready(send: Send, event: ev.LayerRange) -> SendStep:
     """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
-        return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
+        return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
     if send.peer is None or event.first_block < send.from_block:
         return send, []
     return send, [event]
@@ -199,7 +199,7 @@ def _digesting_over(send: Send) -> SendStep:
     """Revoke again before reporting: what was digested after the end may have been made readable once more."""
     if send.is_digesting:
         return send, []
-    return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
+    return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
 
 
 def _completed(send: Send) -> Send:
@@ -238,7 +238,7 @@ def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool 
         actions.append(ev.Refuse(send.peer, ending.kind, ending.message))
     if send.is_opened:
         send = replace(send, num_revokes=send.num_revokes + 1)
-        actions.append(ev.Revoke())
+        actions.append(ev.SendNotice.REVOKE)
     return send, actions
 
 
@@ -276,7 +276,7 @@ def tick(send: Send, now: float) -> SendStep:
 
 
 def readers_gone(send: Send) -> SendStep:
-    """Take the answer to one ``Revoke``: no thread reads the blocks."""
+    """Take the answer to one ``REVOKE``: no thread reads the blocks."""
     if send.num_revokes == 0:
         raise ImpossibleEventError("readers were reported gone of a lease that was not revoked")
     return _report(replace(send, num_revokes=send.num_revokes - 1))
@@ -286,7 +286,7 @@ def _report(send: Send) -> SendStep:
     is_read = send.num_revokes > 0 or send.is_digesting
     if send.is_reported or is_read or not send.is_finished:
         return send, []
-    return replace(send, is_reported=True), [ev.ReportSent()]
+    return replace(send, is_reported=True), [ev.SendNotice.SENT]
 
 
 _SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {

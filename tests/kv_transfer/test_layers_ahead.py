@@ -231,7 +231,7 @@ def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
     send, _ = send_side.peer_gone(send, "peer", "gone")
     after, actions = advance_send(send, ev.LayerRange(2, 6, 64))
-    assert (actions, after.num_revokes) == ([ev.Revoke()], send.num_revokes + 1)
+    assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 
 
 @pytest.mark.parametrize("is_over", [True, False])

@@ -95,13 +95,13 @@ def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
     send, _ = send_side.ordered(LENDING, 2)
     send, actions = send_side.abandoned(send, "cancelled", "aborted")
-    assert actions == [ev.Revoke()]
+    assert actions == [ev.SendNotice.REVOKE]
     send, actions = send_side.readers_gone(send)
     assert actions == []
     send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
-    assert actions == [ev.Revoke()]
+    assert actions == [ev.SendNotice.REVOKE]
     send, actions = send_side.readers_gone(send)
-    assert actions == [ev.ReportSent()]
+    assert actions == [ev.SendNotice.SENT]
 
 
 def test_a_worker_that_was_started_again_is_a_stranger() -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side, send_side
+from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.send_side import Send, SendState
 from tests.kv_transfer.builders import TOKENS, pair_of, prompt_of
@@ -15,7 +16,7 @@ SOURCE_IDS, TARGET_IDS = list(range(1, 1 + NUM_BLOCKS)), list(range(40, 40 + NUM
 def test_it_is_told_once() -> None:
     send = Send(state=SendState.OPEN, lease_seconds=9.0, num_blocks=8, peer="peer")
     send, actions = send_side.ordered(send, 2)
-    assert actions == [ev.AnnounceStart()]
+    assert actions == [ev.SendNotice.START]
     assert send_side.ordered(send, 8)[1] == []
 
 
@@ -23,7 +24,7 @@ def test_it_is_told_once() -> None:
     ("num_ordered", "digests", "words"),
     [
         (0, (), []),
-        (4, (), [ev.AnnounceStart()]),
+        (4, (), [ev.SendNotice.START]),
         (4, (11, 12), [ev.BlockRange(0, (11, 12))]),
     ],
     ids=["waits", "is computed", "is published"],
@@ -51,7 +52,8 @@ def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> No
     fetch, _ = fetch_side.reserved(fetch, (4,), 0)
     fetch, actions = advance_fetch(fetch, ev.SenderFailed("cancelled", "the client left"))
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.FetchNotice.CANCEL, ev.ReportFailed("cancelled", "the client left")]
+    assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
+    assert fetch.ending == EndReason("cancelled", "the client left")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
-from kv_transfer.protocol.events import RetryStep
+from kv_transfer.protocol.events import EndReason, RetryStep
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep, advance_fetch
 
 
@@ -43,7 +43,8 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.FetchNotice.CANCEL, ev.ReportFailed("transfer_failed", "digest")]
+    assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
+    assert fetch.ending == EndReason("transfer_failed", "digest")
 
 
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:

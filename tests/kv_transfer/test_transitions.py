@@ -54,12 +54,12 @@ class SendMachine(RuleBasedStateMachine):
                 assert action.first_block == self.announced
                 self.announced += len(action.digests)
                 assert self.announced <= self.send.num_digested
-            case ev.AnnounceComplete():
+            case ev.SendNotice.COMPLETE:
                 self.num_completes += 1
                 assert self.announced == BLOCKS
-            case ev.Revoke():
+            case ev.SendNotice.REVOKE:
                 self.pending_revokes += 1
-            case ev.ReportSent():
+            case ev.SendNotice.SENT:
                 self.num_reports += 1
                 assert self.pending_revokes == 0
                 assert not self.send.is_digesting
@@ -172,7 +172,7 @@ class FetchMachine(RuleBasedStateMachine):
                     self.jobs.append(action)
                 case ev.StopReads():
                     self.is_stopped = True
-                case ev.ReportFailed():
+                case ev.FetchNotice.FAILED:
                     self.told.append("failed")
                 case ev.FetchNotice.DRAINED:
                     self.told.append("drained")
@@ -328,7 +328,8 @@ def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
     fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
-    assert [action.kind for action in actions if isinstance(action, ev.ReportFailed)] == ["transfer_failed"]
+    assert ev.FetchNotice.FAILED in actions
+    assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
 
 
 def test_times_are_split_at_the_last_announcement() -> None:
@@ -377,7 +378,8 @@ def test_blocks_become_visible_before_the_first_token_arrives() -> None:
 def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
     """Its blocks are here, but the answer cannot continue without the first token."""
     fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
-    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.ReportFailed("worker_lost", "died"))
+    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.FetchNotice.FAILED)
+    assert fetch.ending == ev.EndReason("worker_lost", "died")
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
