@@ -1,4 +1,4 @@
-"""Batches of attention, and a comparison of any backend on any device with the torch backend on the CPU."""
+"""Batches for attention tests, and comparisons of any backend on any device with the torch backend on the CPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 NUM_LAYERS = 3
 NUM_TOKENS = 250
 UNWRITTEN = 3.0
-"""Behind the computed tokens of a block; an engine has zeros there, which nobody writes again."""
+"""The content behind the computed tokens of a block. In an engine these are zeros that are never overwritten."""
 MIXED = ((0, 1), (9, 1), (0, 33), (31, 1), (7, 5), (64, 70), (700, 1), (15, 1), (16, 1), (3, 2))
 
 
@@ -45,11 +45,11 @@ class Case:
 
     @property
     def shape(self) -> LayerShape:
-        """Of every layer."""
+        """The shape of every layer."""
         return LayerShape(self.head_dim**-0.5, self.window, self.softcap)
 
     def inputs(self, max_len: int | None = None) -> PreparedInputs:
-        """The step's; blocks lie scattered over the pool, and each request has one that it does not use yet."""
+        """Return the step's inputs. Blocks are scattered over the pool, and each request has one unused block."""
         rng = np.random.default_rng(0)
         free = rng.permutation(np.arange(1, self.num_blocks)).tolist()
         scheduled = SchedulerOutput()
@@ -67,16 +67,16 @@ class Case:
 
     @property
     def max_len(self) -> int:
-        """Of any request, with its spare block."""
+        """The largest length of any request, with its spare block."""
         return max(sum(lengths) for lengths in self.work) + 2 * self.block_size
 
     @property
     def num_blocks(self) -> int:
-        """Of the pool."""
+        """The number of blocks in the pool."""
         return 1 + sum(-(-sum(lengths) // self.block_size) + 1 for lengths in self.work)
 
     def states(self, inputs: PreparedInputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of the step."""
+        """Return query, key and value of the step."""
         generator = torch.Generator().manual_seed(1)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         query, key, value = (
@@ -86,7 +86,7 @@ class Case:
         return query, key, value
 
     def pool(self, inputs: PreparedInputs) -> Tensor:
-        """A pool of several layers: random where tokens are computed, NaN in other blocks."""
+        """Return a pool of several layers: random where tokens are computed, NaN in other blocks."""
         generator = torch.Generator().manual_seed(2)
         shape = (self.num_blocks, NUM_LAYERS, 2, self.num_kv_heads, self.block_size, self.head_dim)
         pool = torch.full(shape, torch.nan, dtype=self.dtype)
@@ -102,7 +102,7 @@ class Case:
 def run(
     case: Case, step: AttentionStep, inputs: PreparedInputs, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Output of the middle layer and the pool behind it, on the host."""
+    """Return the output of the middle layer and the pool after it, on the host."""
     query, key, value = (states.to(device) for states in case.states(inputs))
     pool = case.pool(inputs).to(device)
     cache = pool[:, 1]
@@ -111,7 +111,7 @@ def run(
 
 
 def assert_equals_torch(case: Case, backend: AttentionBackend, device: torch.device) -> None:
-    """The same output as the reference in float32, and byte for byte the same pool."""
+    """Assert that the output equals the float32 reference and that the pools are equal byte for byte."""
     inputs = case.inputs()
     step = backend.plan(inputs, case.block_size, device)
     output, pool = run(case, step, inputs, device)
@@ -123,7 +123,7 @@ def assert_equals_torch(case: Case, backend: AttentionBackend, device: torch.dev
 def assert_replays_are_right(
     wide: Case, works: Sequence[Work], static: StaticDecode, recorder: Recorder, device: torch.device
 ) -> None:
-    """Capture a step of eight requests, then replay it for each of these; ``wide`` has the longest of them."""
+    """Capture a step of eight requests, then replay it for each of ``works``; ``wide`` has the longest of them."""
     heads = (wide.num_heads, wide.num_kv_heads, wide.num_kv_heads)
     states = [torch.full((8, count, wide.head_dim), 7.0, dtype=wide.dtype, device=device) for count in heads]
     cases = [replace(wide, work=work) for work in works]
@@ -152,7 +152,7 @@ def assert_replays_are_right(
 
 
 def reference(case: Case, inputs: PreparedInputs) -> tuple[Tensor, Tensor]:
-    """The output of plain torch on the CPU, computed in float32; the pool in the case's own number format."""
+    """Return plain torch's output on the CPU, computed in float32, and the pool in the case's own number format."""
     plan = create_backend("torch").plan(inputs, case.block_size, CPU)
     query, key, value = case.states(inputs)
     pool = case.pool(inputs)
@@ -162,7 +162,7 @@ def reference(case: Case, inputs: PreparedInputs) -> tuple[Tensor, Tensor]:
 
 
 def assert_close(output: Tensor, expected: Tensor) -> None:
-    """By the relative error of the whole: 1e-5 in float32, 1e-2 below; NaN fails."""
+    """Compare by the relative error of the whole tensor: 1e-5 in float32, 1e-2 in half precision; NaN fails."""
     limit = 1e-5 if output.dtype == torch.float32 else 1e-2
     error = (output.float() - expected).norm() / expected.norm()
     assert float(error) < limit

@@ -1,4 +1,4 @@
-"""Certificates of a private authority, as files."""
+"""Certificates of a private authority, written to files."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.private_files import write_private
 
 
 def write_certificate(authority: trustme.CA, folder: Path, *names: str) -> tuple[Path, Path]:
-    """A certificate for these names, with its chain, and its key."""
+    """Write a certificate chain for these names, and its key; return both paths."""
     issued = authority.issue_cert(*names)
     certificate, key = folder / "cert.pem", folder / "key.pem"
     certificate.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))

@@ -1,4 +1,4 @@
-"""Tiny seeded checkpoints of the served families, for tests: weights, configuration and a byte-level tokenizer."""
+"""Tiny seeded checkpoints of the supported model families: weights, configuration and a byte-level tokenizer."""
 
 import json
 from pathlib import Path
@@ -76,13 +76,13 @@ _FOREIGN: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
 }
 FOREIGN_FAMILIES = tuple(_FOREIGN)
-"""Decoders that are none of ours: transformers computes them."""
+"""Decoders without an implementation of ours: transformers computes them."""
 
 
 def make_foreign_checkpoint(
     folder: Path, family: str, seed: int = 0, *, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """As ``make_checkpoint``, of one of FOREIGN_FAMILIES."""
+    """Write a checkpoint as ``make_checkpoint`` does, of one of FOREIGN_FAMILIES."""
     config_class, model_class, fields = _FOREIGN[family]
     config = config_class(**{**_SHAPE, **fields, **overrides})
     return write_checkpoint(folder, model_class(config), seed, dtype)
@@ -98,12 +98,12 @@ def make_checkpoint(
     is_bare: bool = False,
     **overrides: Any,
 ) -> Path:
-    """Write a random checkpoint of ``family`` that transformers and the engine can both read; returns ``folder``.
+    """Write a random checkpoint of ``family`` that transformers and the engine can both read; return ``folder``.
 
     family: one of FAMILIES. Equal seeds give equal bytes. overrides: fields of the transformers configuration.
-    max_shard_size: as in ``save_pretrained``; "40KB" gives several shards with an index. is_bare: save the decoder alone, as
+    max_shard_size: see ``save_pretrained``; "40KB" gives several shards with an index. is_bare: save the decoder alone, as
     embedding models are published (names without "model.", no head, architecture "...Model"). The weights are larger than
-    a fresh model's, so that the best two logits lie well apart and greedy answers vary.
+    those of a fresh model, so that the best two logits are far apart and greedy answers vary.
     """
     config_class, model_class = _CLASSES[family]
     model = model_class(config_class(**{**_SHAPE, **overrides}))
@@ -136,7 +136,7 @@ def write_checkpoint(
 
 
 def write_modules(folder: Path, mode: str = "lasttoken", *further: str) -> None:
-    """What sentence-transformers writes beside a model: its modules, and how it pools; ``further`` follow behind."""
+    """Write the files of sentence-transformers: the modules, with any ``further`` ones at the end, and the pooling mode."""
     names = ["Transformer", "Pooling", *further]
     modules = [
         {
@@ -154,13 +154,13 @@ def write_modules(folder: Path, mode: str = "lasttoken", *further: str) -> None:
 
 
 def load_reference(folder: Path) -> Any:
-    """The same checkpoint in transformers, in float32, for comparisons."""
+    """Load the checkpoint with transformers in float32, for comparisons."""
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
 
 def reference_greedy(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
-    """The next ``num_tokens`` tokens of transformers' own greedy ``generate``; end tokens do not end it."""
+    """Return the next ``num_tokens`` tokens of transformers' own greedy ``generate``, end tokens ignored."""
     ids = torch.tensor([prompt])
     settings = _generation_config(
         do_sample=False, max_new_tokens=num_tokens, eos_token_id=None, pad_token_id=PAD_ID
@@ -197,7 +197,7 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def _byte_characters() -> dict[int, str]:
-    """The printable character by which byte-level BPE writes each byte (GPT-2's table)."""
+    """Return the printable character that byte-level BPE writes for each byte (GPT-2's table)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: chr(byte) for byte in printable}
     others = [byte for byte in range(256) if byte not in table]

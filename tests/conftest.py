@@ -1,4 +1,4 @@
-"""What every test may use."""
+"""Fixtures for all tests."""
 
 import signal
 from importlib import resources
@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
-# A shell has its background jobs ignore Ctrl-C, and so would every process that a test starts and interrupts.
+# A shell starts background jobs with Ctrl-C ignored; processes that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine in this process, joined by real connectors, and requests that cross them."""
+"""A prefill and a decode engine in this process, joined by real connectors, and requests that use both."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -23,7 +23,7 @@ Decorate = Callable[[ReceiverTransport], ReceiverTransport]
 
 @dataclass
 class EnginePair:
-    """Both engines; ``ask`` plays the router's part for one request."""
+    """Both engines. ``ask`` does what the router does for one request."""
 
     prefill: EngineClient
     decode: EngineClient
@@ -31,7 +31,7 @@ class EnginePair:
     async def ask(
         self, request_id: str, prompt: list[int], sampling: SamplingParams, **fields: Any
     ) -> tuple[list[EngineOutput], list[EngineOutput]]:
-        """Send both legs at once; their outputs."""
+        """Send both legs at once and return their outputs."""
         send, receive = self.legs(request_id, prompt, sampling, **fields)
         return await asyncio.gather(outputs_of(self.prefill, send), outputs_of(self.decode, receive))
 
@@ -44,7 +44,7 @@ class EnginePair:
         first_index: int = 0,
         **fields: Any,
     ) -> tuple[EngineRequest, EngineRequest]:
-        """The two engine requests of one hand-over; ``first_index`` tokens of the answer end the prompt already."""
+        """Return the two engine requests of one hand-over. The prompt already ends with ``first_index`` answer tokens."""
         source = ReceiveTransfer(
             transfer_id=f"transfer-{request_id}",
             peer_worker_id="prefill",
@@ -56,33 +56,33 @@ class EnginePair:
         return send, EngineRequest(**both, first_index=first_index + 1, transfer=source)
 
     async def idle_states(self) -> list[dict[str, Any]]:
-        """/debug/state of both engines, after their books were checked."""
+        """Check the invariants of both engines and return their /debug/state."""
         for client in (self.prefill, self.decode):
             await client.call("check_integrity")
         return [await client.call("debug_state") for client in (self.prefill, self.decode)]
 
     async def until_free(self) -> None:
-        """Until no block is held or quarantined: the release crosses the link after the last token."""
+        """Wait until no block is held or quarantined. The release crosses the link after the last token."""
         async with asyncio.timeout(20):
             while any(s["blocks"]["held"] or s["blocks"]["quarantined"] for s in await self.idle_states()):
                 await asyncio.sleep(0.01)
 
 
 async def outputs_of(client: EngineClient, request: EngineRequest) -> list[EngineOutput]:
-    """All outputs of one request."""
+    """Return all outputs of one request."""
     return [output async for output in client.generate(request)]
 
 
 def tokens_of(*legs: list[EngineOutput]) -> list[int]:
-    """The tokens of several legs, in order."""
+    """Return the tokens of several legs, in order."""
     return [token for outputs in legs for output in outputs for token in output.token_ids]
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What each side's engine settings have of their own, and how the two are joined.
+    """Settings that differ between the two engines, and the connection between them.
 
-    connect: role → connector factory, in place of the real connector over ``transport``.
+    connect: role → connector factory; replaces the real connector over ``transport``.
     """
 
     prefill: dict[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Sides:
 async def running_pair(
     model: Path, decorate: Decorate | None = None, sides: Sides | None = None, **settings: Any
 ) -> AsyncIterator[EnginePair]:
-    """Two engines on ``model``, in float32 where ``sides`` does not say otherwise. ``settings`` are for both."""
+    """Run two engines on ``model``, in float32 unless ``sides`` overrides it. ``settings`` apply to both."""
     sides = sides or Sides()
     both = {"model": model, "dtype": "float32", "kv_cache_bytes": 16 * 2**20, **settings}
 
@@ -116,7 +116,7 @@ async def running_pair(
 
 
 def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> TransferFactory:
-    """The real connector of one side of a pair."""
+    """Return the factory of the real connector for one side of a pair."""
     return TransferFactory(
         TransferSettings(
             worker_id=role.value,

@@ -1,4 +1,4 @@
-"""Fused operations on any device beside torch's modules on the CPU. Only the checks need Triton, so they import it."""
+"""Checks of fused operations on any device against torch's modules on the CPU. Only the checks import Triton."""
 
 import torch
 from torch import Tensor
@@ -14,18 +14,18 @@ _LIMITS = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normally distributed, on the CPU."""
+    """Return normally distributed numbers on the CPU."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def assert_near(found: Tensor, expected: Tensor) -> None:
-    """By the relative error of the whole; what is rounded to 16 bits may be rounded the other way. NaN fails."""
+    """Compare by the relative error of the whole tensor; 16-bit results may differ by rounding. NaN fails."""
     error = (found.cpu().float() - expected.float()).norm() / expected.float().norm()
     assert float(error) < _LIMITS[found.dtype]
 
 
 def check_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """With and without something to add, which stays in the states; each row for itself, bit by bit."""
+    """Check with and without a residual, which is added to the states; each row is independent, bit by bit."""
     from engine.fused.rows import normed
 
     norm = _norm_of(size, dtype, seed=1)
@@ -42,7 +42,7 @@ def check_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
 def check_turn(
     sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, has_norms: bool
 ) -> None:
-    """Heads are normed as modules do it, then turned in float32 and rounded once; the value stays where it is."""
+    """Check that heads are normalized as modules do it, then rotated in float32 and rounded once; values stay in place."""
     from engine.fused.rows import HeadNorms, turned
 
     num_heads, num_kv_heads, head_dim = sizes
@@ -62,7 +62,7 @@ def check_turn(
 
 
 def check_gate(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """silu(gate) × up in float32, rounded once."""
+    """Check silu(gate) × up in float32, rounded once."""
     from engine.fused.rows import gated
 
     packed = random(3, 2 * size, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A model with captured decode steps beside the same model without."""
+"""The same model with and without captured decode steps, for comparison."""
 
 import torch
 
@@ -16,9 +16,9 @@ NUM_BLOCKS = 64
 
 
 class Rig:
-    """The same model by plain torch, and by a backend with graphs, each with a pool of its own.
+    """A model run by plain torch, and by a backend with graphs, each with its own pool.
 
-    model: what computes it beside the backend; None: its modules.
+    model: computes the second one; None: its modules.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Rig:
         self.graphed.capture(self.caches[1])
 
     def compare(self, case: Case) -> None:
-        """A step of both on the same pool gives the same states, and leaves a like pool."""
+        """Run a step of both on the same pool: the states are equal, and so are the pools afterwards."""
         inputs = case.inputs(MAX_LEN)
         for pool in self.pools:
             pool[: case.num_blocks] = case.pool(inputs)
@@ -55,7 +55,7 @@ class Rig:
         torch.testing.assert_close(*self.pools, atol=1e-5, rtol=1e-4, equal_nan=True)
 
     def replays(self) -> dict[int, int]:
-        """Replays of each size that had one."""
+        """Return the number of replays for each graph size that was replayed."""
         sizes = reversed(capture_sizes(6))
         return {
             size: recording.num_replays

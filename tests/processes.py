@@ -1,4 +1,4 @@
-"""What tests do to child processes."""
+"""Signals to child processes."""
 
 import os
 import signal
@@ -6,6 +6,6 @@ import subprocess
 
 
 def stop(process: "subprocess.Popen[str]") -> None:
-    """Stop it, and wait until it is: a signal that was sent is one that its threads may not have heard yet."""
+    """Stop the process and wait until it has stopped: its threads may still run after the signal was sent."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)

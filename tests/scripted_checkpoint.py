@@ -1,6 +1,6 @@
-"""Checkpoints of the scripted model whose chat templates and special tokens are those of the families with tools.
+"""Checkpoints of the scripted model with the chat templates and special tokens of the model families with tools.
 
-The answer to a conversation is its last user message, one token a byte but for the tags.
+The answer to a conversation is its last user message, one token for each byte except in tags.
 """
 
 import json
@@ -19,7 +19,7 @@ FORMATS = {
     "llama3": '<|python_tag|>{"name": …, "parameters": …}',
     "mistral": '[TOOL_CALLS][{"name": …, "arguments": …}]',
 }
-"""What each family's template says of calls, by which the router finds its parser."""
+"""The part of each family's template about calls, by which the router selects the parser."""
 _SPECIAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "<|python_tag|>")
 _PLAIN = ("<tool_call>", "</tool_call>", "<think>", "</think>", LOST)
 _TEMPLATE = (
@@ -31,7 +31,7 @@ _TEMPLATE = (
 
 
 def scripted_tokenizer() -> Tokenizer:
-    """One token a byte, a few words, and the families' tags: special where the families have them so."""
+    """Return a tokenizer with one token for each byte, a few words, and the families' tags, special where they are."""
     backend = tiny_tokenizer()
     backend.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIAL])
     backend.add_tokens([AddedToken(name, special=False, normalized=False) for name in _PLAIN])
@@ -39,14 +39,14 @@ def scripted_tokenizer() -> Tokenizer:
 
 
 def script_tokens(backend: Tokenizer) -> ScriptTokens:
-    """A user's message is the script; the answer follows the header of the assistant's."""
+    """Return the script's tokens: the user's message is the script; the answer follows the assistant's header."""
     names = backend.get_vocab()
     begin, answer, lost = (names[name] for name in ("<|user|>", "<|assistant|>", LOST))
     return ScriptTokens(begin=begin, answer=answer, lost=lost)
 
 
 def make_scripted_checkpoint(folder: Path, family: str = "hermes") -> Path:
-    """Write the model with its tokenizer and the chat template of one of FORMATS; returns ``folder``."""
+    """Write the model with its tokenizer and the chat template of one of FORMATS; return ``folder``."""
     backend = scripted_tokenizer()
     write_scripted_model(
         folder,

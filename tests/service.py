@@ -1,4 +1,4 @@
-"""Starts `kvbaton up` as a user would, and asks it over gRPC, HTTP and its admin ports."""
+"""Starts `kvbaton up` as a user would, and sends requests over gRPC, HTTP and its admin ports."""
 
 import asyncio
 import json
@@ -34,25 +34,25 @@ class Service:
     processes: list[dict[str, Any]] = field(default_factory=list)
 
     def read_ready(self) -> None:
-        """Take addresses and processes from the ready file."""
+        """Read addresses and processes from the ready file."""
         ready = json.loads(self.ready_file.read_text())
         self.http, self.grpc, self.processes = ready["http"], ready["grpc"], ready["processes"]
 
     async def metrics(self, role: str) -> list[str]:
-        """The /metrics text of every process of a role."""
+        """Return the /metrics text of every process of a role."""
         return [await self.get_text(p["admin"], "/metrics") for p in self.processes if p["role"] == role]
 
     async def debug_states(self) -> dict[str, dict[str, Any]]:
-        """/debug/state of every process, by process name."""
+        """Return /debug/state of every process, by process name."""
         return {p["name"]: await self.state_of(p["admin"]) for p in self.processes}
 
     async def state_of(self, admin: str) -> dict[str, Any]:
-        """/debug/state of the process with this admin address."""
+        """Return /debug/state of the process with this admin address."""
         state: dict[str, Any] = json.loads(await self.get_text(admin, "/debug/state"))
         return state
 
     async def busiest_decoder(self) -> int:
-        """The process id of the decode worker with the most requests."""
+        """Return the process id of the decode worker with the most requests."""
         workers = [process for process in self.processes if process["role"] == "decode"]
         states = [await self.state_of(worker["admin"]) for worker in workers]
         _, pid = max(
@@ -61,12 +61,12 @@ class Service:
         return int(pid)
 
     async def get_text(self, address: str, path: str) -> str:
-        """One GET, its body."""
+        """Send a GET request and return the body."""
         async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as response:
             return await response.text()
 
     async def post(self, path: str, body: Any) -> tuple[int, dict[str, Any]]:
-        """One POST of JSON to the public port: status and body."""
+        """POST JSON to the public port; return status and body."""
         async with (
             aiohttp.ClientSession() as session,
             session.post(f"http://{self.http}{path}", json=body) as response,
@@ -86,7 +86,7 @@ class Answer:
 
 
 async def generate(stub: Any, request: pb.GenerateRequest) -> Answer:
-    """Run one Generate to its end."""
+    """Run one Generate call to its end."""
     answer = Answer()
     async for message in stub.Generate(request, timeout=120):
         for choice in message.choices:
@@ -99,7 +99,7 @@ async def generate(stub: Any, request: pb.GenerateRequest) -> Answer:
 
 
 async def generate_all(address: str, requests: list[pb.GenerateRequest], at_once: int) -> list[Answer]:
-    """Run many Generates, ``at_once`` at a time; answers in the requests' order."""
+    """Run many Generate calls, ``at_once`` at a time; return the answers in the order of the requests."""
     gate = asyncio.Semaphore(at_once)
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
@@ -115,9 +115,9 @@ async def generate_all(address: str, requests: list[pb.GenerateRequest], at_once
 async def running_service(
     folder: Path, *arguments: str, has_small_pools: bool = True
 ) -> AsyncIterator[Service]:
-    """`kvbaton up` with free ports and ``arguments``, ready to answer; stopped by SIGTERM at the end.
+    """Run `kvbaton up` with free ports and ``arguments``, ready to answer; stop it by SIGTERM at the end.
 
-    has_small_pools: its workers begin with 256 MiB for KV, since to have the memory of a default pool takes a second each.
+    has_small_pools: workers start with 256 MiB for KV, since allocating a default pool takes a second for each worker.
     """
     ready_file, environment = folder / "ready.json", process_environment()
     with (folder / "service.log").open("wb") as log:
@@ -145,13 +145,13 @@ async def _wait_ready(service: Service) -> None:
         while not service.ready_file.exists():
             if service.process.returncode is not None:
                 log = (service.ready_file.parent / "service.log").read_text()
-                raise AssertionError(f"kvbaton up ended with {service.process.returncode}:\n{log}")
+                raise AssertionError(f"kvbaton up ended with exit code {service.process.returncode}:\n{log}")
             await asyncio.sleep(0.1)
     service.read_ready()
 
 
 def counter(texts: list[str], name: str, **labels: str) -> float:
-    """The sum of one counter over several /metrics texts; a name that no text has is an error."""
+    """Return the sum of one counter over several /metrics texts; fail if no text has the name."""
     total, found = 0.0, False
     for text in texts:
         for line in text.splitlines():

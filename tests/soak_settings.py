@@ -1,7 +1,7 @@
-"""How long the state machines run: short in every test run, long with ``KVBATON_SOAK`` in the environment.
+"""The length of state machine tests: short in every test run, long with ``KVBATON_SOAK`` in the environment.
 
 ``KVBATON_SOAK=20`` runs twenty times as many examples, with a fresh seed that is printed;
-``KVBATON_SOAK=20:1234`` repeats the run of seed 1234. Further values are refused.
+``KVBATON_SOAK=20:1234`` repeats the run of seed 1234. Other values are refused.
 """
 
 import os
@@ -18,7 +18,7 @@ _Test = TypeVar("_Test")
 
 
 def machine_settings(num_examples: int, num_steps: int) -> settings:
-    """Settings of a ``RuleBasedStateMachine``'s test: this many examples (times the soak factor) of this many steps."""
+    """Return settings for a ``RuleBasedStateMachine``: ``num_examples`` times the soak factor, ``num_steps`` each."""
     return settings(
         max_examples=num_examples * soak_factor(),
         stateful_step_count=num_steps,
@@ -32,17 +32,17 @@ def machine_settings(num_examples: int, num_steps: int) -> settings:
 
 
 def soaked(test: _Test) -> _Test:
-    """Decorate a state machine's class (or a ``given`` test): the soak's seed, when this run is a soak."""
+    """Decorate a state machine's class (or a ``given`` test): set the soak's seed if this run is a soak."""
     return cast(_Test, seed(soak_seed())(cast(Any, test))) if soak_factor() > 1 else test
 
 
 def soak_factor() -> int:
-    """How many times the usual number of examples to run; 1 without a soak."""
+    """Return the factor on the usual number of examples; 1 without a soak."""
     return _asked()[0]
 
 
 def soak_seed() -> int:
-    """The seed of this soak, the same for all machines of a run."""
+    """Return the seed of this soak, the same for all machines of a run."""
     return _asked()[1]
 
 

@@ -1,1 +1,1 @@
-"""Fakes and tiny models for the tests of an engine, and of what uses one."""
+"""Fakes and tiny models for tests of an engine and of the code that uses one."""

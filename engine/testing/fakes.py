@@ -1,9 +1,9 @@
-"""A public fake of the computing half: no tensors, but KV of which every misuse is detected.
+"""A public fake of the computing half: no tensors, but KV in which every misuse is detected.
 
-``FakeRunner`` keeps for each slot of the pool a number that depends on all tokens up to that position, as real KV does.
-Before each fake forward pass it checks that the slots of everything that counts as computed hold what they should, so
-a block that is handed out twice, read too early or written late fails the test at once. Tokens are a function of the
-known tokens alone: ``fake_answer`` is the answer of every engine, whatever the batching, caching and preemption.
+``FakeRunner`` stores in each slot of the pool a number that depends on all tokens up to that position, as real KV does.
+Before each fake forward pass it checks that all slots that count as computed hold the right numbers. A block that is
+allocated twice, read too early or written late therefore fails the test at once. Tokens depend on the known tokens
+alone: ``fake_answer`` is the answer of every engine, with any batching, caching and preemption.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ _MODULUS = 2**61 - 1
 
 
 def prefix_codes(token_ids: Sequence[int]) -> list[int]:
-    """Return what the KV slot of each position must hold: a number that depends on all tokens up to there."""
+    """Return the content of each position's KV slot: a number that depends on all tokens up to there."""
     codes = []
     code = 1
     for token in token_ids:
@@ -44,7 +44,7 @@ def prefix_codes(token_ids: Sequence[int]) -> list[int]:
 
 
 def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
-    """Return the token after a position with this code: never a special one; with a bitmask, one that it allows."""
+    """Return the token that follows this code: never a special one; with a bitmask, one that it allows."""
     drawn = code * 48_271 % _MODULUS
     if bitmask is None:
         return drawn % CRASH_TOKEN
@@ -53,7 +53,7 @@ def fake_token(code: int, bitmask: NDArray[np.int32] | None = None) -> int:
 
 
 def fake_first_token(code: int, seed: int, choice: int = 0, bitmask: NDArray[np.int32] | None = None) -> int:
-    """Return the first token of a choice behind a prompt with this code: the only one that depends on the seed."""
+    """Return the first token of a choice for a prompt with this code. Only this token depends on the seed."""
     return fake_token(code + choice_seed(seed, choice), bitmask)
 
 
@@ -84,7 +84,7 @@ class FakeMemory:
         self.slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
 
     def write(self, block_ids: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
-        """Fill positions ``start:end`` of a sequence that lives in ``block_ids``."""
+        """Fill positions ``start:end`` of a sequence whose blocks are ``block_ids``."""
         size = self.layout.block_size
         for position in range(start, end):
             self.slots[block_ids[position // size]][position % size] = codes[position]
@@ -98,7 +98,7 @@ class FakeMemory:
         """Do nothing: there is nothing to wait for."""
 
     def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
-        """Assert that positions ``start:end`` hold what they should."""
+        """Assert that positions ``start:end`` hold the codes of these tokens."""
         size = self.layout.block_size
         for position in range(start, end):
             held = self.slots[block_ids[position // size]][position % size]
@@ -107,7 +107,7 @@ class FakeMemory:
             )
 
     def scribble(self, block_ids: Sequence[int]) -> None:
-        """Put garbage into these blocks, as a late write does."""
+        """Fill these blocks with garbage, as a late write does."""
         for block in block_ids:
             self.slots[block] = [None] * self.layout.block_size
 
@@ -121,7 +121,7 @@ class FakeMemory:
         return memoryview(bytes(self.layout.block_bytes))
 
     def write_view(self, block_id: int) -> memoryview:
-        """Return bytes that are not kept."""
+        """Return a buffer whose content is discarded."""
         return memoryview(bytearray(self.layout.block_bytes))
 
     def commit(self, block_ids: list[int]) -> None:
@@ -141,7 +141,7 @@ class _Sequence:
 
 
 class FakeRunner:
-    """Carries out a SchedulerOutput as the real runner does, and asserts that it makes sense."""
+    """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent."""
 
     def __init__(self, memory: FakeMemory) -> None:
         self.memory = memory
@@ -229,7 +229,7 @@ class FakeRunner:
             self._pool(key, start, end, output)
             return []
         if end < len(sequence.token_ids):
-            assert bitmask is None, f"{key} samples nothing, and has a grammar bitmask"
+            assert bitmask is None, f"{key} samples no token but has a grammar bitmask"
             return []
         assert (bitmask is None) is (sequence.sampling.grammar is None)
         if NAN_TOKEN in sequence.token_ids:
@@ -256,7 +256,7 @@ class FakeRunner:
         if start == 0:
             sequence.pooled_codes = []
         sequence.pooled_codes += sequence.codes[start:end]
-        assert not is_mean or len(sequence.pooled_codes) == end, f"{key}: the mean misses tokens"
+        assert not is_mean or len(sequence.pooled_codes) == end, f"{key}: tokens are missing from the mean"
         if end < len(sequence.token_ids):
             return
         if NAN_TOKEN in sequence.token_ids:
@@ -274,10 +274,10 @@ class FakeRunner:
 
     def _logprobs(self, output: ModelRunnerOutput) -> LogprobsLists | None:
         """Return log probability -t for token t, with as many alternatives as the largest request's k."""
-        wanted = [self._sequences[key].sampling.logprobs for key in output.req_ids]
-        if all(k is None for k in wanted):
+        num_logprobs = [self._sequences[key].sampling.logprobs for key in output.req_ids]
+        if all(k is None for k in num_logprobs):
             return None
-        best = list(range(max(k for k in wanted if k is not None)))
+        best = list(range(max(k for k in num_logprobs if k is not None)))
         sampled = [(tokens or [0])[0] for tokens in output.sampled_token_ids]
         ids = [[token, *best] for token in sampled]
         return LogprobsLists(ids, [[-float(t) for t in row] for row in ids], [token + 1 for token in sampled])
@@ -310,7 +310,7 @@ class FakeExecutor:
         return [getattr(self.runner, method)(*args)]
 
     def set_connector(self, connector: RanksConnector) -> None:
-        """Start the rank's half of the connector on the memory."""
+        """Start the rank's half of the connector with the memory."""
         rank = connector.in_process()
         rank.start(self.memory)
         self.runner.connector = rank
@@ -320,12 +320,12 @@ class FakeExecutor:
         return self.runner.execute_model(scheduled)
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Run the step when the result is called; see Executor."""
+        """Return a function that runs the step; see Executor."""
         self.runner.is_interrupted = False
         return partial(self.execute_model, scheduled)
 
     def interrupt(self) -> None:
-        """Interrupt the step that was begun; see Executor."""
+        """Interrupt the step that has begun; see Executor."""
         self.runner.is_interrupted = True
 
     def watch(self, wake: Callable[[], None]) -> None:
@@ -339,6 +339,6 @@ class FakeExecutor:
 
 
 def start_fake_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-    """Start a fake for ``engine.startup.start_executor``: ``kv_cache_bytes`` counts blocks, 64 if unset. Picklable."""
+    """Start a fake for ``engine.startup.start_executor``. ``kv_cache_bytes`` counts blocks, default 64. Picklable."""
     executor = FakeExecutor(settings)
     return executor, executor.memory.num_blocks

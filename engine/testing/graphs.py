@@ -1,4 +1,4 @@
-"""Captured decode steps without a GPU, for tests: a recorder that runs again, and a backend whose steps stay in place."""
+"""Captured decode steps without a GPU, for tests: a recorder that reruns a step, and a backend with static steps."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from engine.compute.inputs import PreparedInputs
 
 
 class Rerun:
-    """A recording that runs again, on what its tensors hold, and writes into the same output."""
+    """A recording that runs the step again on the current content of its tensors and writes into the same output."""
 
     def __init__(self, run: Callable[[], Tensor]) -> None:
         self._run = run
@@ -27,7 +27,7 @@ class Rerun:
 
 
 class RerunRecorder:
-    """See Recorder; keeps its recordings, in the order of their capture."""
+    """A Recorder that keeps its recordings in the order of capture."""
 
     def __init__(self) -> None:
         self.recordings: list[Rerun] = []
@@ -39,7 +39,7 @@ class RerunRecorder:
 
 
 class StaticTorchBackend(TorchBackend):
-    """Plain torch with static decode steps: each reads the whole table, which is slow."""
+    """Plain torch with static decode steps. Each reads the whole block table, which is slow."""
 
     def plan_static(
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
@@ -76,7 +76,7 @@ class StaticTorchDecode:
     def attend(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
     ) -> Tensor:
-        """See AttentionStep. Slots without a token, which may hold NaN, are not read."""
+        """See AttentionStep. Slots without a token may hold NaN and are not read."""
         assert cache is not None
         assert shape.softcap is None
         first_slots = torch.arange(self._tables.shape[1], device=cache.device) * self._block_size

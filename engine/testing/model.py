@@ -1,14 +1,15 @@
 """A public model for tests whose answer its prompt contains, by real attention over the paged KV cache.
 
-It repeats the tokens behind the last ``begin`` token of the prompt, from the last ``answer`` token on, the end token
-of the message included. So a chat template that writes ``<begin>message<end><answer>`` makes it answer with the user's
-message, to the token: tool calls, reasoning, halves of characters.
+After the last ``answer`` token of the prompt it repeats the tokens that follow the last ``begin`` token, including the
+end token of the message. A chat template that writes ``<begin>message<end><answer>`` therefore makes it answer with the
+user's message, token by token: tool calls, reasoning, parts of characters.
 
 Layer 0 finds the two tokens (keys and values: the position in bits, and whether it is one of them); layer 1 reads
 the next token of the answer (key: the position in bits; value: the token's code). All numbers in the cache are 1 and -1,
-exact in every dtype. Damaged KV is detected: if a mixed value is not clean, or a head of layer 0 that takes the mean
-of all values finds another one than these positions have (in float32 only), or there is no script, the answer is the
-token ``lost``. Not detected is damage in most of layer 0's keys, and in layer 1's KV of tokens outside the answer.
+exact in every dtype. Damaged KV is detected: the answer is the token ``lost`` if a mixed value is not clean, if a
+head of layer 0 that takes the mean of all values finds another mean than these positions have (in float32 only), or
+if there is no script. Not detected is damage in most of layer 0's keys and in layer 1's KV of tokens outside the
+answer.
 """
 
 import json
@@ -30,7 +31,7 @@ from engine.models.language_model import Head, LanguageModel
 
 _NUM_HEADS = 3
 _GAIN = 8.0
-"""Added to a score for each step by which a key is nearer to the one that is searched."""
+"""Added to an attention score for each step by which a key is nearer to the wanted one."""
 _LOGIT_GAIN = 128.0
 _CLEAN = 0.99
 _SHAPE = LayerShape(scale=1.0, sliding_window=None)
@@ -40,7 +41,7 @@ _MARKERS = ("begin", "answer", "lost")
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTokens:
-    """Token ids. begin: the script follows it. answer: the answer follows it. lost: the answer without a readable script."""
+    """Token ids. begin: precedes the script. answer: precedes the answer. lost: the answer if no script can be read."""
 
     begin: int
     answer: int
@@ -60,7 +61,7 @@ class ScriptedConfig(DecoderConfig):
 
 
 def scripted_config(raw: RawConfig) -> ScriptedConfig:
-    """Read what ``write_scripted_model`` has written. Raises SettingError."""
+    """Read the configuration that ``write_scripted_model`` writes. Raises SettingError."""
     tokens = raw.get("script_tokens")
     if not isinstance(tokens, dict) or set(tokens) != set(_MARKERS):
         raise bad_config(f"script_tokens is {tokens!r}; it must be an object of {', '.join(_MARKERS)}")
@@ -72,7 +73,7 @@ def scripted_config(raw: RawConfig) -> ScriptedConfig:
 def write_scripted_model(
     folder: Path, tokens: ScriptTokens, *, vocab_size: int, eos_token_id: int, max_model_len: int = 2048
 ) -> Path:
-    """Write config.json and model.safetensors; return the folder, which still lacks a tokenizer."""
+    """Write config.json and model.safetensors without a tokenizer; return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     num_bits = (vocab_size - 1).bit_length()
     size = max(num_bits, max_model_len.bit_length() + len(("begin", "answer")))
@@ -97,7 +98,7 @@ def write_scripted_model(
 
 
 class ScriptedModel(LanguageModel):
-    """The model of this module. Its only weights are the tokens' codes."""
+    """The model of this module. Its only weights are the codes of the tokens."""
 
     def __init__(self, config: ScriptedConfig, head: Head, group: RankGroup) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class ScriptedModel(LanguageModel):
 
     @property
     def _codes(self) -> Tensor:
-        """``[vocab_size, hidden_size]``."""
+        """The codes, ``[vocab_size, hidden_size]``."""
         return self.get_parameter(_CODES)
 
     def forward(
@@ -153,15 +154,15 @@ class ScriptedModel(LanguageModel):
         is_sink = (positions == 0)[:, None]
         key = self._vectors(_bits(positions, num_bits) * ~is_sink, 2.0 * is_sink - 1.0)
         code = F.embedding(input_ids, self._codes) * ~is_sink
-        wanted = _bits(turns.clamp(0, 2**num_bits - 1), num_bits)
-        sink = wanted.new_full((len(wanted), 1), (num_bits - 1) / 2)
-        query = self._vectors(_GAIN * wanted, _GAIN * sink)[:, None]
+        target = _bits(turns.clamp(0, 2**num_bits - 1), num_bits)
+        sink = target.new_full((len(target), 1), (num_bits - 1) / 2)
+        query = self._vectors(_GAIN * target, _GAIN * sink)[:, None]
         query = F.pad(query, (0, 0, 0, _NUM_HEADS - 1))
         mixed = layer.attend(query, key[:, None], self._vectors(code)[:, None])
         return mixed[:, 0, : self._config.hidden_size]
 
     def _vectors(self, *parts: Tensor) -> Tensor:
-        """Return the parts beside each other, in the model's dtype, padded with zeros to a head's size."""
+        """Concatenate the parts in the model's dtype, padded with zeros to the size of a head."""
         joined = torch.cat(parts, dim=-1).to(self._codes.dtype)
         return F.pad(joined, (0, self._config.head_dim - joined.shape[-1]))
 
@@ -174,7 +175,7 @@ class _Layer:
     watch: LayerWatch | None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Store the tokens' KV, report that to the watch, and attend."""
+        """Store the KV of the tokens, report the layer to the watch, and attend."""
         cache = None if self.caches is None else self.caches[self.index]
         if cache is not None:
             self.step.store(key, value, cache)
@@ -190,12 +191,12 @@ def _bits(numbers: Tensor, num_bits: int) -> Tensor:
 
 
 def _numbers(bits: Tensor) -> Tensor:
-    """Return the numbers of such bits; any number if they are not clean."""
+    """Return the numbers that these bits represent; any number if the bits are not clean."""
     return ((bits > 0).long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
 
 
 def _are_all_there(means: Tensor, positions: Tensor) -> Tensor:
-    """Return whether these are the means of the bits of all positions up to each one; one changed bit shows."""
+    """Return True where these are the means of the bits of all positions up to each one; one changed bit shows."""
     count = positions[:, None].long() + 1
     places = torch.arange(means.shape[-1], device=means.device)
     num_ones = (count >> places + 1 << places) + ((count & (2 << places) - 1) - (1 << places)).clamp(min=0)

@@ -1,8 +1,9 @@
-"""A public fake of a connector: both directions of ``engine/connector.py``, moved by the test instead of by a peer.
+"""A public fake of a connector: both directions of ``engine/connector.py``, driven by the test instead of by a peer.
 
-The test decides when a sender publishes, when bytes land, when a read that was cancelled is terminal. The fake asserts
-the order of calls that the contract demands, that published KV is computed, and that lent KV stays as it was until the
-lease ends. A late read scribbles into its blocks just before it is ``Drained``: whoever got them too early is noticed.
+The test decides when a sender publishes, when bytes land and when a cancelled read is terminal. The fake asserts the
+order of calls that the contract demands, that published KV is computed, and that lent KV stays unchanged until the
+lease ends. A late read overwrites its blocks just before it is ``Drained``, so a block that was reused too early is
+detected.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
 
 @dataclass
 class FakeSend:
-    """One prompt that is lent."""
+    """One prompt whose blocks are lent."""
 
     codes: list[int]
     block_ids: list[int]
@@ -50,12 +51,12 @@ class FakeFetch:
 
     @property
     def destination(self) -> list[int]:
-        """The blocks that a read goes into."""
+        """The blocks that the read writes into."""
         return self.block_ids[self.num_cached_blocks :]
 
 
 class FakeRank:
-    """The rank's half: checks each order against the KV that is really there."""
+    """The rank's half. It checks each order against the KV in the pool."""
 
     def __init__(self, transfers: "FakeConnector") -> None:
         self._transfers = transfers
@@ -64,32 +65,33 @@ class FakeRank:
         self.is_closed = False
 
     def start(self, memory: Any) -> None:
-        """The pool is allocated."""
+        """Attach the pool's memory."""
         self._transfers.memory = memory
 
     def watch_layers(self, metadata: Any) -> None:
-        """See RankConnector. Nobody listens."""
+        """Return None: no layer is watched."""
 
     def execute(self, metadata: Any) -> None:
-        """Each order is (key, tokens published up to there); all of them must be computed now."""
+        """Publish ``(key, num_tokens)`` for each order, after checking that these tokens are computed."""
         for key, num_tokens in metadata:
             send = self._transfers.sends[key]
             self._transfers.pool_memory.check(send.block_ids, send.codes, num_tokens)
             send.num_published = num_tokens
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Completions since the last call."""
+        """Return the keys of finished sends and fetches since the last call."""
         done = self.finished_sending, self.finished_recving
-        self.finished_sending, self.finished_recving = set(), set()
+        self.finished_sending = set()
+        self.finished_recving = set()
         return done
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Record the call: there is nothing to stop."""
         self.is_closed = True
 
 
 class FakeConnector:
-    """The scheduler's half, and the levers for the test: ``publish_peer``, ``land``, ``fail``, ``drain``, ``end_lease``."""
+    """The scheduler's half. The test drives it: ``publish_peer``, ``land``, ``fail``, ``drain``, ``end_lease``."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self.memory: FakeMemory | None = None
@@ -105,24 +107,24 @@ class FakeConnector:
 
     @property
     def pool_memory(self) -> FakeMemory:
-        """The fake KV; after ``rank.start``."""
+        """The fake KV. Available after ``rank.start``."""
         assert self.memory is not None, "the rank was not started"
         return self.memory
 
-    # The levers.
+    # Called by the test.
 
     def attach(self, wake: Callable[[], None]) -> None:
-        """Whom to tell of news."""
+        """Set the function that is called when there is an event to take."""
         self._wake = wake
 
     def publish_peer(self, key: str) -> None:
-        """The peer has published its first range."""
+        """Publish the peer's first range."""
         assert self.fetches[key].state == "asked"
         self.fetches[key].state = "published"
-        self._tell(Published(key))
+        self._report(Published(key))
 
     def land(self, key: str) -> None:
-        """Everything has arrived and is verified."""
+        """Complete a fetch: all its KV has arrived and is verified."""
         fetch = self.fetches[key]
         assert fetch.state == "reading"
         fetch.state = "landed"
@@ -133,27 +135,27 @@ class FakeConnector:
         self._wake()
 
     def fail(self, key: str, kind: str = "transfer_failed", message: str = "the peer is gone") -> None:
-        """The transfer failed; what landed is garbage. It may still be cancelled until the scheduler has heard of it."""
+        """Fail a fetch and leave garbage in its blocks. It can be cancelled until its ``Failed`` event is taken."""
         self.fetches[key].state = "failed"
         self.pool_memory.scribble(self.fetches[key].destination)
-        self._tell(Failed(key, kind, message))
+        self._report(Failed(key, kind, message))
 
     def drain(self, key: str) -> None:
-        """The last read of a cancelled fetch is terminal, after it wrote once more."""
+        """End the last read of a cancelled fetch, after one more write into its blocks."""
         fetch = self.fetches.pop(key)
         assert fetch.state == "draining"
         self.pool_memory.scribble(fetch.destination)
-        self._tell(Drained(key))
+        self._report(Drained(key))
 
     def end_lease(self, key: str) -> None:
-        """The peer has read everything: it is still what was published."""
+        """End a lease as a peer does that has read everything. Asserts that the blocks still hold what was published."""
         send = self.sends.pop(key)
         assert send.end is not None
         self.pool_memory.check(send.block_ids, send.codes, send.num_published)
         self.rank.finished_sending.add(key)
         self._wake()
 
-    # What the scheduler calls.
+    # Called by the scheduler.
 
     @property
     def sender(self) -> "FakeConnector":
@@ -195,7 +197,7 @@ class FakeConnector:
             send.end = kind
 
     def start_fetch(self, request: EngineRequest) -> None:
-        """See SchedulerConnector. Raises ``refusal`` where the test has set one."""
+        """See SchedulerConnector. Raises ``refusal`` if the test has set one."""
         if self.refusal:
             raise self.refusal
         assert request.key not in self.fetches
@@ -210,10 +212,12 @@ class FakeConnector:
         assert fetch.state == "published"
         assert len(block_ids) == -(-len(fetch.prompt) // size)
         self.pool_memory.check(block_ids, prefix_codes(fetch.prompt), num_cached_blocks * size)
-        fetch.state, fetch.block_ids, fetch.num_cached_blocks = "reading", list(block_ids), num_cached_blocks
+        fetch.state = "reading"
+        fetch.block_ids = list(block_ids)
+        fetch.num_cached_blocks = num_cached_blocks
 
     def cancel_fetch(self, key: str) -> bool:
-        """See SchedulerConnector. A read that has begun goes on until ``drain``."""
+        """See SchedulerConnector. A read that has begun continues until ``drain``."""
         if self.fetches[key].state == "reading":
             self.fetches[key].state = "draining"
             return False
@@ -272,12 +276,12 @@ class FakeConnector:
         """See SchedulerConnector."""
         self.is_closed = True
 
-    def _tell(self, event: TransferEvent) -> None:
+    def _report(self, event: TransferEvent) -> None:
         self._events.append(event)
         self._wake()
 
 
 def fake_connector_factory(side: Side, fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-    """A ConnectorFactory; picklable. The address is nobody's."""
+    """Create a fake connector. A picklable ConnectorFactory; its address belongs to no process."""
     connector = FakeConnector(wake)
     return ConnectorPair(connector, SingleRankConnector(connector.rank), "127.0.0.1:9")

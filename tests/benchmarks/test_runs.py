@@ -39,8 +39,19 @@ def engine_load(folder: Path, model: str = "any") -> EngineLoad:
     return EngineLoad(model, 1, 64, 4, str(folder))
 
 
+def new_children(before: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the children of this process beside those of ``before``, which other tests may have left."""
+    return [child for child in psutil.Process().children() if child not in before]
+
+
 @pytest.fixture
-def runner(tmp_path: Path) -> Iterator[Runner]:
+def children() -> list[psutil.Process]:
+    """The children of this process before the test."""
+    return psutil.Process().children()
+
+
+@pytest.fixture
+def runner(children: list[psutil.Process], tmp_path: Path) -> Iterator[Runner]:
     started = Runner(
         Program("counting", COUNTING), engine_load(tmp_path, "short"), tmp_path / "log", (0,), 30.0
     )
@@ -48,8 +59,10 @@ def runner(tmp_path: Path) -> Iterator[Runner]:
     started.close()
 
 
-def test_an_engine_answers_in_its_turn_and_is_stopped_between_turns(runner: Runner) -> None:
-    (process,) = psutil.Process().children()
+def test_an_engine_answers_in_its_turn_and_is_stopped_between_turns(
+    children: list[psutil.Process], runner: Runner
+) -> None:
+    (process,) = new_children(children)
     assert process.status() == psutil.STATUS_STOPPED
     with runner.turn():
         answer = runner.run(Order([[[1, 2], [5]], [[7]]], 2, wants_tokens=True))
@@ -180,15 +193,17 @@ async def test_a_load_fails_where_the_server_does(tmp_path: Path) -> None:
     assert raised.group_contains(StreamError, match="HTTP 400")
 
 
-async def test_a_server_that_does_not_start_is_told(tmp_path: Path) -> None:
+async def test_a_server_that_does_not_start_is_an_error(
+    children: list[psutil.Process], tmp_path: Path
+) -> None:
     with pytest.raises(ServerError, match=r"took too long to start; see .*kvbaton\.log"):
         async with kvbaton_server(tmp_path, tmp_path, time_limit=0.01):
             pass
-    assert not psutil.Process().children()
+    assert not new_children(children)
 
 
 @pytest.mark.slow
-async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
+async def test_the_service_beside_the_engine(children: list[psutil.Process], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16)
     plan = service_speed.Plan(
         folder, VOCAB_SIZE, 1, rounds=1, max_repeats=0, at_once=3, prompt=8, answer=5, num_single=2
@@ -208,7 +223,7 @@ async def test_the_service_beside_the_engine(tmp_path: Path) -> None:
     assert all(sample > 0 for way in ("service", "worker") for sample in waits[way]["samples"])
     text = service_speed.table({**found, "command": "", "model": ""})
     assert "| 3 at once, 8 + 5 tokens | |" in text
-    assert not psutil.Process().children()
+    assert not new_children(children)
 
 
 @pytest.mark.slow

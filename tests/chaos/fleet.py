@@ -1,4 +1,4 @@
-"""A router and workers as an operator starts them one by one: own processes, fixed ports, stopped and killed singly."""
+"""A router and workers started one by one as an operator does: own processes, fixed ports, stopped and killed singly."""
 
 import asyncio
 import os
@@ -18,7 +18,7 @@ from contract.errors import UnavailableError
 from contract.identity import Role
 from launch.child import Child, start_child
 from launch.spec import Facts, ProcessSpec
-from tests.chaos.books import State, count, read_metrics, read_states
+from tests.chaos.held_resources import State, count, read_metrics, read_states
 from tests.chaos.settings import process_environment
 
 ROUTER = "router"
@@ -28,12 +28,12 @@ LINK_HOST = "127.0.0.3"
 
 
 _PORTS = range(20000, 32768)
-"""Below those that the kernel gives to connections on their way out, which could take a port before its owner does."""
+"""Below the ephemeral ports of the kernel: an outgoing connection could take a port before its owner does."""
 _taken: set[int] = set()
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now, and never the same one twice; a process that starts soon may take it."""
+    """Return a port that is free now, and never the same one twice; another process may still take it."""
     while True:
         port = _PORTS[secrets.randbelow(len(_PORTS))]
         if port in _taken:
@@ -46,7 +46,7 @@ def free_port(host: str) -> int:
 
 @dataclass
 class Fleet:
-    """Processes by name. Owns them; made by ``running_fleet``, which stops what is left."""
+    """Owns processes by name. Created by ``running_fleet``, which stops those that still run."""
 
     folder: Path
     flags: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Fleet:
     facts: dict[str, Facts] = field(default_factory=dict)
 
     async def start(self, name: str, role: Role, **flags: Any) -> None:
-        """Start a process and wait until it is ready; ``flags`` are its settings."""
+        """Start a process and wait until it is ready; ``flags``: its settings."""
         self.flags[name] = {"role": role, **flags}
         await self._launch(name)
         await self.ready(name)
@@ -71,7 +71,7 @@ class Fleet:
         self.children[name] = await start_child(spec, {})
 
     async def ready(self, name: str) -> None:
-        """Wait until it is ready; raises UnavailableError with the end of its log when it ends before."""
+        """Wait until a process is ready; raises UnavailableError with the end of its log if it ends before."""
         try:
             self.facts[name] = await self.children[name].wait_ready()
         except UnavailableError as error:
@@ -79,7 +79,7 @@ class Fleet:
             raise UnavailableError(f"{name}: {error.message}\n{log}") from error
 
     async def start_worker(self, name: str, role: Role, **flags: Any) -> None:
-        """Start a worker of this fleet's router on the demo model, and wait until it is attached."""
+        """Start a worker of this fleet's router with the demo model, and wait until it is registered."""
         await self.start(
             name,
             role,
@@ -95,38 +95,38 @@ class Fleet:
 
     @property
     def secret_file(self) -> Path:
-        """The cluster's secret."""
+        """The file with the cluster secret."""
         return self.folder / "secret"
 
     async def kill(self, name: str) -> None:
-        """Kill -9, of the process alone: its children have to notice. Returns when it is dead."""
+        """Kill a process with SIGKILL, but not its children, which must detect it. Returns when it is dead."""
         os.kill(self.children[name].pid, signal.SIGKILL)
         await self.children[name].wait()
 
     async def restart(self, name: str) -> None:
-        """Start a process that has ended again, with the same flags."""
+        """Start an ended process again, with the same flags."""
         await self._launch(name)
         await self.ready(name)
 
     def freeze(self, name: str) -> None:
-        """SIGSTOP to the process and its engine."""
+        """Send SIGSTOP to the process and its engine."""
         os.killpg(self.children[name].pid, signal.SIGSTOP)
 
     def thaw(self, name: str) -> None:
-        """SIGCONT to the process and its engine."""
+        """Send SIGCONT to the process and its engine."""
         os.killpg(self.children[name].pid, signal.SIGCONT)
 
     async def states(self) -> dict[str, State]:
-        """/debug/state of every process."""
+        """Return /debug/state of every process."""
         return await read_states([(name, facts["admin"]) for name, facts in self.facts.items()])
 
     async def attached(self) -> set[str]:
-        """Names of the workers that the router counts on."""
+        """Return the names of the workers that the router counts as available."""
         states = await read_states([(ROUTER, self.facts[ROUTER]["admin"])])
         return {worker["worker_id"] for worker in states[ROUTER]["workers"] if worker["max_requests"]}
 
     async def until_serving(self) -> None:
-        """Until the router's /health says so, at most for half a minute."""
+        """Wait until the router's /health is good, at most half a minute."""
         async with asyncio.timeout(30), aiohttp.ClientSession() as session:
             while True:
                 async with session.get(f"http://{self.facts[ROUTER]['http']}/health") as response:
@@ -135,15 +135,15 @@ class Fleet:
                 await asyncio.sleep(0.05)
 
     async def num_replays(self) -> float:
-        """Attempts that failed and were followed by another one, since the router's start."""
+        """Return the number of attempts since the router's start that failed and were followed by another one."""
         return count([await read_metrics(self.facts[ROUTER]["admin"])], "kvbaton_request_replays_total")
 
     async def num_pulled_again(self, worker: str) -> float:
-        """Reads of this worker that failed and were followed by another one, since its start."""
+        """Return the number of reads since this worker's start that failed and were followed by another one."""
         return count([await read_metrics(self.facts[worker]["admin"])], "kvbaton_transfer_pulled_again_total")
 
     async def stop_all(self) -> None:
-        """SIGTERM to all, SIGKILL to those that do not hear it. Frozen ones are woken first."""
+        """Stop all by SIGTERM, and by SIGKILL those that do not end. Frozen ones are resumed first."""
         for name, child in self.children.items():
             with suppress(ProcessLookupError):
                 self.thaw(name)
@@ -152,7 +152,7 @@ class Fleet:
 
 @asynccontextmanager
 async def running_fleet(folder: Path, **router_flags: Any) -> AsyncIterator[Fleet]:
-    """A fleet with a router on fixed ports; nothing of it runs afterwards."""
+    """Run a fleet with a router on fixed ports; all its processes are stopped at the end."""
     fleet = Fleet(folder)
     handle = os.open(fleet.secret_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "w") as stream:

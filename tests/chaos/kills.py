@@ -1,4 +1,4 @@
-"""Kill -9 of random workers under load, again and again: no stream may notice more than a pause."""
+"""Random workers are killed under load, again and again: a stream may pause but must not change."""
 
 import asyncio
 import os
@@ -12,25 +12,25 @@ from itertools import count as count_up
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.asking import (
+from tests.chaos.clients import (
     Answer,
+    Api,
     Client,
-    Way,
     connected,
+    mistake_in,
     pools,
-    what_is_wrong,
 )
-from tests.chaos.books import count
+from tests.chaos.held_resources import count
 from tests.chaos.steady import steady_answers
 from tests.service import Service, counter, running_service
 
 POOLS = pools(3, 3)
-WAYS = (Way.GRPC, Way.GRPC, Way.HTTP_STREAM, Way.HTTP_WHOLE)
+APIS = (Api.GRPC, Api.GRPC, Api.HTTP_STREAM, Api.HTTP_WHOLE)
 
 
 @dataclass
 class KillReport:
-    """What a run of kills came to. ``wrong`` and ``failed`` name their streams; both shall be empty."""
+    """The results of a run of kills. ``wrong`` and ``failed`` name streams; both must be empty."""
 
     num_kills: dict[str, int] = field(default_factory=dict)
     num_skipped: int = 0
@@ -42,7 +42,7 @@ class KillReport:
     failed: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
@@ -57,7 +57,7 @@ async def run_kills(
     num_questions: int = 48,
     longest_answer: int = 600,
 ) -> KillReport:
-    """Keep ``num_streams`` clients busy for ``seconds`` while workers die, and compare every answer."""
+    """Keep ``num_streams`` clients busy for ``seconds`` while workers are killed, and compare every answer."""
     report = KillReport()
     async with (
         running_service(folder, *POOLS, "--transport", transport) as service,
@@ -90,12 +90,12 @@ async def _keep_asking(
             return
         reference = rng.choice(references)
         salt = f"{number}.{turn}" if rng.random() < 0.5 else ""
-        answer = await client.ask(reference.question, rng.choice(WAYS), salt=salt)
+        answer = await client.ask(reference.question, rng.choice(APIS), salt=salt)
         _note(report, answer, reference)
 
 
 def _note(report: KillReport, answer: Answer, reference: Answer) -> None:
-    if wrong := what_is_wrong(answer, reference):
+    if wrong := mistake_in(answer, reference):
         report.wrong.append(wrong)
     elif answer.is_whole:
         report.num_whole += 1
@@ -109,7 +109,7 @@ async def _kill_again_and_again(
 ) -> None:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        await asyncio.sleep(every_seconds)  # the pace of the kills, not a wait for something
+        await asyncio.sleep(every_seconds)  # the interval between kills, not a wait for an event
         victim = await _victim(service, rng)
         if victim is None:
             report.num_skipped += 1
@@ -120,7 +120,7 @@ async def _kill_again_and_again(
 
 
 async def _victim(service: Service, rng: random.Random) -> tuple[str, int] | None:
-    """A worker, or its engine's process, of a role that another ready worker has too; None while there is none."""
+    """Return a worker, or its engine's process, whose role another ready worker has too; None if there is none."""
     router = next(p for p in service.processes if p["role"] == "router")
     workers = [w for w in (await service.state_of(router["admin"]))["workers"] if w["max_requests"]]
     ready = Counter(worker["role"] for worker in workers)

@@ -1,4 +1,4 @@
-"""Clients that go away at every moment of a request's life; afterwards everything must be free."""
+"""Clients that disconnect at every point of a request's life; afterwards everything must be free."""
 
 import asyncio
 import random
@@ -8,15 +8,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.asking import (
+from tests.chaos.clients import (
     Answer,
+    Api,
     Client,
-    Way,
     connected,
+    mistake_in,
     pools,
-    what_is_wrong,
 )
-from tests.chaos.books import counted_things, read_states, until_free
+from tests.chaos.held_resources import counted_things, read_states, until_free
 from tests.chaos.steady import steady_answers
 from tests.service import Service, running_service
 
@@ -25,7 +25,7 @@ POOLS = pools(2, 2)
 
 @dataclass(frozen=True)
 class Leave:
-    """When a client goes away: after so many seconds, or so many events; the name says in which phase that is meant."""
+    """The point at which a client disconnects: after some seconds or some events; the name is that of the phase meant."""
 
     phase: str
     after_seconds: float | None = None
@@ -34,7 +34,7 @@ class Leave:
 
 @dataclass
 class LeaveReport:
-    """What the rounds came to. ``wrong`` names the streams that differ; it shall be empty."""
+    """The results of the rounds. ``wrong`` names the streams that differ; it must be empty."""
 
     phases: dict[str, int] = field(default_factory=dict)
     num_left: int = 0
@@ -44,14 +44,14 @@ class LeaveReport:
     things_after: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 async def run_leaving(
     folder: Path, rng: random.Random, *, transport: str, num_streams: int, num_questions: int = 24
 ) -> LeaveReport:
-    """A warm-up round and a measured one: each process must end both free, and the second without growth."""
+    """Run a warm-up round and a measured one: each process must be free after both, and the second must add nothing."""
     report = LeaveReport()
     async with running_service(folder, *POOLS, "--transport", transport) as service:
         async with connected(service.http, service.grpc) as client:
@@ -67,7 +67,7 @@ async def run_leaving(
 
 
 async def _settled(read: Any, warm: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Descriptors and tasks when two readings in a row are equal: sockets of the clients close a little later."""
+    """Return descriptors and tasks once two readings are equal: sockets of the clients close a little later."""
     before = {name: counted_things(state) for name, state in warm.items()}
     for _ in range(20):
         await asyncio.sleep(0.5)
@@ -83,16 +83,16 @@ async def _round(
 ) -> None:
     async with connected(service.http, service.grpc) as client, asyncio.TaskGroup() as tasks:
         for number in range(num_streams):
-            reference, way = rng.choice(references), rng.choice(list(Way))
-            leave = _plan(rng, way, reference.question.max_tokens)
+            reference, api = rng.choice(references), rng.choice(list(Api))
+            leave = _plan(rng, api, reference.question.max_tokens)
             name = leave.phase if leave else "stays"
             report.phases[name] = report.phases.get(name, 0) + 1
             salt = str(number) if rng.random() < 0.7 else ""
-            tasks.create_task(_one(client, reference, way, leave, salt, report))
+            tasks.create_task(_one(client, reference, api, leave, salt, report))
 
 
-def _plan(rng: random.Random, way: Way, num_tokens: int) -> Leave | None:
-    """One in four stays to the end; the others leave in every phase alike."""
+def _plan(rng: random.Random, api: Api, num_tokens: int) -> Leave | None:
+    """Return None for one client in four, which stays; the others disconnect in all phases equally often."""
     if rng.random() < 0.25:
         return None
     by_time = [
@@ -100,7 +100,7 @@ def _plan(rng: random.Random, way: Way, num_tokens: int) -> Leave | None:
         Leave("at once", after_seconds=rng.uniform(0.0, 0.1)),
         Leave("queued or in prefill", after_seconds=rng.uniform(0.1, 3.0)),
     ]
-    if way is Way.HTTP_WHOLE:
+    if api is Api.HTTP_WHOLE:
         return rng.choice([*by_time, Leave("in mid-answer", after_seconds=rng.uniform(3.0, 10.0))])
     by_event = [
         Leave("between token 0 and 1", after_events=1),
@@ -111,11 +111,11 @@ def _plan(rng: random.Random, way: Way, num_tokens: int) -> Leave | None:
 
 
 async def _one(
-    client: Client, reference: Answer, way: Way, leave: Leave | None, salt: str, report: LeaveReport
+    client: Client, reference: Answer, api: Api, leave: Leave | None, salt: str, report: LeaveReport
 ) -> None:
     asking = client.ask(
         reference.question,
-        way,
+        api,
         timeout_seconds=300,
         leave_after=leave.after_events if leave else None,
         salt=salt,
@@ -128,7 +128,7 @@ async def _one(
             raise
         report.num_left += 1
         return
-    if wrong := what_is_wrong(answer, reference):
+    if wrong := mistake_in(answer, reference):
         report.wrong.append(wrong)
     elif answer.has_left:
         report.num_left += 1

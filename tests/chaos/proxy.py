@@ -1,4 +1,4 @@
-"""A link between two hosts that can be cut, held, slowed down and garbled: a relay of TCP connections."""
+"""A TCP relay between two hosts whose connections can be cut, held, slowed down and garbled."""
 
 import asyncio
 import socket
@@ -11,11 +11,11 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 
 
 class FaultyPort:
-    """RequestRuns one port. Its switches act on every connection, those that are open included.
+    """Forwards one port. Its switches affect every connection, open ones included.
 
-    is_open: bytes pass; cleared, they wait, in both directions (a black hole for as long as it lasts).
-    lets_answers_pass: the same for what comes back alone.
-    delay_seconds: before each chunk. flip_after_bytes: of the answers, the byte behind so many more is garbled, once.
+    is_open: bytes pass; while cleared, they wait in both directions (a black hole).
+    lets_answers_pass: the same for the answers' direction only.
+    delay_seconds: before each chunk. flip_after_bytes: one byte of the answers after this many is garbled, once.
     """
 
     def __init__(self, listen_host: str, target_host: str, port: int) -> None:
@@ -36,7 +36,7 @@ class FaultyPort:
         self.moved = asyncio.Event()
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         self._server = await asyncio.start_server(self._relay, self._listen_host, self.port)
 
     async def stop(self) -> None:
@@ -49,7 +49,7 @@ class FaultyPort:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def hold(self) -> None:
-        """Let no byte pass until ``release`` was called as often."""
+        """Let no byte pass until ``release`` was called as many times."""
         self._num_holds += 1
         self.is_open.clear()
 
@@ -60,7 +60,7 @@ class FaultyPort:
             self.is_open.set()
 
     def cut(self) -> None:
-        """Break every open connection, by RST."""
+        """Reset every open connection."""
         for writer in [writer for writer in self._writers if not writer.is_closing()]:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             writer.transport.abort()
@@ -136,21 +136,21 @@ class FaultyLink:
 
     @property
     def kv_ports(self) -> Sequence[FaultyPort]:
-        """What other workers dial."""
+        """The ports that other workers dial."""
         return self.control, self.data
 
     def hold(self) -> None:
-        """Swallow what the workers say to each other until ``release``."""
+        """Hold all messages between the workers until ``release``."""
         for port in self.kv_ports:
             port.hold()
 
     def release(self) -> None:
-        """Let everything pass again."""
+        """Let all messages pass again."""
         for port in self.kv_ports:
             port.release()
 
     def cut(self) -> None:
-        """Break the connections between the workers."""
+        """Reset the connections between the workers."""
         for port in self.kv_ports:
             port.cut()
 
@@ -159,7 +159,7 @@ class FaultyLink:
 async def faulty_link(
     listen_host: str, target_host: str, grpc: int, control: int, data: int
 ) -> AsyncIterator[FaultyLink]:
-    """RequestRuns for the three ports of a worker that binds to ``target_host`` and advertises ``listen_host``."""
+    """Forward the three ports of a worker that binds to ``target_host`` and advertises ``listen_host``."""
     ports = [FaultyPort(listen_host, target_host, port) for port in (grpc, control, data)]
     try:
         for port in ports:

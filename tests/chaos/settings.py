@@ -1,7 +1,7 @@
 """The seed of a run of the chaos tests, and the environment of the processes that they start.
 
-Every run draws a fresh seed, which is printed and logged; ``KVBATON_SOAK_SEED=1234`` repeats the run of seed 1234, as far
-as the machine lets it: requests, victims and moments are the same, the machine's speed is not.
+Every run draws a fresh seed, which is printed and logged; ``KVBATON_SOAK_SEED=1234`` repeats the run of seed 1234 as far
+as the machine allows: requests, victims and times are the same, the machine's speed is not.
 """
 
 import logging
@@ -19,7 +19,7 @@ _OURS = "KVBATON_SOAK"
 
 @cache
 def chaos_seed() -> int:
-    """The seed of this run."""
+    """Return the seed of this run."""
     text = os.environ.get(_NAME, "")
     if text and not text.isdigit():
         raise ValueError(f"{_NAME} is {text!r}; it must be a whole number of 0 or more")
@@ -29,18 +29,18 @@ def chaos_seed() -> int:
 
 
 def drawn_transports() -> list[str]:
-    """Over what a long scenario is played: both transports where a seed was asked for, else the one that the seed draws."""
+    """Return the transports of a long scenario: both if a seed was given, else the one that the seed selects."""
     both = ["tcp", "shm"]
     return both if os.environ.get(_NAME) else [random.Random(chaos_seed()).choice(both)]
 
 
 def chaos_rng(name: str) -> random.Random:
-    """A source of chance for one test; the same name and seed give the same numbers."""
+    """Return random numbers for one test; the same name and seed give the same numbers."""
     logger.warning("%s: %s=%d", name, _NAME, chaos_seed())
     return random.Random(f"{chaos_seed()}:{name}")
 
 
 def process_environment() -> dict[str, str]:
-    """This environment without the names that only tests read: a service refuses names that it does not know."""
+    """Return this environment without the names that only tests read: a service rejects unknown names."""
     own = {name: value for name, value in os.environ.items() if not name.upper().startswith(_OURS)}
     return {"GRPC_VERBOSITY": "ERROR", **own}

@@ -1,4 +1,4 @@
-"""Many short requests over HTTP, so many of them at once, on one prefill and one decode worker."""
+"""Many short concurrent requests over HTTP, on one prefill and one decode worker."""
 
 import asyncio
 import random
@@ -19,7 +19,7 @@ _POOLS = ("--prefill", "1", "--decode", "1", "--num-threads", "1", "--dtype", "f
 
 @dataclass
 class ShortReport:
-    """What the requests came to; ``wrong`` counts what else but a whole answer came, by what it was."""
+    """The results of the requests; ``wrong`` counts each kind of mistake."""
 
     at_once: int = AT_ONCE
     num_whole: int = 0
@@ -27,12 +27,12 @@ class ShortReport:
     wrong: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return asdict(self)
 
 
 async def run_short_requests(folder: Path, rng: random.Random, *, num_requests: int) -> ShortReport:
-    """Ask ``num_requests`` questions, ``AT_ONCE`` at a time; half of them streamed. Nothing is asked twice."""
+    """Send ``num_requests`` different questions, ``AT_ONCE`` at a time, half of them streamed."""
     report = ShortReport()
     async with running_service(folder, *_POOLS) as service:
         numbers = iter(range(num_requests))
@@ -69,9 +69,9 @@ async def _keep_asking(
 
 
 async def _ask(session: aiohttp.ClientSession, service: Service, body: dict[str, Any]) -> str:
-    """What is wrong with the answer; empty where nothing is."""
-    asked = {**body, "return_token_ids": True}
-    async with session.post(f"http://{service.http}/v1/completions", json=asked) as response:
+    """Return the mistake in the answer; empty if there is none."""
+    request = {**body, "return_token_ids": True}
+    async with session.post(f"http://{service.http}/v1/completions", json=request) as response:
         if response.status != 200:
             return f"status {response.status}"
         if body["stream"]:

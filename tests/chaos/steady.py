@@ -1,9 +1,9 @@
-"""Questions whose right answer does not hang on rounding.
+"""Questions whose right answer does not depend on rounding.
 
-Equal logits give equal tokens, but float32 logits differ by some 1e-6 between batch shapes, and a seeded draw that lies
-closer than that to a boundary falls on either side. So an answer is computed again, all positions at once, by the model
-itself and by models whose weights are off by ten times as much: one that they do not agree on is no measure, and its
-question is drawn anew. The model itself is among them, since by chance all the others may be off to the same side.
+Equal logits give equal tokens, but float32 logits differ by some 1e-6 between batch shapes, and a seeded draw that is
+closer than that to a boundary may fall on either side. So each answer is computed again, all positions at once, by the
+model itself and by models whose weights deviate ten times as much. If they disagree, the question is replaced by a new
+one. The model itself is among them, since all the others may deviate to the same side by chance.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import sample
-from tests.chaos.asking import Answer, Client, draw_questions, undisturbed
+from tests.chaos.clients import Answer, Client, draw_questions, reference_answers
 
 _NOISE = 2e-5
 _NUM_SHAKEN = 5
@@ -29,18 +29,18 @@ _MAX_ROUNDS = 8
 async def steady_answers(
     client: Client, rng: random.Random, count: int, **ranges: tuple[int, int]
 ) -> list[Answer]:
-    """The undisturbed answers of the first ``count`` steady questions; ``ranges`` are those of ``draw_questions``.
+    """Return the reference answers to the first ``count`` steady questions; ``ranges``: those of ``draw_questions``.
 
-    Raises AssertionError where the service gives an answer that every one of the models contradicts.
+    Raises AssertionError if the service gives an answer that every one of the models contradicts.
     """
     models = await asyncio.to_thread(_models)
     steady: list[Answer] = []
     for _ in range(_MAX_ROUNDS):
-        answers = await undisturbed(client, draw_questions(rng, count, **ranges))
+        answers = await reference_answers(client, draw_questions(rng, count, **ranges))
         steady += await asyncio.to_thread(_steady_ones, answers, models)
         if len(steady) >= count:
             return steady[:count]
-    raise AssertionError(f"only {len(steady)} of {count} questions do not hang on rounding")
+    raise AssertionError(f"only {len(steady)} of {count} questions do not depend on rounding")
 
 
 def _models() -> list[Any]:
@@ -63,11 +63,11 @@ def _steady_ones(answers: Sequence[Answer], models: Sequence[Any]) -> list[Answe
 def _is_steady(answer: Answer, models: Sequence[Any]) -> bool:
     opinions = [_tokens_by(model, answer) for model in models]
     places = list(zip(*opinions, strict=True))
-    for place, (token, said) in enumerate(zip(answer.token_ids, places, strict=True)):
-        assert token in said or len(set(said)) > 1, (
-            f"question {answer.question.number}: token {place} is {token}, every model says {said[0]}"
+    for place, (token, predicted) in enumerate(zip(answer.token_ids, places, strict=True)):
+        assert token in predicted or len(set(predicted)) > 1, (
+            f"question {answer.question.number}: token {place} is {token}, but every model gives {predicted[0]}"
         )
-    return all(set(said) == {token} for token, said in zip(answer.token_ids, places, strict=True))
+    return all(set(predicted) == {token} for token, predicted in zip(answer.token_ids, places, strict=True))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""SIGTERM to a router that streams: what runs ends whole, or with one clear error; the router ends by itself."""
+"""SIGTERM to a router with running streams: they end whole or with one clear error; the router ends by itself."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.asking import CONNECTION, Answer, Way
+from tests.chaos.clients import CONNECTION, Answer, Api
 from tests.chaos.fleet import ROUTER
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import DEADLINE, Scene, running_scene, until_streaming
@@ -16,14 +16,14 @@ WORKERS: dict[str, dict[str, Any]] = {"both-0": {}}
 
 
 async def stopped_while_streaming(scene: Scene) -> tuple[int, list[Answer]]:
-    """Stop the router in the middle of six answers; its exit code, and what the clients got."""
+    """Stop the router in the middle of six answers; return its exit code and the answers."""
     longest = sorted(scene.references, key=lambda each: -len(each.text))[:3]
     asking = [
         asyncio.create_task(
-            scene.client.ask(reference.question, way, timeout_seconds=DEADLINE, salt=f"{number}.{way}")
+            scene.client.ask(reference.question, api, timeout_seconds=DEADLINE, salt=f"{number}.{api}")
         )
         for number, reference in enumerate(longest)
-        for way in (Way.HTTP_STREAM, Way.GRPC)
+        for api in (Api.HTTP_STREAM, Api.GRPC)
     ]
     await until_streaming(scene.fleet)
     code = await scene.fleet.children[ROUTER].stop(60.0)
@@ -31,14 +31,14 @@ async def stopped_while_streaming(scene: Scene) -> tuple[int, list[Answer]]:
 
 
 async def test_running_answers_end_whole(tmp_path: Path) -> None:
-    """P10: they were cut after a second."""
+    """P10: they used to be cut after a second."""
     async with running_scene(tmp_path, chaos_rng("drain"), WORKERS) as scene:
         code, answers = await stopped_while_streaming(scene)
         assert code == 0
         assert [answer.error for answer in answers if not answer.is_whole] == []
 
 
-async def test_an_answer_that_is_not_done_in_time_ends_with_one_error(tmp_path: Path) -> None:
+async def test_an_unfinished_answer_ends_with_one_error(tmp_path: Path) -> None:
     """P10: an error event or UNAVAILABLE, and no connection is broken."""
     async with running_scene(tmp_path, chaos_rng("drain"), WORKERS, drain_seconds=0) as scene:
         code, answers = await stopped_while_streaming(scene)

@@ -1,4 +1,4 @@
-"""Processes that stop for a while and wake up, or are killed and come back: nobody gets a token twice, or another one."""
+"""Processes that are frozen and resumed, or killed and restarted: no token is repeated or wrong."""
 
 import asyncio
 from pathlib import Path
@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("transport", drawn_transports())
-async def test_workers_that_freeze_or_die_and_come_back(tmp_path: Path, transport: str) -> None:
-    """Frozen for less than the peers' patience, and for longer than a lease: what wakes up was replayed elsewhere.
+async def test_frozen_or_killed_workers_return_without_wrong_answers(tmp_path: Path, transport: str) -> None:
+    """Frozen for less than the peers' timeout, and for longer than a lease; its requests were replayed elsewhere.
 
-    The prefill worker that was killed comes back on the same ports, with another boot id: nobody takes it for the old one.
+    The killed prefill worker returns on the same ports with another boot id and is not taken for the old one.
     """
     rng = chaos_rng(f"frozen over {transport}")
     flags = {name: {"transport": transport, **fixed_ports("127.0.0.1")} for name in NAMES}
@@ -36,8 +36,8 @@ async def test_workers_that_freeze_or_die_and_come_back(tmp_path: Path, transpor
         await scene.until_calm(4)
 
 
-async def test_a_router_that_is_killed_and_comes_back(tmp_path: Path) -> None:
-    """Its clients see the connection break; its workers free everything, attach again and answer as before."""
+async def test_a_killed_router_returns_and_serves_as_before(tmp_path: Path) -> None:
+    """Its clients see the connection break; its workers free everything, register again and answer as before."""
     rng = chaos_rng("killed router")
     async with running_scene(tmp_path, rng, {name: {} for name in NAMES}) as scene:
         before = await scene.during(lambda: restart(scene, ROUTER), may_break=True)

@@ -1,4 +1,4 @@
-"""Workers die under load, one after the other: every stream equals the undisturbed run's, and none fails."""
+"""Workers are killed under load, one after the other: every stream equals the undisturbed run's, and none fails."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("transport", drawn_transports())
-async def test_no_stream_notices_that_workers_die(tmp_path: Path, transport: str) -> None:
+async def test_killed_workers_change_no_stream(tmp_path: Path, transport: str) -> None:
     rng = chaos_rng(f"kills over {transport}")
     report = await run_kills(
         tmp_path,

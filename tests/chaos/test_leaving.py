@@ -1,4 +1,4 @@
-"""Clients leave in every phase of a request; afterwards each process holds nothing, and has grown by nothing."""
+"""Clients disconnect in every phase of a request; afterwards each process holds nothing and has not grown."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("transport", drawn_transports())
-async def test_everything_is_free_when_clients_have_left(tmp_path: Path, transport: str) -> None:
+async def test_everything_is_free_after_clients_have_disconnected(tmp_path: Path, transport: str) -> None:
     rng = chaos_rng(f"leaving over {transport}")
     report = await run_leaving(tmp_path, rng, transport=transport, num_streams=NUM_STREAMS, num_questions=12)
     assert report.wrong == []

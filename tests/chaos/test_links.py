@@ -1,4 +1,4 @@
-"""The link between a prefill and a decode worker fails in every way: right tokens or one clear error, never others."""
+"""The link between a prefill and a decode worker fails in every way: right tokens or one clear error."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,7 +13,7 @@ from tests.chaos.under_fault import LEASE, PEER_TIMEOUT, Scene, scene_behind_a_l
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-async def test_answers_are_right_whatever_the_link_does(tmp_path: Path) -> None:
+async def test_answers_are_right_under_every_fault_of_the_link(tmp_path: Path) -> None:
     """Cut, black hole (shorter than a peer's timeout, longer, longer than a lease), slow, garbled; one after another."""
     rng = chaos_rng("links")
     async with scene_behind_a_link(tmp_path, rng) as (scene, link):
@@ -55,7 +55,7 @@ async def hold(link: FaultyLink, seconds: float) -> None:
 
 
 async def hold_the_data(scene: Scene, link: FaultyLink) -> None:
-    """The peers hear each other, but no byte of KV comes."""
+    """Pings pass between the peers, but no byte of KV."""
     await until_bytes(link)
     link.data.is_open.clear()
     try:
@@ -73,7 +73,7 @@ async def slow_down(scene: Scene, link: FaultyLink) -> None:
 
 
 async def garble(scene: Scene, link: FaultyLink) -> None:
-    """One flipped bit each time, somewhere in the stream of blocks."""
+    """Flip one bit each time, somewhere in the stream of blocks."""
     for _ in range(4):
         link.data.flip_after_bytes = scene.rng.randrange(20_000)
         async with asyncio.timeout(60):
@@ -82,7 +82,7 @@ async def garble(scene: Scene, link: FaultyLink) -> None:
 
 
 async def until_bytes(link: FaultyLink) -> None:
-    """Until the next bytes of KV cross the link."""
+    """Wait until the next bytes of KV cross the link."""
     link.data.moved.clear()
     async with asyncio.timeout(60):
         await link.data.moved.wait()

@@ -1,11 +1,11 @@
-"""The control link between the only two workers is gone while both live: answers go on without it, and with it later."""
+"""The control link between the only two workers fails while both live: requests are served without it, later with it."""
 
 import asyncio
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.asking import Way
+from tests.chaos.clients import Api
 from tests.chaos.fleet import ROUTER
 from tests.chaos.settings import chaos_rng
 from tests.chaos.test_links import until_bytes
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 @pytest.mark.parametrize("how", ["refused", "dropped"])
 async def test_every_request_is_answered_without_a_control_link(tmp_path: Path, how: str) -> None:
-    """P6: 0 of 6 were answered; the decode worker computes the prompts, and KV crosses the link again when it is back."""
+    """P6: 0 of 6 were answered; now the decode worker computes the prompts, and KV is sent again after the link is back."""
     rng = chaos_rng(f"severed, {how}")
     async with scene_behind_a_link(tmp_path, rng) as (scene, link):
         if how == "refused":
@@ -26,7 +26,7 @@ async def test_every_request_is_answered_without_a_control_link(tmp_path: Path, 
             link.control.hold()
         for number, reference in enumerate(scene.references[:6]):
             answer = await scene.client.ask(
-                reference.question, Way.HTTP_STREAM, timeout_seconds=DEADLINE, salt=f"cut.{number}"
+                reference.question, Api.HTTP_STREAM, timeout_seconds=DEADLINE, salt=f"cut.{number}"
             )
             assert answer.is_whole, answer.error
         states = await scene.fleet.states()
@@ -41,7 +41,7 @@ async def test_every_request_is_answered_without_a_control_link(tmp_path: Path, 
                 break
             reference = scene.references[turn % len(scene.references)]
             await scene.client.ask(
-                reference.question, Way.GRPC, timeout_seconds=DEADLINE, salt=f"back.{turn}"
+                reference.question, Api.GRPC, timeout_seconds=DEADLINE, salt=f"back.{turn}"
             )
         await back
         await scene.until_calm(2)

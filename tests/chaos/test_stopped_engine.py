@@ -1,4 +1,4 @@
-"""The engine process alone is stopped, its worker's service lives: nobody waits for it, and it is started again."""
+"""Only the engine process is stopped while its worker's service lives: it is detected and started again."""
 
 import asyncio
 import os
@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(("name", "num_decode"), [("prefill-0", 1), ("decode-0", 1), ("decode-0", 2)])
-async def test_a_stopped_engine_is_noticed_and_replaced(tmp_path: Path, name: str, num_decode: int) -> None:
-    """P4: in 1 + 1 and 1 + 2, of either role; no answer is wrong or lost, the worker's process ends by itself."""
+async def test_a_stopped_engine_is_detected_and_replaced(tmp_path: Path, name: str, num_decode: int) -> None:
+    """P4: in 1 + 1 and 1 + 2, for either role; no answer is wrong or lost, the worker's process ends by itself."""
     rng = chaos_rng(f"stopped engine of {name} of {num_decode}")
     workers = ["prefill-0", *(f"decode-{number}" for number in range(num_decode))]
     async with running_scene(tmp_path, rng, {worker: {} for worker in workers}) as scene:
@@ -39,7 +39,7 @@ async def stop_engine_until_replaced(scene: Scene, name: str) -> None:
 
 
 async def health_of(admin: str) -> int | None:
-    """The status of a process's /health; None where nobody listens any more."""
+    """Return the status of a process's /health; None if no process listens there."""
     try:
         async with aiohttp.ClientSession() as session, session.get(f"http://{admin}/health") as response:
             return response.status

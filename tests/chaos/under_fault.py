@@ -1,4 +1,4 @@
-"""Streams on a fleet of single processes while something happens to it; afterwards every answer is compared."""
+"""Streams on a fleet of single processes during a fault; afterwards every answer is compared."""
 
 import asyncio
 import random
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from contract.identity import Role
-from tests.chaos.asking import (
+from tests.chaos.clients import (
     CONNECTION,
     MODEL,
     Answer,
+    Api,
     Client,
-    Way,
     connected,
-    what_is_wrong,
+    mistake_in,
 )
-from tests.chaos.books import until_free
 from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, running_fleet
+from tests.chaos.held_resources import until_free
 from tests.chaos.proxy import FaultyLink, faulty_link
 from tests.chaos.steady import steady_answers
 
@@ -32,7 +32,7 @@ TIMES = {"peer_timeout_seconds": PEER_TIMEOUT, "lease_seconds": LEASE}
 
 @dataclass
 class Outcome:
-    """What the clients of one scenario got. ``wrong`` names answers that break the promise."""
+    """The answers in one scenario. ``wrong`` names the incorrect ones."""
 
     num_whole: int = 0
     num_replays: float = 0
@@ -40,8 +40,8 @@ class Outcome:
     errors: list[str] = field(default_factory=list)
 
     def take(self, answer: Answer, reference: Answer, *, may_break: bool = False) -> None:
-        """Compare one answer."""
-        if wrong := what_is_wrong(answer, reference, may_break=may_break):
+        """Compare one answer with its reference."""
+        if wrong := mistake_in(answer, reference, may_break=may_break):
             self.wrong.append(wrong)
         elif answer.is_whole:
             self.num_whole += 1
@@ -51,7 +51,7 @@ class Outcome:
 
 @dataclass
 class Scene:
-    """A fleet with clients that know the right answers."""
+    """A fleet, and clients with the right answers."""
 
     fleet: Fleet
     client: Client
@@ -63,7 +63,7 @@ class Scene:
     ) -> Outcome:
         """Keep clients busy from before the fault until it is over, and once more after it.
 
-        may_break: the fault is the router's death, which breaks the connections of its clients.
+        may_break: the fault kills the router, which breaks the connections of its clients.
         """
         outcome, over = Outcome(), asyncio.Event()
         replays_before = await self.fleet.num_replays()
@@ -81,9 +81,9 @@ class Scene:
         for turn in count():
             is_last = over.is_set()
             reference = own.choice(self.references)
-            way = own.choice((Way.GRPC, Way.GRPC, Way.HTTP_STREAM))
+            api = own.choice((Api.GRPC, Api.GRPC, Api.HTTP_STREAM))
             answer = await self.client.ask(
-                reference.question, way, timeout_seconds=DEADLINE, salt=f"{number}.{turn}"
+                reference.question, api, timeout_seconds=DEADLINE, salt=f"{number}.{turn}"
             )
             outcome.take(answer, reference, may_break=may_break)
             if is_last:
@@ -92,7 +92,7 @@ class Scene:
                 await over.wait()
 
     async def until_calm(self, num_workers: int) -> None:
-        """Until all workers are attached and nothing is held anywhere."""
+        """Wait until all workers are registered and nothing is held anywhere."""
         async with asyncio.timeout(30):
             while len(await self.fleet.attached()) != num_workers:
                 await asyncio.sleep(0.1)
@@ -100,14 +100,14 @@ class Scene:
 
 
 async def until_streaming(fleet: Fleet) -> None:
-    """Until some answers are on their way."""
+    """Wait until some answers are being streamed."""
     async with asyncio.timeout(30):
         while not (await fleet.states())[ROUTER]["requests"]["streaming"]:
             await asyncio.sleep(0.05)
 
 
 def fixed_ports(host: str) -> dict[str, int]:
-    """Ports for a worker that shall come back on the same ones."""
+    """Return ports for a worker that will return on the same ones."""
     return {name: free_port(host) for name in ("port", "control_port", "data_port")}
 
 
@@ -115,7 +115,7 @@ def fixed_ports(host: str) -> dict[str, int]:
 async def running_scene(
     folder: Path, rng: random.Random, workers: dict[str, dict[str, Any]], **router_flags: Any
 ) -> AsyncIterator[Scene]:
-    """A router and these workers (name → flags; the name begins with the role), and the undisturbed answers."""
+    """Run a router and these workers (name → flags; the name begins with the role); get the reference answers."""
     flags = {"peer_timeout_seconds": PEER_TIMEOUT, "served_model_name": MODEL, **router_flags}
     async with running_fleet(folder, **flags) as fleet:
         async with asyncio.TaskGroup() as tasks:
@@ -131,10 +131,10 @@ async def running_scene(
 async def scene_behind_a_link(
     folder: Path, rng: random.Random, num_prefill: int = 1
 ) -> AsyncIterator[tuple[Scene, FaultyLink]]:
-    """Prefill workers of which the first is reached over a faulty link, and one decode worker; KV goes over tcp."""
+    """Run one decode worker and prefill workers, the first of which is reached over a faulty link; KV goes over tcp."""
     ports = fixed_ports(WORKER_HOST)
-    behind = {"host": WORKER_HOST, "advertise_host": LINK_HOST, **ports}
-    workers: dict[str, dict[str, Any]] = {"prefill-0": {"transport": "tcp", **behind}}
+    linked = {"host": WORKER_HOST, "advertise_host": LINK_HOST, **ports}
+    workers: dict[str, dict[str, Any]] = {"prefill-0": {"transport": "tcp", **linked}}
     workers |= {f"prefill-{number}": {"transport": "tcp"} for number in range(1, num_prefill)}
     workers["decode-0"] = {"transport": "tcp"}
     async with (

@@ -1,4 +1,4 @@
-"""One request for each thing that can be asked for, drawn with a seed; asked whole or streamed, and made comparable."""
+"""One seeded request for each feature of the API; requested whole or streamed, with answers in a comparable form."""
 
 import asyncio
 import json
@@ -72,14 +72,14 @@ STREAMED = {name: cell for name, cell in CELLS.items() if name != "best_of"}
 
 
 async def ask_whole(service: Service) -> dict[str, Json]:
-    """Every cell at the same time, as whole responses without what differs from request to request."""
+    """Send every cell at the same time; return whole responses without what differs between requests."""
     answers = await asyncio.gather(*(service.post(path, body) for path, body in CELLS.values()))
     assert {status for status, _ in answers} == {200}, answers
     return {name: comparable(answer) for name, (_, answer) in zip(CELLS, answers, strict=True)}
 
 
 async def ask_embeddings(service: Service) -> Json:
-    """Embeddings of a few prompts, one longer than a step; ``usage`` beside them."""
+    """Return embeddings of a few prompts, one longer than a step, with ``usage``."""
     prompts = ["lamp: fox", "The old moose sat near the lake.", "comet: ginger\n" * 40]
     body = {"model": "kvbaton-demo", "input": prompts}
     status, answer = await service.post("/v1/embeddings", body)
@@ -88,27 +88,27 @@ async def ask_embeddings(service: Service) -> Json:
 
 
 async def ask_streamed(service: Service, on_event: Callable[[str], None] = lambda _: None) -> dict[str, Json]:
-    """Every cell that can stream at the same time, put together; ``on_event`` is told whose event came."""
+    """Send every cell that can stream at the same time; ``on_event`` is called with the cell's name for each event."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
         async def ask(name: str, path: str, body: Json) -> Json:
-            asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+            streamed_body = {**body, "stream": True, "stream_options": {"include_usage": True}}
             events = []
-            async with session.post(f"http://{service.http}{path}", json=asked) as response:
+            async with session.post(f"http://{service.http}{path}", json=streamed_body) as response:
                 assert response.status == 200, await response.text()
                 async for line in response.content:
                     if line.strip():
                         events.append(line.decode().removeprefix("data: ").strip())
                         on_event(name)
             assert events.pop() == "[DONE]", events
-            return joined([json.loads(event) for event in events])
+            return stream_choices([json.loads(event) for event in events])
 
         answers = await asyncio.gather(*(ask(name, *cell) for name, cell in STREAMED.items()))
     return dict(zip(STREAMED, answers, strict=True))
 
 
 def comparable(response: Json) -> Json:
-    """A response without id, time, names of calls and what was cached."""
+    """Return a response without id, time, names of calls and cached tokens."""
     usage = {name: count for name, count in response["usage"].items() if name.endswith("_tokens")}
     choices = [dict(choice) for choice in response["choices"]]
     for choice in choices:
@@ -122,8 +122,8 @@ def _calls(message: Mapping[str, Any]) -> list[Json]:
     return [call["function"] for call in message.get("tool_calls", [])]
 
 
-def joined(chunks: list[Json]) -> Json:
-    """What a client knows of a stream's choices, by the names of ``of_whole``."""
+def stream_choices(chunks: list[Json]) -> Json:
+    """Return what a stream shows of its choices, in the form of ``whole_choices``."""
     choices: dict[int, Json] = {}
     for chunk in chunks:
         for piece in chunk["choices"]:
@@ -147,8 +147,8 @@ def _add(choice: Json, piece: Json) -> None:
         choice["end"] = (piece["finish_reason"], piece["stop_reason"])
 
 
-def of_whole(response: Json) -> Json:
-    """The same of a whole response."""
+def whole_choices(response: Json) -> Json:
+    """Return what a whole response shows of its choices."""
     choices = [
         {
             "text": choice["text"] if "text" in choice else choice["message"]["content"] or "",
@@ -166,8 +166,8 @@ def _counts(response: Json) -> Json:
     return {name: count for name, count in response["usage"].items() if name.endswith("_tokens")}
 
 
-def told(value: Any, fractions: list[float]) -> str:
-    """As JSON, every fraction (a log probability) moved to ``fractions``: its last bits depend on the batch."""
+def masked(value: Any, fractions: list[float]) -> str:
+    """Return JSON with every fraction (a log probability) moved to ``fractions``: its last bits depend on the batch."""
 
     def without(value: Any) -> Any:
         if isinstance(value, float):

@@ -27,13 +27,13 @@ _SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.A
 
 @dataclass
 class LocalWorker:
-    """One worker and the task that keeps it at its router."""
+    """One worker and the task that keeps it connected to its router."""
 
     worker: Worker
     run: asyncio.Task[None]
 
     def die(self) -> None:
-        """Without a goodbye: for the router it is dead."""
+        """Stop without deregistration, so that the router must detect it."""
         self.run.cancel()
 
 
@@ -45,7 +45,7 @@ class LocalService:
     workers: list[LocalWorker]
 
     def busiest_decoder(self) -> LocalWorker:
-        """Of the workers that decode, the one with the most requests."""
+        """Return the decode worker with the most requests."""
         decoders = [one for one in self.workers if one.worker.identity.role is not Role.PREFILL]
         return max(decoders, key=lambda one: one.worker.num_requests)
 
@@ -54,7 +54,7 @@ class LocalService:
 async def running_in_process(
     folder: Path, model: Path, roles: list[Role], transport: TransportName
 ) -> AsyncIterator[LocalService]:
-    """A router with a worker for each of ``roles``, in float32."""
+    """Run a router with a worker for each of ``roles``, in float32."""
     secret_file = folder / "secret"
     secret_file.write_text(_SECRET)
     secret_file.chmod(0o600)

@@ -1,4 +1,4 @@
-"""Answers that are streamed at the same time, and a death in the middle of them."""
+"""Concurrent streamed answers, and a worker that is killed in the middle of them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -9,15 +9,15 @@ T = TypeVar("T")
 _EVENTS_BEFORE = 20
 
 
-async def with_a_death(
+async def kill_midway(
     num_streams: int,
     ask: Callable[[Callable[[str], None]], Awaitable[T]],
     kill: Callable[[], Awaitable[None]],
 ) -> T:
-    """What ``ask`` gives; ``kill`` is called when so many events have come of its streams, on average.
+    """Return the result of ``ask``; call ``kill`` after 20 events for each stream on average.
 
-    Of each would be too much: tokens that wait for one before them come as one event. ask: tells its argument of each event
-    whose it is. Fails where the answers end before their middle.
+    Not after 20 of each stream: tokens that wait for an earlier one come as one event. ask: calls its argument with a name
+    for each event. Raises AssertionError if the answers end before their middle.
     """
     num_events, is_midway = 0, asyncio.Event()
 
@@ -33,7 +33,7 @@ async def with_a_death(
         await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if asking.done():
             await asking
-            raise AssertionError(f"the answers ended with {num_events} events: too few for a middle")
+            raise AssertionError(f"the answers ended after {num_events} events: too few for a middle")
         await kill()
         return await asking
     finally:

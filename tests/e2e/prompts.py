@@ -1,4 +1,4 @@
-"""The golden prompts: 64 of 1 to 1,500 tokens, some sharing a prefix, greedy and seeded sampling."""
+"""The golden prompts: 64 of 1 to 1,500 tokens, some with a common prefix, greedy and seeded sampling."""
 
 import random
 
@@ -9,7 +9,7 @@ VOCABULARY = range(300, 1400)
 
 
 def golden_requests(seed: int = 2026) -> tuple[list[pb.GenerateRequest], list[pb.GenerateRequest]]:
-    """40 requests that share nothing, and 24 in four families that share 1 to 40 blocks of their beginning."""
+    """Return 40 requests without common prefixes, and 24 in four families that share 1 to 40 blocks of prefix."""
     rng = random.Random(seed)
     lengths = [1, 2, 15, 16, 17, 31, 32, 33, 511, 512, 513, MAX_PROMPT]
     lengths += [rng.randint(1, 400) for _ in range(26)] + [rng.randint(800, MAX_PROMPT) for _ in range(2)]

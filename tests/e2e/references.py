@@ -14,7 +14,7 @@ from protos import inference_pb2 as pb
 
 
 async def offline_answers(model: Path, requests: list[pb.GenerateRequest]) -> list[list[int]]:
-    """Every request through one engine in this process, all at once."""
+    """Return the answers of one engine in this process to all requests at once."""
     settings = EngineSettings(model=model, dtype="float32", kv_cache_bytes=64 * 2**20)
     client = await InProcessClient.start(settings)
     try:
@@ -42,7 +42,7 @@ async def _offline(client: EngineClient, request: pb.GenerateRequest, index: int
 
 
 def transformers_answers(model: Path, requests: list[pb.GenerateRequest]) -> dict[int, list[int]]:
-    """Greedy requests by their index, each alone through ``generate``."""
+    """Return the answers to greedy requests, by their index, each computed alone by ``generate``."""
     torch.set_num_threads(1)
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     reference.generation_config.eos_token_id = None

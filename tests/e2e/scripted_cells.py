@@ -1,4 +1,4 @@
-"""What a scripted model is told to say, and what clients must see of it: the router's own parsers over the whole text."""
+"""Texts for the scripted model to answer, and what clients must receive: the router's own parsers over the whole text."""
 
 import asyncio
 import json
@@ -37,18 +37,18 @@ _CORPORA = {"hermes": test_hermes, "qwen": test_qwen, "llama3": test_llama3, "mi
 
 @dataclass(frozen=True)
 class Cell:
-    """A text to be said. fields: of the request, over what all have."""
+    """A text for the model to answer. fields: of the request, in addition to those that all have."""
 
     text: str
     fields: Json = field(default_factory=dict)
 
     @property
     def num_choices(self) -> int:
-        """Answers that are alike."""
+        """The number of equal answers."""
         return int(self.fields.get("n", 1))
 
     def body(self) -> Json:
-        """The request."""
+        """Return the request's JSON body."""
         messages = [{"role": "user", "content": self.text}]
         return {"messages": messages, "tools": TOOLS, "max_tokens": 800, "seed": 1, **self.fields}
 
@@ -65,7 +65,7 @@ class Seen:
 
 
 def tools_and_reasoning_of(family: str) -> dict[str, Cell]:
-    """Of one family, by name."""
+    """Return the cells of one family, by name."""
     calls, thought = CALLS[family], "<think>\nHm, 世界…\n</think>\n\n"
     text_and_calls = f"Let me see. {calls}"
     return {
@@ -82,7 +82,7 @@ def tools_and_reasoning_of(family: str) -> dict[str, Cell]:
 
 
 def characters_and_stops() -> dict[str, Cell]:
-    """Characters of several tokens, alone and in stop strings; the text begins with one, so that token 0 is cut off."""
+    """Return characters of several tokens, alone and in stop strings; the first token is a part of one."""
     cells = {
         "characters": Cell(CHARACTERS),
         "a stop string that never comes": Cell("Let it STOP, hello", {"stop": ["STOPS", "hello world"]}),
@@ -93,12 +93,12 @@ def characters_and_stops() -> dict[str, Cell]:
             fields = {"stop": [stop, "qq"], "include_stop_str_in_output": kept}
             cells[f"stop at {stop}, kept {kept}"] = Cell(text, fields)
     for length in range(1, len(scripted_tokenizer().encode(CHARACTERS).ids)):
-        cells[f"cut behind {length} tokens"] = Cell(CHARACTERS, {"max_tokens": length})
+        cells[f"cut after {length} tokens"] = Cell(CHARACTERS, {"max_tokens": length})
     return cells
 
 
 def corpus_of(family: str) -> dict[str, Cell]:
-    """What the family's parser is tested on, and the reasoning parser."""
+    """Return the test cases of the family's parser and of the reasoning parser."""
     module: Any = _CORPORA[family]
     whole = [text for text, *_ in [*module.WHOLE.values(), *module.BROKEN.values()]]
     thoughts = [text for text, *_ in test_reasoning.ANSWERS]
@@ -106,7 +106,7 @@ def corpus_of(family: str) -> dict[str, Cell]:
 
 
 def long_cells_of(family: str) -> dict[str, Cell]:
-    """Answers that take a while: there is time for a death in the midst of all."""
+    """Return answers that take long enough for a worker to be killed in the middle of all of them."""
     reasoned = f"<think>{_LONG * 3}</think>{_LONG * 2}{CALLS[family]}"
     return {
         "text and calls": Cell(_LONG * 6 + CALLS[family]),
@@ -118,7 +118,7 @@ def long_cells_of(family: str) -> dict[str, Cell]:
 
 
 def expected(cells: dict[str, Cell], folder: Path) -> dict[str, list[Seen]]:
-    """What must be seen of each, by the model's card alone."""
+    """Return what clients must see of each cell, computed from the model card alone."""
     card = ModelCard.from_folder(folder)
     return {name: _expected(cell, card) for name, cell in cells.items()}
 
@@ -143,7 +143,7 @@ def _expected(cell: Cell, card: ModelCard) -> list[Seen]:
 
 
 async def ask_whole(http: str, cells: dict[str, Cell]) -> dict[str, list[Seen]]:
-    """All cells at the same time, as whole responses."""
+    """Send all cells at the same time; return whole responses."""
 
     async def ask(session: aiohttp.ClientSession, cell: Cell) -> list[Seen]:
         async with session.post(f"http://{http}{CHAT}", json=cell.body()) as response:
@@ -157,7 +157,7 @@ async def ask_whole(http: str, cells: dict[str, Cell]) -> dict[str, list[Seen]]:
 async def ask_streamed(
     http: str, cells: dict[str, Cell], on_event: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[Seen]]:
-    """All cells at the same time, as streams put together; ``on_event`` is told whose event came."""
+    """Send all cells at the same time as streams; ``on_event`` is called with the cell's name for each event."""
     names = {id(cell): name for name, cell in cells.items()}
 
     async def ask(session: aiohttp.ClientSession, cell: Cell) -> list[Seen]:
@@ -200,7 +200,7 @@ async def _ask_all(cells: dict[str, Cell], ask: Callable[..., Any]) -> dict[str,
 
 
 async def sent_back(http: str, cell: Cell) -> list[int]:
-    """Send a cell's answer back on each path, with results for its calls; the statuses of what comes then."""
+    """Send a cell's answer back on each path, with results for its calls; return the statuses of the responses."""
     async with aiohttp.ClientSession(f"http://{http}") as session:
 
         async def posted(path: str, body: Json) -> tuple[int, Json]:
@@ -217,15 +217,15 @@ async def sent_back(http: str, cell: Cell) -> list[int]:
         ]
         first = await posted(CHAT, {**cell.body(), "messages": [*user, message, *results, *user]})
         flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
-        asked = {"tools": flat, "max_output_tokens": limits["max_tokens"]}
-        _, response = await posted("/v1/responses", {**asked, "input": user})
+        request = {"tools": flat, "max_output_tokens": limits["max_tokens"]}
+        _, response = await posted("/v1/responses", {**request, "input": user})
         outputs = [
             {"type": "function_call_output", "call_id": item["call_id"], "output": "4"}
             for item in response["output"]
             if item["type"] == "function_call"
         ]
         second = await posted(
-            "/v1/responses", {**asked, "input": [*user, *response["output"], *outputs, *user]}
+            "/v1/responses", {**request, "input": [*user, *response["output"], *outputs, *user]}
         )
         _, answer = await posted("/v1/messages", {**limits, "messages": user})
         turn = {"role": "assistant", "content": answer["content"]}

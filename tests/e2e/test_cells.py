@@ -1,4 +1,4 @@
-"""Everything that can be asked for, over every way that the KV can take: the same answers, also when a worker dies."""
+"""Every feature of the API in every form of service: the same answers, also after a worker is killed."""
 
 import os
 import signal
@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cells import CELLS, STREAMED, ask_embeddings, ask_streamed, ask_whole, of_whole, told
-from tests.e2e.midway import with_a_death
+from tests.e2e.cells import (
+    CELLS,
+    STREAMED,
+    ask_embeddings,
+    ask_streamed,
+    ask_whole,
+    masked,
+    whole_choices,
+)
+from tests.e2e.midway import kill_midway
 from tests.service import Service, counter, running_service
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOLERANCE = 5e-4
-"""Of log probabilities in float32: another batch moves the most sensitive one of 10,000 by 2e-4, also without a death."""
+"""For log probabilities in float32: another batch changes the most sensitive one of 10,000 by 2e-4, even without faults."""
 FORMS = {
     "aggregated": ("--both", "1"),
     "shm": ("--prefill", "1", "--decode", "1", "--transport", "shm"),
@@ -23,8 +31,10 @@ FORMS = {
 }
 
 
-async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: Path) -> None:
-    """Whole responses byte by byte but for id, time and cached tokens (log probabilities to 5e-4), streams put together."""
+async def test_every_feature_answers_equally_in_every_form_and_after_a_worker_is_killed(
+    tmp_path: Path,
+) -> None:
+    """Whole responses are equal except id, time and cached tokens (log probabilities to 5e-4); streams likewise."""
     whole: dict[str, dict[str, Any]] = {}
     embedded: dict[str, dict[str, Any]] = {}
     for form, arguments in FORMS.items():
@@ -35,36 +45,36 @@ async def test_every_cell_is_the_same_in_every_form_and_after_a_death(tmp_path: 
             check_same(whole[form], whole["aggregated"], form)
             embedded[form] = await ask_embeddings(service)
             check_same(embedded[form], embedded["aggregated"], form)
-            expected = {name: of_whole(whole[form][name]) for name in STREAMED}
+            expected = {name: whole_choices(whole[form][name]) for name in STREAMED}
             check_same(await ask_streamed(service), expected, f"{form}, streamed")
             if form == "tcp":
                 check_same(await ask_while_a_worker_dies(service), expected, "after a death")
-    check_that_the_cells_ask_for_something(whole["aggregated"])
+    check_that_the_cells_use_their_features(whole["aggregated"])
     assert len({str(one["embedding"]) for one in embedded["aggregated"]["embeddings"]}) == 3
 
 
 def check_same(found: dict[str, Any], expected: dict[str, Any], where: str) -> None:
-    """Names the cell that differs."""
+    """Compare the cells; a failure names the cell."""
     assert found.keys() == expected.keys()
     for name in found:
         fractions: tuple[list[float], list[float]] = ([], [])
-        assert told(found[name], fractions[0]) == told(expected[name], fractions[1]), f"{name}, {where}"
+        assert masked(found[name], fractions[0]) == masked(expected[name], fractions[1]), f"{name}, {where}"
         assert fractions[0] == pytest.approx(fractions[1], abs=TOLERANCE), f"{name}, {where}"
 
 
 async def ask_while_a_worker_dies(service: Service) -> dict[str, Any]:
-    """All streams, in the middle of which the decode worker that has the most of them is killed."""
+    """Stream all cells and kill the decode worker with the most requests in the middle of them."""
 
     async def kill() -> None:
         os.kill(await service.busiest_decoder(), signal.SIGKILL)
 
-    answers = await with_a_death(len(STREAMED), partial(ask_streamed, service), kill)
+    answers = await kill_midway(len(STREAMED), partial(ask_streamed, service), kill)
     assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0
     return answers
 
 
-def check_that_the_cells_ask_for_something(answers: dict[str, Any]) -> None:
-    """Else all of them might be equal for want of what they are about."""
+def check_that_the_cells_use_their_features(answers: dict[str, Any]) -> None:
+    """Check that each cell uses its feature; otherwise equal answers would prove nothing."""
     assert answers.keys() == CELLS.keys()
     choices = {name: answer["choices"] for name, answer in answers.items()}
     assert len({choice["text"] for choice in choices["n"]}) == 3

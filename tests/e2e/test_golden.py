@@ -1,4 +1,4 @@
-"""Golden: pools over each transport, mixed pools, one worker, the offline engine and transformers agree, token by token."""
+"""Golden: pools over each transport, mixed pools, one worker, the offline engine and transformers agree exactly."""
 
 import asyncio
 from pathlib import Path
@@ -30,7 +30,7 @@ async def moved_and_needed(service: Service, transport: str) -> tuple[float, flo
 async def ask_pools(
     folder: Path, transport: str, alone: list[pb.GenerateRequest], together: list[pb.GenerateRequest]
 ) -> list[Answer]:
-    """Ask 2 + 2 workers; on the way, exactly the missing blocks must have crossed over this transport."""
+    """Ask 2 + 2 workers; exactly the missing blocks must have been sent over this transport."""
     pools = ("--prefill", "2", "--decode", "2", "--transport", transport)
     async with running_service(folder, *pools) as service:
         answers = await generate_all(service.grpc, alone, AT_ONCE)
@@ -50,7 +50,7 @@ async def ask_others(folder: Path, requests: list[pb.GenerateRequest], *argument
 
 
 def ask_every_way(folder: Path) -> tuple[list[pb.GenerateRequest], dict[str, list[Answer]]]:
-    """The requests, and their answers by the way that they were asked."""
+    """Return the requests, and their answers by form of service."""
     alone, together = golden_requests()
     requests = alone + together
     answers: dict[str, list[Answer]] = {}
@@ -64,7 +64,7 @@ def ask_every_way(folder: Path) -> tuple[list[pb.GenerateRequest], dict[str, lis
     return requests, answers
 
 
-def test_every_way_gives_the_same_tokens(tmp_path: Path, demo_model: Path) -> None:
+def test_every_form_of_service_gives_the_same_tokens(tmp_path: Path, demo_model: Path) -> None:
     """64 prompts of 1 to 1,500 tokens, 16 at once: pools over tcp = shm = mixed = one = offline = transformers."""
     requests, answers = ask_every_way(tmp_path)
     assert len(requests) == 64

@@ -47,7 +47,7 @@ POOLS = [
 def test_recall_through_the_hand_over_equals_transformers(
     tmp_path: Path, demo_model: Path, arguments: tuple[str, ...]
 ) -> None:
-    """A question for a value in each block of the prompt; most answers are right, and all equal the reference's."""
+    """One question about a value in each block of the prompt; most answers are right, all equal the reference's."""
     torch.set_num_threads(1)
     tokenizer = Tokenizer.from_file(str(demo_model / "tokenizer.json"))
     prompts = one_prompt_a_block(tokenizer)

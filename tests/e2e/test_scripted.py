@@ -1,4 +1,4 @@
-"""Tool calls, reasoning, characters and stop strings through whole services: what is seen is the parser over the text."""
+"""Tool calls, reasoning, characters and stop strings through whole services: clients see the parser's whole-text result."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ import pytest
 from contract.identity import Role
 from kv_transfer.options import TransportName
 from tests.e2e.in_process import running_in_process
-from tests.e2e.midway import with_a_death
+from tests.e2e.midway import kill_midway
 from tests.e2e.scripted_cells import (
     STOPS,
     ask_streamed,
@@ -46,13 +46,13 @@ MORTAL: dict[str, tuple[list[Role], TransportName]] = {
 async def test_calls_and_reasoning_whole_and_streamed(family: str, form: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = tools_and_reasoning_of(family)
-    wanted = expected(cells, model)
+    answers = expected(cells, model)
     async with running_in_process(tmp_path, model, *FORMS[form]) as service:
-        assert await ask_whole(service.http, cells) == wanted
-        assert await ask_streamed(service.http, cells) == wanted
-    (seen,) = wanted["text and calls"]
+        assert await ask_whole(service.http, cells) == answers
+        assert await ask_streamed(service.http, cells) == answers
+    (seen,) = answers["text and calls"]
     assert (seen.content, seen.finish_reason, len(seen.calls)) == ("Let me see.", "tool_calls", 2)
-    (thoughtful,) = wanted["reasoning and calls"]
+    (thoughtful,) = answers["reasoning and calls"]
     assert (thoughtful.reasoning, thoughtful.calls) == ("Hm, 世界…", seen.calls)
 
 
@@ -60,16 +60,16 @@ async def test_calls_and_reasoning_whole_and_streamed(family: str, form: str, tm
 async def test_characters_cut_at_every_token_and_stop_strings(form: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model")
     cells = characters_and_stops()
-    wanted = expected(cells, model)
+    answers = expected(cells, model)
     async with running_in_process(tmp_path, model, *FORMS[form]) as service:
-        assert await ask_whole(service.http, cells) == wanted
-        assert await ask_streamed(service.http, cells) == wanted
-    assert {seen.stop_reason for (seen,) in wanted.values()} == {None, *STOPS}
+        assert await ask_whole(service.http, cells) == answers
+        assert await ask_streamed(service.http, cells) == answers
+    assert {seen.stop_reason for (seen,) in answers.values()} == {None, *STOPS}
 
 
 @pytest.mark.parametrize("family", FORMATS)
-async def test_what_the_model_answers_can_be_sent_back(family: str, tmp_path: Path) -> None:
-    """F10: the service refused its own answers as history, cut calls among them."""
+async def test_answers_of_the_model_can_be_sent_back_as_history(family: str, tmp_path: Path) -> None:
+    """F10: the service used to reject its own answers as history, truncated calls among them."""
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = tools_and_reasoning_of(family) | {
         f"cut {number}": replace(cell, fields={"max_tokens": 20 + 9 * number})
@@ -81,7 +81,7 @@ async def test_what_the_model_answers_can_be_sent_back(family: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", FORMATS)
-async def test_all_that_the_parsers_are_tested_on_is_handed_over(family: str, tmp_path: Path) -> None:
+async def test_all_test_cases_of_the_parsers_through_a_hand_over(family: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = corpus_of(family)
     async with running_in_process(tmp_path, model, *FORMS["shm"]) as service:
@@ -89,7 +89,7 @@ async def test_all_that_the_parsers_are_tested_on_is_handed_over(family: str, tm
 
 
 @pytest.mark.parametrize("family", MORTAL)
-async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) -> None:
+async def test_a_worker_is_lost_in_the_middle(family: str, tmp_path: Path) -> None:
     model = make_scripted_checkpoint(tmp_path / "model", family)
     cells = long_cells_of(family)
     async with running_in_process(tmp_path, model, *MORTAL[family]) as service:
@@ -100,11 +100,11 @@ async def test_a_worker_that_is_lost_in_the_middle(family: str, tmp_path: Path) 
             assert victim.worker.num_requests
             victim.die()
 
-        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
+        assert await kill_midway(len(cells), ask, kill) == expected(cells, model)
 
 
-async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> None:
-    """The same with processes, and SIGKILL."""
+async def test_a_decode_worker_is_killed_in_the_middle(tmp_path: Path) -> None:
+    """Like the test above, with processes and SIGKILL."""
     model = make_scripted_checkpoint(tmp_path / "model")
     cells = long_cells_of("hermes")
     flags = ("--prefill", "1", "--decode", "2", "--transport", "tcp", "--num-threads", "1")
@@ -114,5 +114,5 @@ async def test_a_decode_worker_that_is_killed_in_the_middle(tmp_path: Path) -> N
         async def kill() -> None:
             os.kill(await service.busiest_decoder(), signal.SIGKILL)
 
-        assert await with_a_death(len(cells), ask, kill) == expected(cells, model)
+        assert await kill_midway(len(cells), ask, kill) == expected(cells, model)
         assert counter(await service.metrics("router"), "kvbaton_request_replays_total") > 0

@@ -1,4 +1,4 @@
-"""`kvbaton up` as its users meet it: answers, the latency split, clients that leave, workers that die, a clean end."""
+"""`kvbaton up` from its users' view: answers, the latency split, cancelled requests, killed workers, a clean end."""
 
 import asyncio
 import json
@@ -40,13 +40,13 @@ async def service(tmp_path: Path) -> AsyncIterator[Service]:
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Until the condition holds; the test's own time limit bounds it."""
+    """Wait until the condition holds; the test's own time limit bounds it."""
     while not await condition():
         await asyncio.sleep(0.05)
 
 
 async def is_idle(service: Service) -> bool:
-    """True when no worker holds a request, a block, a lease or a transfer."""
+    """Return True if no worker holds a request, a block, a lease or a transfer."""
     states = await service.debug_states()
     workers = [state for name, state in states.items() if not name.startswith("router")]
     return all(
@@ -60,8 +60,8 @@ async def is_idle(service: Service) -> bool:
     )
 
 
-async def test_a_day_of_a_service(service: Service) -> None:
-    """HTTP and gRPC answer alike, the split sums up, leaving clients free everything, a dead worker is a pause."""
+async def test_a_service_in_daily_use(service: Service) -> None:
+    """HTTP and gRPC give equal answers, latencies sum up, cancelled requests free everything, a killed worker is a pause."""
     await check_answers(service)
     await check_grammars(service)
     await check_conversation(service)
@@ -102,7 +102,7 @@ async def check_answers(service: Service) -> None:
 
 
 async def check_grammars(service: Service) -> None:
-    """Over both workers the text is what the schema says; what does not compile is the client's error."""
+    """With both workers the text satisfies the schema; a grammar that does not compile is the client's error."""
     schema = {
         "type": "object",
         "properties": {"word": {"type": "string", "maxLength": 9}, "count": {"enum": [1, 2, 3]}},
@@ -121,7 +121,7 @@ async def check_grammars(service: Service) -> None:
 
 
 async def check_conversation(service: Service) -> None:
-    """Ten turns: each finds all whole blocks of the turn before it cached, and computes the rest alone."""
+    """Ten turns: each finds all whole blocks of the turn before in the cache, and computes only the rest."""
     messages: list[dict[str, str]] = []
     cached, total = [], 0
     for turn in range(10):
@@ -138,7 +138,7 @@ async def check_conversation(service: Service) -> None:
 
 
 async def check_examples(service: Service) -> None:
-    """The examples of the README run as they stand."""
+    """Run the examples of the README."""
     chat = await run_example("openai_chat", f"http://{service.http}")
     assert chat == "comet: ginger\n"
     answer, timings, counts, _ = (await run_example("grpc_generate", service.grpc)).split("\n")
@@ -157,7 +157,7 @@ async def run_example(name: str, address: str) -> str:
 
 
 async def check_leaving_clients(service: Service) -> None:
-    """Clients that go away after some events, or before the first, leave nothing behind on any worker."""
+    """Disconnect clients after some events, or before the first: nothing of their requests is left on any worker."""
     async with aiohttp.ClientSession() as session:
         for num_events in (0, 1, 5):
             async with session.post(f"http://{service.http}/v1/completions", json=LONG) as response:
@@ -174,7 +174,7 @@ async def _has_requests(service: Service) -> bool:
 
 
 async def check_worker_death(service: Service) -> None:
-    """Kill -9 of the only decode worker in mid-stream: when it is back the stream goes on, and nothing of it differs."""
+    """Kill the only decode worker in mid-stream: when it is back, the stream continues with the same text."""
     undisturbed = await stream_text(service, victim=None)
     decode = next(p for p in service.processes if p["role"] == "decode")
     assert await stream_text(service, victim=decode["pid"]) == undisturbed
@@ -183,7 +183,7 @@ async def check_worker_death(service: Service) -> None:
 
 
 async def stream_text(service: Service, victim: int | None) -> str:
-    """The text of one long answer, in the middle of which a process is killed."""
+    """Return the text of one long answer, in the middle of which a process is killed."""
     lines = []
     async with (
         aiohttp.ClientSession() as session,
@@ -218,7 +218,7 @@ async def test_sigterm_leaves_nothing(tmp_path: Path) -> None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """A zombie has ended: only whoever adopted it has not looked yet."""
+    """Return True unless the process has ended; a zombie has ended and waits for its parent to reap it."""
     try:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""Workers that are not alike, as single processes: what a plan bridges is served, what none bridges is refused."""
+"""Workers with different layouts, as single processes: layouts that a plan converts are served, others rejected."""
 
 import asyncio
 import re
@@ -9,8 +9,8 @@ import pytest
 
 from contract.errors import UnavailableError
 from contract.identity import Role
-from tests.chaos.books import count, read_metrics, until_free
 from tests.chaos.fleet import ROUTER, Fleet, running_fleet
+from tests.chaos.held_resources import count, read_metrics, until_free
 from tests.e2e.prompts import golden_requests
 from tests.e2e.references import offline_answers
 from tests.service import generate_all
@@ -18,7 +18,7 @@ from tests.service import generate_all
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CONVERTED = "kvbaton_transfer_converted_blocks_total"
-"""Counts blocks of the larger size that were cut on their way: those of prefill-0, not of prefill-1."""
+"""Counts blocks that were split on the way: those of prefill-0, not of prefill-1."""
 
 
 async def sum_of(fleet: Fleet, name: str, counter: str) -> float:
@@ -26,10 +26,10 @@ async def sum_of(fleet: Fleet, name: str, counter: str) -> float:
 
 
 @pytest.mark.parametrize("transport", ["nixl", "nccl"])
-async def test_other_block_sizes_give_the_same_tokens(
+async def test_different_block_sizes_give_the_same_tokens(
     tmp_path: Path, demo_model: Path, transport: str
 ) -> None:
-    """Blocks of 32 tokens are cut into ones of 16 on the way; a worker with blocks of 24 is refused by name."""
+    """Blocks of 32 tokens are split into blocks of 16 on the way; a worker with blocks of 24 is rejected by name."""
     requests = [request for requests in golden_requests() for request in requests[:12]]
     async with running_fleet(tmp_path) as fleet:
         async with asyncio.TaskGroup() as tasks:
@@ -47,7 +47,7 @@ async def test_other_block_sizes_give_the_same_tokens(
 
 
 def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
-    """The rank processes of a worker, in rank order."""
+    """Return the rank processes of a worker, in rank order."""
     below = psutil.Process(fleet.children[name].pid).children(recursive=True)
     ranks = [
         process
@@ -58,16 +58,14 @@ def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
 
 
 async def until_more_has_arrived(fleet: Fleet, name: str, before: float) -> None:
-    """Until blocks of another size have come to this worker again: its sender is at work, and so is it."""
+    """Wait until more converted blocks have arrived at this worker, so that it and its sender are busy."""
     async with asyncio.timeout(60):
         while await sum_of(fleet, name, CONVERTED) <= before:
             await asyncio.sleep(0.01)
 
 
-async def test_workers_with_other_numbers_of_ranks_give_the_same_tokens(
-    tmp_path: Path, demo_model: Path
-) -> None:
-    """Two ranks hand over to one and to two, with other blocks; then a rank of each is killed, and nobody notices."""
+async def test_different_numbers_of_ranks_give_the_same_tokens(tmp_path: Path, demo_model: Path) -> None:
+    """Two ranks hand over to one and to two, with other blocks; then a rank of each is killed, and no answer differs."""
     requests = [request for requests in golden_requests() for request in requests[:24]]
     before, after = requests[0::2], requests[1::2]
     async with running_fleet(tmp_path) as fleet:

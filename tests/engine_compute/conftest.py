@@ -1,4 +1,4 @@
-"""Torch in one thread: other tests run beside these."""
+"""Limits torch to one thread, since other tests run in parallel."""
 
 import pytest
 import torch

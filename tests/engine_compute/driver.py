@@ -1,4 +1,4 @@
-"""Drives a rank by hand-made SchedulerOutputs: who computes how many tokens is the test's word."""
+"""Drives a rank with hand-made SchedulerOutputs, so that a test decides who computes how many tokens."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ def greedy(**fields: Any) -> SamplingParams:
 
 @dataclass
 class Sequence:
-    """A request as the test knows it: known tokens, how many are computed, its blocks."""
+    """The test's record of a request: its tokens, how many are computed, its blocks."""
 
     tokens: list[int]
     num_prompt_tokens: int
@@ -53,7 +53,7 @@ class Driver:
         self.sequences[name] = Sequence(list(tokens), sampling=sampling or greedy(), **fields)
 
     def step(self, counts: dict[str, int], finished: set[str] | None = None) -> ModelRunnerOutput:
-        """One step in which each named request computes that many tokens."""
+        """Run one step in which each named request computes that many tokens."""
         scheduled = SchedulerOutput(
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
@@ -91,7 +91,7 @@ class Driver:
         sequence.num_computed += count
 
     def generate(self, names: list[str], num_tokens: int, chunk: int = 10_000) -> dict[str, list[int]]:
-        """Compute the prompts in chunks and decode, all requests in one batch; the first ``num_tokens`` of each."""
+        """Compute the prompts in chunks, then decode, all in one batch; return the first ``num_tokens`` tokens of each."""
         while unfinished := [name for name in names if len(self.sequences[name].answer) < num_tokens]:
             self.step(
                 {
@@ -110,7 +110,7 @@ def add_cached(
     *,
     resumed_with: list[int] | None = None,
 ) -> None:
-    """Append one request to the columns; ``resumed_with`` are all its tokens."""
+    """Append one request to the columns; ``resumed_with``: all its tokens, if it is resumed."""
     cached.req_ids.append(name)
     cached.resumed_from_preemption.append(resumed_with is not None)
     cached.new_token_ids.append(resumed_with or [])

@@ -25,9 +25,9 @@ windows = st.one_of(st.none(), st.integers(1, 12))
 
 
 def make_inputs(work: list[tuple[int, int]]) -> PreparedInputs:
-    """Requests given as (computed tokens, scheduled tokens).
+    """Return inputs for requests given as (computed tokens, scheduled tokens).
 
-    Their blocks lie scattered over the pool; each has some that it does not use yet.
+    Their blocks are scattered over the pool, and each request has some unused blocks.
     """
     free = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS)).tolist()
     scheduled = SchedulerOutput()
@@ -53,7 +53,7 @@ def random_states(inputs: PreparedInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def pool_with_garbage(inputs: PreparedInputs) -> Tensor:
-    """Random KV where tokens are computed, NaN everywhere else but in the null block."""
+    """Return random KV where tokens are computed and NaN in all other blocks except the null block."""
     generator = torch.Generator().manual_seed(2)
     cache = torch.full((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), torch.nan)
     cache[0] = 0
@@ -69,7 +69,7 @@ def pool_with_garbage(inputs: PreparedInputs) -> Tensor:
 
 
 def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, shape: LayerShape) -> Tensor:
-    """Token by token, head by head, from a cache that already holds the step's KV."""
+    """Compute attention token by token and head by head, from a cache that already holds the step's KV."""
     output, window = torch.empty_like(query), shape.sliding_window
     for token in range(inputs.num_tokens):
         row = int(np.searchsorted(inputs.query_start_loc, token, side="right")) - 1
@@ -96,7 +96,7 @@ def expected_output(inputs: PreparedInputs, query: Tensor, cache: Tensor, shape:
 def test_mixed_batches_equal_the_loop(
     work: list[tuple[int, int]], window: int | None, softcap: float | None
 ) -> None:
-    """C15: chunks and decodes, any order, grouped-query heads, windows, soft caps; stale NaN never shows."""
+    """C15: chunks and decodes in any order, grouped-query heads, windows, soft caps; stale NaN has no effect."""
     inputs, shape = make_inputs(work), LayerShape(SCALE, window, softcap)
     query, key, value = random_states(inputs)
     cache = pool_with_garbage(inputs)
@@ -109,8 +109,8 @@ def test_mixed_batches_equal_the_loop(
     torch.testing.assert_close(output, expected_output(inputs, query, cache, shape), atol=1e-5, rtol=1e-4)
 
 
-def test_a_fresh_block_is_cleared_behind_its_tokens() -> None:
-    """What an earlier owner left does not leave with a partly filled block; other blocks stay as they were."""
+def test_the_rest_of_a_new_block_is_cleared() -> None:
+    """Data of an earlier owner is cleared from a partly filled block; other blocks are not touched."""
     inputs = make_inputs([(0, 5)])
     _, key, value = random_states(inputs)
     cache = torch.full((NUM_BLOCKS, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM), 7.0)

@@ -1,4 +1,4 @@
-"""Which attention backend an engine takes, and what FlashInfer is told of its blocks."""
+"""The choice of an attention backend, and the page tables that FlashInfer receives."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,9 @@ def having(*packages: str) -> Callable[[str], bool]:
         (CUDA, "bfloat16", 128, (), "torch"),
     ],
 )
-def test_auto(device: torch.device, dtype: str, head_dim: int, packages: tuple[str, ...], name: str) -> None:
+def test_auto_chooses_by_device_dtype_and_packages(
+    device: torch.device, dtype: str, head_dim: int, packages: tuple[str, ...], name: str
+) -> None:
     assert choose_backend("auto", device, dtype, head_dim, having(*packages)) == name
 
 
@@ -44,25 +46,25 @@ def test_auto(device: torch.device, dtype: str, head_dim: int, packages: tuple[s
         ("flashinfer", CUDA, "bfloat16", ("triton",), "flashinfer is not installed"),
     ],
 )
-def test_one_that_cannot_is_refused(
+def test_an_unusable_backend_is_rejected_with_a_reason(
     setting: str, device: torch.device, dtype: str, packages: tuple[str, ...], reason: str
 ) -> None:
     with pytest.raises(SettingError, match=f"attention_backend is '{setting}', but .*{reason}"):
         choose_backend(setting, device, dtype, 128, having(*packages))
 
 
-def test_one_that_was_asked_for_is_taken() -> None:
+def test_an_explicit_backend_is_used() -> None:
     for name in ("flashinfer", "triton", "torch"):
         assert choose_backend(name, CUDA, "bfloat16", 128, having("triton", "flashinfer")) == name
 
 
-def test_an_unknown_one_is_refused() -> None:
+def test_an_unknown_backend_is_rejected() -> None:
     with pytest.raises(SettingError, match=r"attention_backend is 'flash'.*allowed: auto, flashinfer"):
         EngineSettings(model=Path(), attention_backend="flash")  # type: ignore[arg-type]
 
 
-def test_pages_are_the_tables_without_gaps() -> None:
-    """Rows that are not in use have one token in the null block."""
+def test_page_lists_are_the_block_tables_without_padding() -> None:
+    """Unused rows have one token in the null block."""
     inputs = Case(block_size=4, work=((3, 1), (4, 1), (0, 9))).inputs()
     pages = pages_of(inputs, 4, 5)
     tables = inputs.block_table

@@ -1,4 +1,4 @@
-"""The persistent batch: rows, replacement, parking, refusals."""
+"""The persistent batch: rows, replacement, parking, rejected input."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def update(batch: InputBatch, scheduled: SchedulerOutput, *names: str) -> None:
     batch.update(scheduled)
 
 
-def test_a_finished_row_is_zeroed_and_used_again() -> None:
+def test_the_row_of_a_finished_request_is_zeroed_and_reused() -> None:
     batch = InputBatch(1, 8, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3, 4], [1, 2])]), "a")
     update(batch, SchedulerOutput([new_request("b", [9], [5])], finished_req_ids={"a", "never seen"}), "b")
@@ -26,7 +26,7 @@ def test_a_finished_row_is_zeroed_and_used_again() -> None:
 
 
 def test_resumed_request_has_its_blocks_replaced() -> None:
-    """B6: blocks are appended, but replaced for a resumed request, whose tokens come again."""
+    """B6: blocks are appended, except for a resumed request: its blocks are replaced and all its tokens sent again."""
     batch = InputBatch(2, 8, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3], [1, 2])]), "a")
     resumed = SchedulerOutput()
@@ -37,8 +37,8 @@ def test_resumed_request_has_its_blocks_replaced() -> None:
     assert (batch.requests["a"].num_tokens, batch.requests["a"].num_computed_tokens) == (4, 0)
 
 
-def test_a_request_that_is_not_scheduled_makes_room_and_returns() -> None:
-    """More requests than rows: a preempted or waiting one keeps its tokens and blocks outside the tables."""
+def test_an_unscheduled_request_frees_its_row_and_returns() -> None:
+    """With more requests than rows, a preempted or waiting request keeps its tokens and blocks outside the tables."""
     batch = InputBatch(1, 8, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3], [1, 2])]), "a")
     batch.append_tokens([batch.requests["a"]], [[4]])
@@ -52,7 +52,7 @@ def test_a_request_that_is_not_scheduled_makes_room_and_returns() -> None:
     assert batch.requests["a"].num_tokens == 4
 
 
-def test_a_request_told_twice_starts_anew() -> None:
+def test_a_request_that_is_added_twice_starts_over() -> None:
     batch = InputBatch(1, 8, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3], [1, 2])]), "a")
     update(batch, SchedulerOutput([new_request("a", [5], [4])]), "a")
@@ -60,8 +60,8 @@ def test_a_request_told_twice_starts_anew() -> None:
     assert batch.requests["a"].num_tokens == 1
 
 
-def test_positions_are_absolute_and_the_answer_is_counted_alone() -> None:
-    """Law 6: the position of a draw is the index of the new token in prompt + answer."""
+def test_positions_are_absolute_and_only_answer_tokens_are_counted() -> None:
+    """Law 6: the position of a sampled token is its index in prompt + answer."""
     batch = InputBatch(1, 16, 2)
     new = NewRequestData("a", [1, 2, 3, 4, 5], SamplingParams(seed=3), ([1, 2, 3],), 4, 4, eos_token_ids=(9,))
     update(batch, SchedulerOutput([new]), "a")
@@ -70,14 +70,14 @@ def test_positions_are_absolute_and_the_answer_is_counted_alone() -> None:
     assert batch.sampling_row("a") == SamplingRow(SamplingParams(seed=3), (9,), 6, 2)
 
 
-def test_no_token_is_written_beyond_the_models_length() -> None:
+def test_no_token_is_written_beyond_max_model_len() -> None:
     batch = InputBatch(2, 4, 2)
     update(batch, SchedulerOutput([new_request("a", [1, 2, 3, 4], [1, 2])]), "a")
     batch.append_tokens([batch.requests["a"]], [[5]])
     assert batch.token_table.tolist() == [[1, 2, 3, 4], [0, 0, 0, 0]]
 
 
-def test_contradictions_are_refused_by_name() -> None:
+def test_inconsistent_scheduler_outputs_are_rejected() -> None:
     batch = InputBatch(1, 4, 2)
     unknown = SchedulerOutput()
     add_cached(unknown.scheduled_cached_reqs, "ghost", [], 3)

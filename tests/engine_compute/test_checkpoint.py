@@ -1,4 +1,4 @@
-"""Reading a checkpoint folder: what is found, and what is refused by which words."""
+"""Reading a checkpoint folder: what is accepted, and the error for what is not."""
 
 import json
 from pathlib import Path
@@ -57,12 +57,12 @@ def test_eos_ids(tmp_path: Path, generation: Any, config: Any, ids: tuple[int, .
     assert read_eos_token_ids(tmp_path, config) == ids
 
 
-def test_eos_ids_that_are_not_ids(tmp_path: Path) -> None:
+def test_invalid_eos_ids_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="eos_token_id is '</s>'"):
         read_eos_token_ids(tmp_path, {"eos_token_id": "</s>"})
 
 
-def test_missing_and_unexpected_tensors_are_named(tmp_path: Path) -> None:
+def test_errors_name_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     weights = load_file(folder / "model.safetensors")
     without = {name: tensor for name, tensor in weights.items() if "layers.1.mlp" not in name}
@@ -85,7 +85,7 @@ def test_stored_rotary_frequencies_are_ignored(tmp_path: Path) -> None:
     assert load_on_cpu(folder).config.num_layers == 2
 
 
-def test_broken_files_are_named(tmp_path: Path) -> None:
+def test_errors_name_the_broken_file(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "a", max_shard_size="60KB")
     shard = next(folder.glob("model-00002-*.safetensors"))
     shard.write_bytes(b"not safetensors")
@@ -100,14 +100,14 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_auto_dtype_is_the_checkpoints(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_auto_dtype_is_that_of_the_checkpoint(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = make_checkpoint(tmp_path, dtype=dtype)
     loaded = load_on_cpu(folder)
     assert loaded.info.dtype == str(dtype).removeprefix("torch.")
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {dtype}
 
 
-def test_auto_dtype_without_a_word_in_the_configuration(tmp_path: Path) -> None:
+def test_auto_dtype_if_the_configuration_has_none(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, dtype=torch.bfloat16)
     assert resolve_dtype("auto", {}, Checkpoint(folder)) == "bfloat16"
     assert resolve_dtype("auto", {"torch_dtype": "float16"}, Checkpoint(folder)) == "float16"
@@ -116,8 +116,8 @@ def test_auto_dtype_without_a_word_in_the_configuration(tmp_path: Path) -> None:
         resolve_dtype("auto", {"dtype": "float64"}, Checkpoint(folder))
 
 
-def test_weights_in_the_right_dtype_stay_in_the_memory_map(tmp_path: Path) -> None:
-    """The pages are those of the file: a byte changed in it after loading shows in the model."""
+def test_weights_that_need_no_conversion_stay_memory_mapped(tmp_path: Path) -> None:
+    """The pages are those of the file: a byte that is changed in the file after loading is changed in the model."""
     folder = make_checkpoint(tmp_path)
     loaded = load_on_cpu(folder)
     file = folder / "model.safetensors"
@@ -141,8 +141,8 @@ def test_model_info(tmp_path: Path) -> None:
         load_on_cpu(folder, max_model_len=257)
 
 
-def test_a_tied_checkpoint_with_a_head_of_its_own_uses_it(tmp_path: Path) -> None:
-    """As transformers does: two different tensors are two tensors, whatever the configuration says."""
+def test_a_tied_checkpoint_with_its_own_head_uses_that_head(tmp_path: Path) -> None:
+    """Two different tensors stay two tensors, as in transformers, even if the configuration declares them tied."""
     folder = make_checkpoint(tmp_path)
     change_config(folder, tie_word_embeddings=True)
     assert load_on_cpu(folder).model.get_parameter("lm_head.weight") is not None

@@ -1,4 +1,4 @@
-"""Embedding models as they are published: the decoder alone, without a head, beside what sentence-transformers wrote."""
+"""Embedding models as they are published: the decoder alone, without a head, with the files of sentence-transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ def reference(folder: Path, kind: str) -> Any:
 def check_embeddings(folder: Path, driver: Driver) -> None:
     try:
         for pooling in (PoolingParams("last"), PoolingParams("mean")):
-            wanted = reference(folder, pooling.kind)
+            exact = reference(folder, pooling.kind)
             for chunk in (1000, 7):
                 found = embed(driver, PROMPT, pooling, chunk)
-                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+                np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
     finally:
         driver.executor.shutdown()
 
@@ -54,8 +54,8 @@ def test_equals_transformers_auto_model(tmp_path: Path, family: str, architectur
 
 
 @pytest.mark.parametrize("options", [{"max_shard_size": "60KB"}, {"tie_word_embeddings": True}])
-def test_in_shards_and_tied(tmp_path: Path, options: dict[str, Any]) -> None:
-    """A tied configuration makes no head of the embedding where the decoder was saved alone."""
+def test_sharded_and_tied_checkpoints(tmp_path: Path, options: dict[str, Any]) -> None:
+    """A tied configuration creates no head from the embedding if the decoder was saved alone."""
     folder = make_checkpoint(tmp_path, "qwen3", is_bare=True, **options)
     assert not load_on_cpu(folder).info.has_head
     check_embeddings(folder, Driver(folder))
@@ -66,7 +66,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     check_embeddings(folder, RanksDriver(folder))
 
 
-def test_a_missing_head_is_no_mistake_only_where_sentence_transformers_saved_the_model(
+def test_a_missing_head_is_allowed_only_in_sentence_transformers_models(
     tmp_path: Path,
 ) -> None:
     folder = make_checkpoint(tmp_path)
@@ -80,7 +80,7 @@ def test_a_missing_head_is_no_mistake_only_where_sentence_transformers_saved_the
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_a_model_with_a_head_stays_able_to_answer(tmp_path: Path, is_tied: bool) -> None:
+def test_a_model_with_a_head_can_still_generate(tmp_path: Path, is_tied: bool) -> None:
     folder = make_checkpoint(tmp_path, tie_word_embeddings=is_tied)
     write_modules(folder)
     loaded = load_on_cpu(folder)
@@ -88,7 +88,7 @@ def test_a_model_with_a_head_stays_able_to_answer(tmp_path: Path, is_tied: bool)
     assert (loaded.model.lm_head is None) is is_tied
 
 
-def test_what_is_missing_and_misshapen_keeps_its_name(tmp_path: Path) -> None:
+def test_errors_use_the_tensor_names_of_the_file(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, is_bare=True)
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"norm.weight": torch.ones(2)}, folder / "model.safetensors")
@@ -99,14 +99,14 @@ def test_what_is_missing_and_misshapen_keeps_its_name(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
-def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+def test_bidirectional_attention_is_rejected(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen2", is_bare=True)
     change_config(folder, is_causal=False)
     with pytest.raises(SettingError, match="is_causal is false"):
         load_on_cpu(folder)
 
 
-def test_code_of_the_models_own_is_refused_unless_its_attention_is_causal(tmp_path: Path) -> None:
+def test_custom_model_code_is_rejected_unless_its_attention_is_causal(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, "qwen2", is_bare=True)
     change_config(folder, auto_map={"AutoModel": "modeling.Qwen2Model"})
     with pytest.raises(SettingError, match="auto_map names code of the model's own"):
@@ -115,8 +115,8 @@ def test_code_of_the_models_own_is_refused_unless_its_attention_is_causal(tmp_pa
     assert not load_on_cpu(folder).info.has_head
 
 
-def test_nothing_is_drawn_from_it(tmp_path: Path) -> None:
-    """An engine refuses the request, and goes on; the model itself computes no logits."""
+def test_generation_is_rejected(tmp_path: Path) -> None:
+    """An engine rejects such a request and continues; the model itself computes no logits."""
     folder = make_checkpoint(tmp_path, is_bare=True)
     with pytest.raises(InternalError, match="no output head"):
         load_on_cpu(folder).model.logits(torch.ones(1, 64))
@@ -129,19 +129,19 @@ def test_nothing_is_drawn_from_it(tmp_path: Path) -> None:
             request_id="embedding", prompt_token_ids=PROMPT, sampling=sampling, pooling_params=PoolingParams()
         )
         core.add_request(embedding)
-        told = {output.request_id: output for outputs in core.step().values() for output in outputs}
+        outputs_by_id = {output.request_id: output for outputs in core.step().values() for output in outputs}
     finally:
         core.close()
-    assert told["answer"].finish_reason is FinishReason.ERROR
-    assert told["answer"].error_param == "model"
-    assert "embeddings only" in (told["answer"].error_message or "")
+    assert outputs_by_id["answer"].finish_reason is FinishReason.ERROR
+    assert outputs_by_id["answer"].error_param == "model"
+    assert "embeddings only" in (outputs_by_id["answer"].error_message or "")
     np.testing.assert_allclose(
-        told["embedding"].pooled or [], reference(folder, "last"), rtol=2e-4, atol=2e-5
+        outputs_by_id["embedding"].pooled or [], reference(folder, "last"), rtol=2e-4, atol=2e-5
     )
 
 
 def test_pooling_is_part_of_the_fingerprint(tmp_path: Path) -> None:
-    """Each differs from every other; without pooling it is what it was before pooling counted."""
+    """Each setting gives another fingerprint; without pooling it is the same as before pooling was part of it."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
     found = [model_fingerprint(tmp_path, "float32")]
@@ -155,7 +155,7 @@ def test_pooling_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     assert len(set(found)) == 5
 
 
-def test_names_with_and_without_the_prefix_are_one(tmp_path: Path) -> None:
+def test_names_with_and_without_the_prefix_are_equivalent(tmp_path: Path) -> None:
     bare = Checkpoint(make_checkpoint(tmp_path / "bare", is_bare=True))
     whole = Checkpoint(make_checkpoint(tmp_path / "whole"))
     assert (bare.is_bare, whole.is_bare) == (True, False)

@@ -1,4 +1,4 @@
-"""Greedy answers in float32 equal those of transformers, token by token, however the work is cut into steps."""
+"""Greedy answers in float32 equal those of transformers, token by token, for any division of the work into steps."""
 
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def expected(folder: Path) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_whole_chunked_and_mixed_batches(tmp_path: Path, variant: str) -> None:
-    """C15, A32: whole prompts, chunked prompts, and chunks beside decodes give one and the same answer."""
+    """C15, A32: whole prompts, chunked prompts, and chunks beside decodes give the same answer."""
     family, overrides = VARIANTS[variant]
     folder = make_checkpoint(tmp_path / variant, family, seed=3, **overrides)
     answers = expected(folder)
@@ -82,8 +82,8 @@ def test_one_request_alone(tmp_path: Path) -> None:
     assert driver.generate(["alone"], NUM_TOKENS)["alone"] == reference
 
 
-def test_old_spelling_of_rope_equals_the_new_one(tmp_path: Path) -> None:
-    """``rope_theta`` and ``rope_scaling`` of older checkpoints mean what ``rope_parameters`` means."""
+def test_old_rope_fields_equal_the_new_ones(tmp_path: Path) -> None:
+    """``rope_theta`` and ``rope_scaling`` of older checkpoints have the meaning of ``rope_parameters``."""
     family, overrides = VARIANTS["llama-llama3-rope"]
     folder = make_checkpoint(tmp_path, family, seed=3, **overrides)
     answers = expected(folder)
@@ -96,8 +96,8 @@ def test_old_spelling_of_rope_equals_the_new_one(tmp_path: Path) -> None:
     assert driver.generate(["long"], NUM_TOKENS)["long"] == answers["long"]
 
 
-def test_kv_from_elsewhere_continues_the_answer(tmp_path: Path) -> None:
-    """Copied blocks plus the tokens sampled elsewhere continue as if nothing had moved (a hand-over by hand)."""
+def test_copied_kv_continues_the_answer(tmp_path: Path) -> None:
+    """Copied blocks and the tokens sampled elsewhere continue the answer unchanged (a hand-over by hand)."""
     folder = make_checkpoint(tmp_path, "qwen3", seed=4)
     sender, receiver = Driver(folder), Driver(folder)
     prompt = PROMPTS["long"]

@@ -1,4 +1,4 @@
-"""Decode steps that are captured and replayed: sizes, padding, and that a replay computes the newest step."""
+"""Captured and replayed decode steps: sizes, padding, and that a replay computes the newest step."""
 
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def test_capture_sizes() -> None:
-    """A35: 1, 2, 4 and multiples of 8, cut at the padded number of requests; 8192 is the last."""
+    """A35: 1, 2, 4 and multiples of 8, up to the padded number of requests; 8192 is the last."""
     assert capture_sizes(1) == [1]
     assert capture_sizes(3) == [1, 2, 4]
     assert capture_sizes(5) == [1, 2, 4, 8]
@@ -38,30 +38,30 @@ def test_capture_sizes() -> None:
 
 
 def test_replays_equal_eager_steps(rig: Rig) -> None:
-    """A34, A36, A37: every number of requests, each step another, in graphs of the next size."""
+    """A34, A36, A37: any number of requests, a different step each time, in graphs of the next larger size."""
     for num_reqs in (6, 1, 5, 2, 3, 4, 6):
         rig.compare(replace(CASE, work=CASE.work[-num_reqs:]))
     assert rig.replays() == {8: 3, 4: 2, 2: 1, 1: 1}
 
 
-def test_other_steps_run_as_they_are(rig: Rig) -> None:
-    """A34: chunks, and more requests than the largest graph holds."""
+def test_other_steps_run_eagerly(rig: Rig) -> None:
+    """A34: chunks, and more requests than the largest graph holds, run eagerly."""
     rig.compare(replace(CASE, work=((3, 1), (0, 9))))
     rig.compare(replace(CASE, work=((3, 1),) * 9))
     assert rig.replays() == {}
 
 
-def test_a_step_with_a_watch_runs_as_it_is(rig: Rig) -> None:
-    """Whoever hands KV over while it is computed hears of each layer."""
-    inputs, heard = CASE.inputs(MAX_LEN), Heard()
+def test_a_step_with_a_layer_watch_runs_eagerly(rig: Rig) -> None:
+    """A layer watch is notified of each layer, as needed to publish KV while it is computed."""
+    inputs, watch = CASE.inputs(MAX_LEN), LayerRecorder()
     rig.pools[1][: CASE.num_blocks] = CASE.pool(inputs)
     with torch.inference_mode():
-        rig.graphed.forward(inputs, rig.caches[1], heard)
-    assert heard.layers == [1, 2]
+        rig.graphed.forward(inputs, rig.caches[1], watch)
+    assert watch.layers == [1, 2]
     assert rig.replays() == {}
 
 
-class Heard:
+class LayerRecorder:
     def __init__(self) -> None:
         self.layers: list[int] = []
 
@@ -69,13 +69,13 @@ class Heard:
         self.layers.append(num_layers)
 
     def computed(self) -> None:
-        raise AssertionError("a runner says so")
+        raise AssertionError("the runner calls this, not the model")
 
 
-def test_a_rank_captures_its_pool_and_answers_from_it(
+def test_a_rank_captures_graphs_on_its_pool_and_replays_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A15: behind the allocation, on the pool's own layers, of which nothing is left written; answers stay the same."""
+    """A15: capture follows the allocation and uses the pool's own layers, which are zero afterwards; answers are equal."""
     folder, recorder = make_checkpoint(tmp_path, "llama", seed=11), RerunRecorder()
     prompts = {"a": [5, 34, 63], "b": [92] * 7, "c": list(range(20))}
     driver = Driver(folder, max_num_seqs=6)
@@ -96,7 +96,7 @@ def test_a_rank_captures_its_pool_and_answers_from_it(
 def graphed_forward(
     recorder: RerunRecorder, loaded: LoadedModel, settings: EngineSettings, device: torch.device
 ) -> GraphedForward:
-    """What ``forward_pass`` makes on a GPU."""
+    """Return the forward pass that ``forward_pass`` builds on a GPU."""
     assert isinstance(loaded.model, CausalLM)
     backend = StaticTorchBackend()
     plain = PlainForward(loaded.model, backend, settings.block_size, device)
@@ -107,7 +107,7 @@ def graphed_forward(
     )  # fmt: skip
 
 
-def test_nothing_is_captured_of_a_backend_that_cannot(rig: Rig) -> None:
+def test_nothing_is_captured_if_the_backend_has_no_static_steps(rig: Rig) -> None:
     recorder = RerunRecorder()
     graphed = GraphedForward(
         rig.plain, rig.loaded.model, create_backend("torch"), recorder,

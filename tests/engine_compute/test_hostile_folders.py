@@ -1,4 +1,4 @@
-"""Model folders that are made to harm: each is refused by one error that names what is wrong, before memory or time go."""
+"""Malicious model folders: each is rejected with one error that names the problem, before memory or time is spent."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def map_weights_to(name: Any) -> Callable[[Path], None]:
 
 
 def declare(header: dict[str, Any], num_bytes: int = 8, length: int | None = None) -> Callable[[Path], None]:
-    """A safetensors file whose header says this of ``num_bytes`` bytes."""
+    """Write a safetensors file with this header and ``num_bytes`` bytes of data."""
 
     def change(folder: Path) -> None:
         text = json.dumps(header).encode()
@@ -115,10 +115,10 @@ HOSTILE: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("harm", "words"), HOSTILE)
-def test_a_hostile_folder_is_refused_by_name(
+def test_a_malicious_folder_is_rejected_by_name(
     tmp_path: Path, harm: Callable[[Path], None], words: str
 ) -> None:
-    """L8: whatever a folder says of itself is checked before it is built, opened or waited for."""
+    """L8: every claim of a folder is checked before anything is built, opened or waited for."""
     folder = make_checkpoint(tmp_path / "model")
     harm(folder)
     tracemalloc.start()
@@ -145,10 +145,10 @@ def test_a_hostile_folder_is_refused_by_name(
         ({"text_config": {"num_hidden_layers": 10**9}}, "num_hidden_layers is 1000000000; at most 4096"),
     ],
 )
-def test_a_hostile_folder_of_transformers_is_refused_by_name(
+def test_a_malicious_transformers_folder_is_rejected_by_name(
     tmp_path: Path, fields: dict[str, Any], words: str
 ) -> None:
-    """L8: transformers makes the layers before it looks at the weights."""
+    """L8: transformers builds the layers before it looks at the weights."""
     folder = make_foreign_checkpoint(tmp_path / "model", "phi3")
     set_fields(**fields)(folder)
     with pytest.raises(SettingError, match=words):
@@ -178,8 +178,8 @@ _FIELDS = st.sampled_from(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fields=st.dictionaries(_FIELDS, _NUMBERS, min_size=1, max_size=3))
-def test_any_numbers_give_a_model_or_one_error(tmp_path: Path, fields: dict[str, Any]) -> None:
-    """L8: no traceback, whatever the fields hold."""
+def test_any_field_values_give_a_model_or_one_error(tmp_path: Path, fields: dict[str, Any]) -> None:
+    """L8: no field values lead to a traceback."""
     folder = tmp_path / "model"
     if not folder.exists():
         make_checkpoint(folder)
@@ -192,8 +192,8 @@ def test_any_numbers_give_a_model_or_one_error(tmp_path: Path, fields: dict[str,
         assert error.param in ("model", "max_model_len")
 
 
-def test_what_only_looks_like_weights_is_passed_over(tmp_path: Path) -> None:
-    """L8: a folder or a dangling link named *.safetensors ended the start with a traceback."""
+def test_entries_that_only_look_like_weight_files_are_ignored(tmp_path: Path) -> None:
+    """L8: a folder or a dangling link named *.safetensors used to end the start with a traceback."""
     folder = make_checkpoint(tmp_path / "model")
     alone = load(folder, "auto", None, torch.device("cpu")).info
     (folder / "folder.safetensors").mkdir()
@@ -201,8 +201,8 @@ def test_what_only_looks_like_weights_is_passed_over(tmp_path: Path) -> None:
     assert load(folder, "auto", None, torch.device("cpu")).info == alone
 
 
-def test_a_length_that_no_pool_holds_takes_no_table(tmp_path: Path) -> None:
-    """L8: 2^31 - 1 positions asked for a table of 128 GiB here, of 2 TiB by default."""
+def test_an_impossible_model_length_allocates_no_table(tmp_path: Path) -> None:
+    """L8: 2^31 - 1 positions used to allocate a table of 128 GiB here, of 2 TiB by default."""
     folder = make_checkpoint(tmp_path / "model")
     set_fields(max_position_embeddings=2**31 - 1)(folder)
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Input preparation: the worked example of seed 002, vector by vector."""
+"""Input preparation: a worked example, vector by vector."""
 
 from dataclasses import replace
 from typing import Any
@@ -51,7 +51,7 @@ def equal(vector: NDArray[Any], expected: list[Any]) -> bool:
 
 
 def test_a_step_has_inputs_and_attention_metadata() -> None:
-    """C1, C2: token ids and positions, and every piece of the attention metadata."""
+    """C1, C2: token ids and positions, and every part of the attention metadata."""
     _, inputs = first_step()
     assert len(inputs.input_ids) == len(inputs.positions) == inputs.num_tokens == 10
     for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "num_reqs", "num_tokens", "block_table",
@@ -59,23 +59,23 @@ def test_a_step_has_inputs_and_attention_metadata() -> None:
         assert getattr(inputs, name) is not None
 
 
-def test_of_a_chunk_only_what_is_read_is_wanted() -> None:
-    """The last state of whatever draws or pools then, all of what sums or scores them; an unfinished prompt's: none."""
+def test_only_states_that_are_needed_are_requested() -> None:
+    """Requests that sample or pool need the last state, means and scores all states, an unfinished prompt none."""
     assert first_step()[1].num_wanted.tolist() == [1, 1, 0]
     assert second_step()[1].num_wanted.tolist() == [1, 1, 1]
     batch, prompts = InputBatch(MAX_NUM_REQS, MAX_MODEL_LEN, BLOCK_SIZE), SchedulerOutput()
-    for name, asked in {
+    for name, fields in {
         "scored": {"sampling_params": SamplingParams(prompt_logprobs=0)},
         "last": {"sampling_params": None, "pooling_params": PoolingParams("last")},
         "mean": {"sampling_params": None, "pooling_params": PoolingParams("mean")},
     }.items():
-        prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **asked))  # type: ignore[arg-type]
+        prompts.scheduled_new_reqs.append(replace(new_request(name, [5, 6, 7, 8], [1, 2]), **fields))  # type: ignore[arg-type]
         prompts.num_scheduled_tokens[name] = 3
     batch.update(prompts)
     assert prepare_inputs(batch, prompts).num_wanted.tolist() == [3, 0, 3]
 
 
-def test_vectors_have_the_lengths_of_their_levels() -> None:
+def test_vector_lengths_match_token_request_and_system_level() -> None:
     """C3, C5: token, request and system level for budget 10, block 2, max_len 12, prompts 3, 2, 8."""
     batch, inputs = first_step()
     token_level = (inputs.request_indices, inputs.positions, inputs.token_indices, inputs.input_ids,
@@ -116,7 +116,7 @@ def test_step_1_slot_mapping() -> None:
 
 
 def test_step_1_request_level() -> None:
-    """C11: all requests at their start share one 5 × 5 mask."""
+    """C11: all requests share one 5 × 5 mask when they start."""
     _, inputs = first_step()
     assert equal(inputs.query_start_loc, [0, 3, 5, 10])
     assert equal(inputs.seq_lens, [3, 2, 5])
@@ -126,7 +126,7 @@ def test_step_1_request_level() -> None:
 
 
 def test_step_2_indices_and_sampled_tokens() -> None:
-    """C12: sampled tokens stand in the table and are the next step's inputs."""
+    """C12: sampled tokens are in the token table and are the inputs of the next step."""
     batch, inputs = second_step()
     assert equal(inputs.num_scheduled_tokens, [1, 1, 3])
     assert equal(inputs.request_indices, [0, 1, 2, 2, 2])
@@ -147,7 +147,7 @@ def test_step_2_slot_mapping() -> None:
 
 
 def test_step_2_request_level() -> None:
-    """C14, C15: decode rows and a chunk of a prompt in one batch by the same code; mask 5 × 8."""
+    """C14, C15: decode rows and a chunk of a prompt are prepared in one batch by the same code; the mask is 5 × 8."""
     _, inputs = second_step()
     assert equal(inputs.query_start_loc, [0, 1, 2, 5])
     assert equal(inputs.seq_lens, [4, 3, 8])
@@ -158,7 +158,7 @@ def test_step_2_request_level() -> None:
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(9 + 12, 2), (9 + 1, 1)])
 def test_tokens_fill_blocks_of_sixteen(num_tokens: int, num_blocks: int) -> None:
-    """A38: 21 tokens lie in 2 blocks, 10 tokens in 1."""
+    """A38: 21 tokens need 2 blocks, 10 tokens need 1."""
     batch = InputBatch(1, 64, 16)
     scheduled = SchedulerOutput(
         [new_request("a", list(range(num_tokens)), [5, 6, 7])], num_scheduled_tokens={"a": num_tokens}
@@ -188,8 +188,8 @@ def test_block_table_covers_a_partly_filled_last_block() -> None:
     assert InputBatch(1, 13, 2).block_table.shape == (1, 7)
 
 
-def test_rows_need_not_lie_side_by_side() -> None:
-    """C7: request indices are rows of the tables, also when a row between them has become free."""
+def test_rows_need_not_be_adjacent() -> None:
+    """C7: request indices are rows of the tables, also if a row between them is free."""
     batch, _ = second_step()
     scheduled = SchedulerOutput(num_scheduled_tokens={"2": 1, "0": 1}, finished_req_ids={"1"})
     add_cached(scheduled.scheduled_cached_reqs, "2", [], 7)

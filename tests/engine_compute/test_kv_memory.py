@@ -1,4 +1,4 @@
-"""The pool: zeroed, one contiguous piece per block, byte views that are the tensor (host) or copies (device)."""
+"""The pool: zeroed, one contiguous range for each block, byte views that are the tensor (host) or copies (device)."""
 
 import mmap
 import os
@@ -28,7 +28,7 @@ def test_the_pool_is_zeroed_and_layers_are_views() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_views_are_the_tensor(dtype: str) -> None:
+def test_views_share_the_memory_of_the_tensor(dtype: str) -> None:
     layout = KVLayout(num_layers=1, num_kv_heads=1, head_dim=2, block_size=2, dtype=dtype)
     memory: KVMemory = MappedKVMemory(layout, 3)
     assert isinstance(memory, MappedKVMemory)
@@ -44,7 +44,7 @@ def test_views_are_the_tensor(dtype: str) -> None:
     memory.close()
 
 
-def test_another_map_of_the_memfd_sees_the_pool() -> None:
+def test_another_mapping_of_the_memfd_shows_the_pool() -> None:
     memory = MappedKVMemory(LAYOUT, NUM_BLOCKS)
     assert memory.memfd is not None
     memory.pool[4] = 2.0
@@ -60,7 +60,7 @@ def test_another_map_of_the_memfd_sees_the_pool() -> None:
 
 
 def test_staged_views_are_copies_until_commit() -> None:
-    """What a device pool does, on a device that every machine has."""
+    """Tests the behaviour of a device pool on a device that every machine has."""
     memory: KVMemory = StagedKVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
     assert isinstance(memory, StagedKVMemory)
     memory.pool[1] = 3.0
@@ -80,7 +80,7 @@ def test_staged_views_are_copies_until_commit() -> None:
 
 
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
-def test_a_block_outside_of_the_pool_is_refused(block_id: int) -> None:
+def test_a_block_outside_the_pool_is_rejected(block_id: int) -> None:
     for memory in (
         MappedKVMemory(LAYOUT, NUM_BLOCKS),
         StagedKVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu")),

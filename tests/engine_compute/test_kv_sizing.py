@@ -1,4 +1,4 @@
-"""How much KV cache there is: specs, formulas with an injected probe, the five steps."""
+"""The size of the KV cache: specs, formulas with an injected probe, the five steps."""
 
 import logging
 import re
@@ -32,7 +32,7 @@ QWEN_SPECS = {f"layer.{index}": SPEC for index in range(28)}
 
 @dataclass
 class FixedProbe:
-    """Says what the test wants; counts how often it was asked."""
+    """A probe with a fixed reading that records its calls."""
 
     reading: MemoryReading
     calls: list[str] = field(default_factory=list)
@@ -60,13 +60,13 @@ def test_block_bytes() -> None:
 
 @pytest.mark.parametrize(("utilization", "workers"), [(0.9, 1), (0.5, 1), (0.9, 2)])
 def test_device_formula(utilization: float, workers: int) -> None:
-    """A12, D7: total × utilisation / workers − peak: 0.9 is of the total, not of what is free."""
+    """A12, D7: total × utilisation / workers − peak; 0.9 is a share of the total, not of the free memory."""
     reading = MemoryReading(total_bytes=80 * GIB, free_bytes=GIB, peak_bytes=20 * GIB, is_host=False)
-    asked = make_settings(gpu_memory_utilization=utilization, workers_on_host=workers)
-    assert available_kv_bytes(reading, asked) == int(80 * GIB * utilization / workers) - 20 * GIB
+    settings = make_settings(gpu_memory_utilization=utilization, workers_on_host=workers)
+    assert available_kv_bytes(reading, settings) == int(80 * GIB * utilization / workers) - 20 * GIB
 
 
-def test_device_without_room_names_both_numbers() -> None:
+def test_the_error_for_a_full_device_names_both_numbers() -> None:
     reading = MemoryReading(total_bytes=10 * GIB, free_bytes=0, peak_bytes=9 * GIB, is_host=False)
     with pytest.raises(SettingError, match=f"{9 * GIB}") as caught:
         available_kv_bytes(reading, make_settings())
@@ -77,14 +77,14 @@ def test_device_without_room_names_both_numbers() -> None:
     ("free", "workers", "expected"),
     [(2 * GIB, 1, GIB // 2), (2 * GIB, 4, GIB // 8), (100 * GIB, 1, GIB), (100 * GIB, 4, HOST_LIMIT_BYTES)],
 )
-def test_host_rule(free: int, workers: int, expected: int) -> None:
-    """A12: on the host min(1 GiB, a quarter of the free memory / workers)."""
+def test_the_host_formula(free: int, workers: int, expected: int) -> None:
+    """A12: on the host, min(1 GiB, a quarter of the free memory / workers)."""
     reading = MemoryReading(200 * GIB, free, 0, is_host=True)
     assert available_kv_bytes(reading, make_settings(workers_on_host=workers)) == expected
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-def test_an_explicit_size_wins(is_host: bool) -> None:
+def test_an_explicit_size_takes_precedence(is_host: bool) -> None:
     reading = MemoryReading(GIB, 0, GIB, is_host=is_host)
     assert available_kv_bytes(reading, make_settings(kv_cache_bytes=12345)) == 12345
 
@@ -108,14 +108,14 @@ def test_fewer_than_two_blocks_is_an_error_with_both_numbers() -> None:
 
 
 def test_blocks_are_floored_and_unified_to_the_smallest() -> None:
-    """D9: floor(available / block bytes) on each rank, then the minimum on all."""
+    """D9: floor(available / block bytes) on each rank, then the minimum over all ranks."""
     configs = [make_config(QWEN_SPECS, 458_752 * blocks + 458_751) for blocks in (9, 7, 8)]
     assert [config.num_blocks for config in configs] == [9, 7, 8]
     assert [config.num_blocks for config in unify(configs)] == [7, 7, 7]
 
 
-def test_ranks_that_differ_otherwise_are_a_bug() -> None:
-    """D9: all ranks equal, asserted."""
+def test_other_differences_between_ranks_are_an_internal_error() -> None:
+    """D9: all ranks must be equal."""
     layout = make_config(QWEN_SPECS, 10**9).layout
     other = KVLayout(num_layers=28, num_kv_heads=1, head_dim=128, block_size=16, dtype="bfloat16")
     with pytest.raises(InternalError, match="differ"):
@@ -125,8 +125,8 @@ def test_ranks_that_differ_otherwise_are_a_bug() -> None:
 
 
 @given(st.integers(1, 600), st.integers(1, 300), st.integers(2, 4096))
-def test_profile_places_every_token(max_tokens: int, max_reqs: int, max_len: int) -> None:
-    """D8: the quotient on every request, and the remainder too."""
+def test_the_profile_run_distributes_every_token(max_tokens: int, max_reqs: int, max_len: int) -> None:
+    """D8: the quotient for every request, plus the remainder."""
     lengths = profile_lengths(max_tokens, max_reqs, max_len)
     assert len(lengths) <= max_reqs
     assert min(lengths) >= 1
@@ -136,13 +136,13 @@ def test_profile_places_every_token(max_tokens: int, max_reqs: int, max_len: int
         assert max(lengths) - min(lengths) <= 1
 
 
-def test_profile_example() -> None:
+def test_profile_run_example() -> None:
     """D8: 10 tokens over 4 requests are 3, 3, 2, 2."""
     assert profile_lengths(10, 4, 100) == [3, 3, 2, 2]
 
 
 def test_startup_with_the_device_formula(tmp_path: Path) -> None:
-    """D5, D7, D10, D11: probe → blocks → a zeroed pool of that many blocks after the warm-up; (blocks, 0)."""
+    """D5, D7, D10, D11: probe → blocks → a zeroed pool of that size after the warm-up; returns (blocks, 0)."""
     folder = make_checkpoint(tmp_path)
     block = 2 * 2 * 2 * 4 * 16 * 4
     reading = MemoryReading(total_bytes=100 * block, free_bytes=0, peak_bytes=40 * block, is_host=False)
@@ -178,7 +178,7 @@ def test_startup_logs_each_step_with_its_time(tmp_path: Path, caplog: pytest.Log
     ]  # fmt: skip
 
 
-def test_startup_without_room(tmp_path: Path) -> None:
+def test_startup_without_enough_memory(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     executor = InProcessExecutor(make_settings(folder, kv_cache_bytes=100))
     with pytest.raises(SettingError, match="there are 100 bytes for the KV cache"):

@@ -1,4 +1,4 @@
-"""What is seen of the reading of weights."""
+"""The progress that is shown while weights are read."""
 
 import io
 import logging
@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class Clock:
-    """Stands still until it is moved."""
+    """A clock that the test moves."""
 
     def __init__(self) -> None:
         self.seconds = 100.0
@@ -27,7 +27,7 @@ class Clock:
         return self.seconds
 
 
-def test_without_a_terminal_a_line_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_terminal_a_line_is_logged_every_few_seconds(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock, written = Clock(), io.StringIO()
     with LoadProgress(8 * GIB, Console(file=written), clock) as progress:
@@ -52,8 +52,8 @@ def test_a_terminal_shows_a_bar(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["weights: 3.00 GiB in 60.0 s, 0.05 GiB/s"]
 
 
-def test_a_supervised_process_has_no_terminal_of_its_own() -> None:
-    """The first one is in front on a terminal of its own; what it starts in a session of its own, as workers are, is not."""
+def test_a_supervised_process_shows_no_bar() -> None:
+    """A process in the foreground has a terminal; one in a session of its own, as a worker is, has none."""
     tell = "from engine.models.load_progress import has_terminal; print(has_terminal(), file=sys.stderr)"
     again = f"subprocess.run([sys.executable, '-c', 'import sys; {tell}'], start_new_session=True)"
     start = f"import subprocess, sys; {tell}; {again}"
@@ -69,7 +69,7 @@ def test_a_supervised_process_has_no_terminal_of_its_own() -> None:
 
 
 def test_all_weights_are_counted_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model of 8 MiB in bfloat16, computed in float32: 16 MiB are put in their place."""
+    """A model of 8 MiB in bfloat16, computed in float32: 16 MiB are counted."""
     caplog.set_level(logging.INFO)
     folder = make_checkpoint(tmp_path, dtype=torch.bfloat16, intermediate_size=2**15)
     loaded = load(folder, "float32", None, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Which configurations are served, and how those that are not are refused."""
+"""Supported model configurations, and the errors for all others."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_variations_of_the_families() -> None:
         ({"rope_scaling": [1]}, "must be an object"),
     ],
 )
-def test_what_is_not_served_is_refused_by_name(fields: dict[str, Any], words: str) -> None:
+def test_unsupported_fields_are_rejected_by_name(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(SettingError, match=words) as caught:
         read_config(fields)
     assert caught.value.param == "model"
@@ -111,7 +111,7 @@ def test_qwen_layer_types_are_checked(fields: dict[str, Any], words: str) -> Non
     ],
 )
 def test_frequencies_equal_those_of_transformers(parameters: dict[str, Any]) -> None:
-    """Bit by bit; a llama3 configuration without an original length takes the model's positions."""
+    """Equal bit by bit; a llama3 configuration without an original length uses the model's positions."""
     theirs = transformers.LlamaConfig(
         hidden_size=64, num_attention_heads=4, max_position_embeddings=128, rope_parameters=dict(parameters)
     )

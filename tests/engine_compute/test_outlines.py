@@ -1,4 +1,4 @@
-"""A step's outline, known a step ahead: used where all go on by a token, and right wherever it is used."""
+"""The outline of a step, prepared one step ahead: used if all requests continue by one token, and correct if used."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ BLOCK_SIZE = 2
 
 
 def first(num_rows: int = 4) -> tuple[InputBatch, PreparedInputs]:
-    """Prompts of 3 and 4 tokens, both computed; each has drawn a token."""
+    """Return a batch with prompts of 3 and 4 tokens, both computed, each with one sampled token."""
     batch = InputBatch(num_rows, 12, BLOCK_SIZE)
     prompts = {"a": [10, 11, 12], "b": [20, 21, 22, 23]}
     scheduled = SchedulerOutput(
@@ -32,7 +32,7 @@ def first(num_rows: int = 4) -> tuple[InputBatch, PreparedInputs]:
 
 
 def step(**num_tokens: int) -> SchedulerOutput:
-    """Of b (which needs a block now) and a, where they are named; more may be added."""
+    """Return a step of b (which needs a new block) and a, as far as named; further requests may be added."""
     scheduled = SchedulerOutput(
         num_scheduled_tokens=num_tokens, total_num_scheduled_tokens=sum(num_tokens.values())
     )
@@ -52,7 +52,7 @@ def resumed() -> SchedulerOutput:
 
 
 def replaced() -> SchedulerOutput:
-    """Under the same name, with the same length."""
+    """Return a step with a new request of the same name and length."""
     scheduled = step(b=1)
     scheduled.scheduled_new_reqs.append(
         NewRequestData("a", [7] * 9, SamplingParams(), ([6, 7, 8, 9, 10],), 8, 9)
@@ -66,7 +66,7 @@ def equal(one: PreparedInputs, other: PreparedInputs) -> bool:
     return all(np.array_equal(value, getattr(other, name)) for name, value in vars(one).items())
 
 
-def test_it_is_used_where_all_go_on_by_a_token() -> None:
+def test_it_is_used_if_all_requests_continue_by_one_token() -> None:
     batch, inputs = first()
     for length in range(2):
         ahead = outline_next(batch, inputs)
@@ -88,7 +88,7 @@ def test_it_is_used_where_all_go_on_by_a_token() -> None:
     [step(a=1), step(b=1, a=1), step(a=1, b=2), resumed(), replaced()],
     ids=["one alone", "another order", "two tokens", "one comes back", "another of that name"],
 )
-def test_it_is_not_used_where_anything_else_happens(scheduled: SchedulerOutput) -> None:
+def test_it_is_not_used_in_any_other_case(scheduled: SchedulerOutput) -> None:
     batch, inputs = first()
     ahead = outline_next(batch, inputs)
     batch.update(scheduled)
@@ -97,8 +97,8 @@ def test_it_is_not_used_where_anything_else_happens(scheduled: SchedulerOutput) 
     assert equal(found, prepare_inputs(batch, scheduled))
 
 
-def test_rows_that_were_left_and_taken_again_are_others() -> None:
-    """One makes room for a third and comes back: the same names go on, in other rows."""
+def test_it_is_not_used_after_requests_changed_rows() -> None:
+    """One request gives way to a third and returns: the same names continue, but in other rows."""
     batch, inputs = first(num_rows=2)
     ahead = outline_next(batch, inputs)
     batch.update(SchedulerOutput([new_request("c", [1], [6])], num_scheduled_tokens={"c": 1, "b": 1}))
@@ -108,21 +108,21 @@ def test_rows_that_were_left_and_taken_again_are_others() -> None:
     assert equal(prepare_inputs(batch, scheduled, ahead), prepare_inputs(batch, scheduled))
 
 
-def test_each_request_gets_what_was_drawn_for_it() -> None:
-    """A chunk and a pooling prompt draw nothing; of three choices the first row is the request's own; NaN draws none."""
+def test_each_request_gets_its_own_sampled_tokens() -> None:
+    """Chunks and pooling prompts sample nothing; of three choices the first uses the request's own row; NaN gives none."""
     batch, scheduled = InputBatch(6, 12, BLOCK_SIZE), SchedulerOutput()
-    for name, length, asked in [
+    for name, length, sampling in [
         ("chunk", 5, SamplingParams()),
         ("three", 2, SamplingParams(temperature=0.0)),
         ("pools", 2, None),
         ("bad", 2, SamplingParams(temperature=0.0)),
         ("one", 2, SamplingParams(temperature=0.0)),
     ]:
-        pooling = None if asked else PoolingParams()
+        pooling = None if sampling else PoolingParams()
         num_choices = 3 if name == "three" else 1
         scheduled.scheduled_new_reqs.append(
             NewRequestData(
-                name, [1] * length, asked, ([1, 2, 3],), 0, length, num_choices, pooling_params=pooling
+                name, [1] * length, sampling, ([1, 2, 3],), 0, length, num_choices, pooling_params=pooling
             )
         )
         scheduled.num_scheduled_tokens[name] = 2
@@ -140,7 +140,7 @@ def test_each_request_gets_what_was_drawn_for_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "takes_best"),
+    ("fields", "takes_best"),
     [
         ({}, True),
         ({"temperature": 0.5}, False),
@@ -152,16 +152,16 @@ def test_each_request_gets_what_was_drawn_for_it() -> None:
         ({"allowed_token_ids": (1, 2)}, False),
     ],
 )
-def test_who_takes_the_best_token(asked: dict[str, object], takes_best: bool) -> None:
+def test_which_requests_take_the_best_token(fields: dict[str, object], takes_best: bool) -> None:
     batch, scheduled = InputBatch(1, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1})
-    sampling = SamplingParams(**{"temperature": 0.0, **asked})  # type: ignore[arg-type]
+    sampling = SamplingParams(**{"temperature": 0.0, **fields})  # type: ignore[arg-type]
     scheduled.scheduled_new_reqs.append(NewRequestData("a", [1], sampling, ([1],), 0, 1))
     batch.update(scheduled)
     assert Drawing.of_step(batch, scheduled, prepare_inputs(batch, scheduled)).takes_best is takes_best
 
 
-def test_whom_a_grammar_binds_does_not_take_the_best_token() -> None:
-    """Law 6: what a grammar allows is looked at before a token is drawn, however the others draw."""
+def test_a_request_with_a_grammar_does_not_take_the_best_token() -> None:
+    """Law 6: the grammar's mask is applied before a token is sampled, however the other requests sample."""
     batch, scheduled = InputBatch(2, 12, BLOCK_SIZE), SchedulerOutput(num_scheduled_tokens={"a": 1, "b": 1})
     for name in ("a", "b"):
         new = NewRequestData(name, [1], SamplingParams(temperature=0.0), ([1],), 0, 1)

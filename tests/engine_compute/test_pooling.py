@@ -1,4 +1,4 @@
-"""Embeddings equal what transformers' hidden states give, however the work is cut into steps, on one rank and on two."""
+"""Embeddings equal those from transformers' hidden states, for any division into steps, on one rank and on two."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,15 +64,15 @@ def test_equals_transformers_whole_and_in_chunks(
 ) -> None:
     pooling = PoolingParams(kind, normalize)
     for prompt in (PROMPT, SHORT):
-        wanted = expected(folder, prompt, pooling)
+        exact = expected(folder, prompt, pooling)
         for chunk in (1000, 7, 1):
             found = embed(driver, prompt, pooling, chunk)
-            np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-5)
+            np.testing.assert_allclose(found, exact, rtol=2e-4, atol=2e-5)
             assert found == np.asarray(found, dtype=np.float32).tolist()
 
 
-def test_beside_requests_that_draw(driver: Driver, folder: Path) -> None:
-    """In one batch: two embeddings of different kinds, one of them in chunks, and an answer that is decoded."""
+def test_beside_requests_that_sample(driver: Driver, folder: Path) -> None:
+    """One batch: two embeddings of different kinds, one of them in chunks, and an answer that is decoded."""
     answer = reference_greedy(load_reference(folder), SHORT, 4)
     last, mean = PoolingParams("last"), PoolingParams("mean")
     driver.add("g", SHORT)
@@ -89,7 +89,7 @@ def test_beside_requests_that_draw(driver: Driver, folder: Path) -> None:
 
 
 def resume(driver: Driver, name: str, num_computed: int) -> SchedulerOutput:
-    """It was preempted, and computes the rest of its prompt in blocks of another request."""
+    """Return the step of a preempted request that computes the rest of its prompt in another request's blocks."""
     sequence, cached = driver.sequences[name], CachedRequestData()
     blocks = list(driver.sequences["done"].blocks)
     add_cached(cached, name, blocks, num_computed, resumed_with=sequence.tokens)
@@ -101,7 +101,7 @@ def resume(driver: Driver, name: str, num_computed: int) -> SchedulerOutput:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_preempted_in_the_middle(driver: Driver, folder: Path, kind: Kind) -> None:
-    """A mean begins again from nothing; the last token may rely on KV that another request has left."""
+    """A mean starts again from zero; the last token may use KV that another request has left."""
     pooling = PoolingParams(kind)
     driver.add("done", PROMPT)
     driver.add("e", PROMPT, pooling=pooling)
@@ -111,7 +111,7 @@ def test_preempted_in_the_middle(driver: Driver, folder: Path, kind: Kind) -> No
     np.testing.assert_allclose(pooled(output, "e"), expected(folder, PROMPT, pooling), rtol=2e-4, atol=2e-5)
 
 
-def test_a_mean_over_a_part_of_the_prompt_is_refused(folder: Path) -> None:
+def test_a_mean_over_a_part_of_the_prompt_is_rejected(folder: Path) -> None:
     driver = Driver(folder)
     driver.add("e", PROMPT, pooling=PoolingParams("mean"), num_computed=4, blocks=[1])
     with pytest.raises(InternalError, match="misses its first 4 tokens"):
@@ -120,7 +120,7 @@ def test_a_mean_over_a_part_of_the_prompt_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_no_number_is_counted(folder: Path, kind: Kind) -> None:
+def test_nan_values_are_counted(folder: Path, kind: Kind) -> None:
     driver = Driver(folder)
     model = driver.runner._model.loaded
     assert model is not None

@@ -1,4 +1,4 @@
-"""One rank, step by step: who gets a token, in which order things happen, dtypes, NaN, log probabilities."""
+"""One rank, step by step: which requests get a token, the order of events, dtypes, NaN, log probabilities."""
 
 import re
 import subprocess
@@ -28,7 +28,7 @@ PROMPT = [(29 * i + 5) % 256 for i in range(21)]
 
 
 class RecordingConnector:
-    """A rank connector that notes what it was told, and what of the pool was computed at that time."""
+    """A rank connector that records its calls, and which part of the pool was computed at each call."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -43,7 +43,7 @@ class RecordingConnector:
         return self if metadata == "watch" else None
 
     def stored(self, num_layers: int) -> None:
-        """Which layers of block 1 hold anything now."""
+        """Record the layers of block 1 that hold data."""
         assert self.memory is not None
         view, size = self.memory.read_view(1), self.memory.layout.num_layers
         step = view.nbytes // size
@@ -70,8 +70,8 @@ def folder(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", "llama", seed=11)
 
 
-def test_a_chunk_draws_no_token(folder: Path) -> None:
-    """B8, A32: an unfinished prompt has an empty list; the decode beside it has its token."""
+def test_a_chunk_samples_no_token(folder: Path) -> None:
+    """B8, A32: an unfinished prompt has an empty list; the decode beside it gets its token."""
     driver = Driver(folder)
     driver.add("short", PROMPT[:3])
     driver.step({"short": 3})
@@ -84,8 +84,8 @@ def test_a_chunk_draws_no_token(folder: Path) -> None:
     assert [len(tokens) for tokens in output.sampled_token_ids] == [1]
 
 
-def test_a_step_without_tokens_runs_no_forward(folder: Path) -> None:
-    """B8, B19: it still carries orders and completions."""
+def test_a_step_without_tokens_runs_no_forward_pass(folder: Path) -> None:
+    """B8, B19: the step still carries orders and completions."""
     driver, connector = Driver(folder), RecordingConnector()
     driver.executor.set_connector(SingleRankConnector(connector))
     connector.finished = ({"sent"}, {"got"})
@@ -100,8 +100,8 @@ def test_a_step_without_tokens_runs_no_forward(folder: Path) -> None:
     assert connector.calls[2:] == ["close"]
 
 
-def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
-    """B19: what a step computes is in the pool when the connector acts on the step's orders."""
+def test_orders_reach_the_connector_after_the_forward_pass(folder: Path) -> None:
+    """B19: the results of a step are in the pool before the connector executes the step's orders."""
     driver, connector = Driver(folder), RecordingConnector()
     driver.executor.set_connector(SingleRankConnector(connector))
     driver.add("a", PROMPT)
@@ -112,8 +112,8 @@ def test_orders_reach_the_connector_after_the_forward(folder: Path) -> None:
     assert connector.calls == ["start", ("publish", True)]
 
 
-def test_torch_on_the_host_computes_when_somebody_waits(folder: Path) -> None:
-    """What a step's beginning leaves to do meanwhile is not held up by its forward pass."""
+def test_torch_on_the_host_computes_only_when_the_result_is_awaited(folder: Path) -> None:
+    """``begin`` returns before the forward pass, so that other work is not delayed by it."""
     driver = Driver(folder)
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)
@@ -124,10 +124,10 @@ def test_torch_on_the_host_computes_when_somebody_waits(folder: Path) -> None:
     assert pool.any()
 
 
-def test_who_watches_hears_of_each_layer_when_its_kv_is_there(
+def test_a_layer_watch_is_called_when_the_kv_of_a_layer_is_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the layer's attention, which takes far longer than its KV."""
+    """The call precedes the layer's attention, which takes far longer than its KV."""
     driver, connector, attend = Driver(folder), RecordingConnector(), TorchStep.attend
 
     def attend_noted(step: TorchStep, *args: Any) -> Tensor:
@@ -163,8 +163,8 @@ def test_half_precision_loads_and_runs(tmp_path: Path, family: str, dtype: str) 
     assert [len(answer) for answer in answers.values()] == [6, 6]
 
 
-def test_seeded_answers_do_not_depend_on_cutting_or_company(folder: Path) -> None:
-    """Law 6: position is absolute, so a replay of prompt + delivered tokens draws what the first run drew."""
+def test_seeded_answers_do_not_depend_on_chunking_or_batching(folder: Path) -> None:
+    """Law 6: the position is absolute, so a replay of prompt + delivered tokens samples the same tokens."""
     sampling = SamplingParams(temperature=1.0, top_p=0.95, top_k=50, seed=77, max_tokens=100)
     alone = Driver(folder)
     alone.add("a", PROMPT, sampling)
@@ -188,8 +188,8 @@ def free_answer(folder: Path, count: int) -> list[int]:
     return driver.generate(["a"], count)["a"]
 
 
-def test_min_tokens_counts_the_answer_alone(folder: Path) -> None:
-    """A resumed request's delivered tokens count, its prompt does not."""
+def test_min_tokens_counts_only_the_answer(folder: Path) -> None:
+    """The delivered tokens of a resumed request count, its prompt does not."""
     free = Driver(folder)
     free.add("a", PROMPT)
     answer = free.generate(["a"], 3)["a"]
@@ -201,8 +201,8 @@ def test_min_tokens_counts_the_answer_alone(folder: Path) -> None:
     assert late.generate(["a"], 2)["a"] == answer[:2]
 
 
-def test_penalties_count_prompt_and_answer_apart(folder: Path) -> None:
-    """A replay's delivered tokens are answer; what stands in the prompt is penalized by repetition_penalty alone."""
+def test_penalties_count_prompt_and_answer_separately(folder: Path) -> None:
+    """Delivered tokens of a replay belong to the answer; prompt tokens are only penalized by repetition_penalty."""
     sampling = greedy(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.2)
     whole = Driver(folder)
     whole.add("a", PROMPT, sampling)
@@ -218,8 +218,8 @@ def test_penalties_count_prompt_and_answer_apart(folder: Path) -> None:
     assert in_prompt.generate(["a"], 1) == unpenalized.generate(["a"], 1)
 
 
-def test_logprobs_stand_in_the_row_of_their_request(folder: Path) -> None:
-    """B9: in a batch with a chunk and with a request that asked for none."""
+def test_logprobs_are_in_the_row_of_their_request(folder: Path) -> None:
+    """B9: in a batch with a chunk and with a request without log probabilities."""
     driver = Driver(folder)
     driver.add("chunk", PROMPT, greedy(logprobs=2))
     driver.add("asks", PROMPT[:4], greedy(logprobs=3))
@@ -232,8 +232,8 @@ def test_logprobs_stand_in_the_row_of_their_request(folder: Path) -> None:
     assert driver.step({"does not": 1}).logprobs is None
 
 
-def test_nan_is_counted_and_stays_with_its_request(folder: Path) -> None:
-    """B8: num_nans_in_logits names the request; the others of the batch have their tokens."""
+def test_nan_is_counted_and_affects_only_its_request(folder: Path) -> None:
+    """B8: num_nans_in_logits names the request; the others in the batch get their tokens."""
     driver, clean = Driver(folder), Driver(folder)
     for each in (driver, clean):
         each.add("sick", PROMPT)
@@ -255,7 +255,7 @@ def test_blocks_with_stale_nan_are_safe_to_reuse(folder: Path) -> None:
 
 
 def test_preempted_request_is_computed_again(folder: Path) -> None:
-    """B6: new blocks, computed from 0, all tokens given again: the answer goes on unchanged."""
+    """B6: with new blocks, computed from 0, and all tokens sent again, the answer continues unchanged."""
     driver, clean = Driver(folder), Driver(folder)
     clean.add("a", PROMPT)
     answer = clean.generate(["a"], 8)["a"]
@@ -273,7 +273,7 @@ def test_preempted_request_is_computed_again(folder: Path) -> None:
     assert driver.generate(["a"], 8)["a"] == answer
 
 
-def test_use_before_start_up_is_a_bug_with_a_name(folder: Path) -> None:
+def test_use_before_startup_is_an_internal_error(folder: Path) -> None:
     runner = ModelRunner(EngineSettings(model=folder))
     with pytest.raises(InternalError, match="before load_model"):
         _ = runner.model_info
@@ -283,7 +283,7 @@ def test_use_before_start_up_is_a_bug_with_a_name(folder: Path) -> None:
 
 
 def test_collective_rpc_calls_any_method_of_the_rank(folder: Path) -> None:
-    """A11, D2 for one rank: results in rank order; private and unknown names are refused."""
+    """A11, D2 for one rank: results are in rank order; private and unknown names are rejected."""
     executor = create_executor(EngineSettings(model=folder, device="auto"))
     assert executor.collective_rpc("get_model_info") == [executor.model_info]
     for name in ("no_such_method", "_forward", "device"):
@@ -302,7 +302,7 @@ def test_collective_rpc_calls_any_method_of_the_rank(folder: Path) -> None:
     ],
 )
 def test_devices(setting: str, num_cuda: int, device: str) -> None:
-    """A11: the executor is picked by device."""
+    """A11: the executor is chosen by device."""
     assert resolve_device(setting, num_cuda) == torch.device(device)
 
 
@@ -315,14 +315,14 @@ def test_devices(setting: str, num_cuda: int, device: str) -> None:
         ("cuda:3", "device is 'cuda:3'.*has 0 CUDA devices"),
     ],
 )
-def test_devices_that_are_not_there(setting: str, words: str) -> None:
-    """A11: an unknown or absent device is named."""
+def test_unavailable_devices_are_rejected(setting: str, words: str) -> None:
+    """A11: the error names an unknown or absent device."""
     with pytest.raises(SettingError, match=words) as caught:
         resolve_device(setting, 0)
     assert caught.value.param == "device"
 
 
-def test_only_what_serves_models_of_transformers_imports_it() -> None:
+def test_transformers_is_imported_only_for_its_own_models() -> None:
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 20
     importing = [file for file in files if re.search(r"(?m)^\s*(import|from) transformers", file.read_text())]
@@ -333,7 +333,7 @@ def test_only_what_serves_models_of_transformers_imports_it() -> None:
     }
 
 
-def test_a_model_of_ours_is_loaded_without_transformers(tmp_path: Path) -> None:
+def test_a_built_in_model_is_loaded_without_transformers(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path)
     program = (
         "import sys, torch; from pathlib import Path; from engine.models.loading import load;"

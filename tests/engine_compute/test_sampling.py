@@ -50,11 +50,11 @@ parameters = st.fixed_dictionaries(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(asked=st.lists(parameters, min_size=1, max_size=6), shuffle=st.randoms(use_true_random=False))
-def test_a_token_does_not_depend_on_the_batch(asked: list[dict[str, Any]], shuffle: Any) -> None:
-    """Law 6: alone, in any order, beside anybody: the same token with the same log probabilities."""
-    logits = random_logits(1, len(asked))
-    rows = [make_row(position=index, **fields) for index, fields in enumerate(asked)]
+@given(row_fields=st.lists(parameters, min_size=1, max_size=6), shuffle=st.randoms(use_true_random=False))
+def test_a_token_does_not_depend_on_the_batch(row_fields: list[dict[str, Any]], shuffle: Any) -> None:
+    """Law 6: alone, in any order, beside any others: the same token with the same log probabilities."""
+    logits = random_logits(1, len(row_fields))
+    rows = [make_row(position=index, **fields) for index, fields in enumerate(row_fields)]
     together = sample(logits, rows)
     order = list(range(len(rows)))
     shuffle.shuffle(order)
@@ -87,8 +87,10 @@ def test_top_p_draws_from_the_smallest_set_with_that_probability(seed: int, p: f
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), p=st.floats(0.001, 1.0), temperature=st.sampled_from([0.5, 1.0, 2.0]))
-def test_min_p_draws_what_is_probable_beside_the_best(seed: int, p: float, temperature: float) -> None:
-    """Its share is measured after temperature, and before anything else is left out."""
+def test_min_p_keeps_tokens_that_are_probable_relative_to_the_best(
+    seed: int, p: float, temperature: float
+) -> None:
+    """The share is measured after temperature, and before anything else is removed."""
     logits = random_logits(seed)[0]
     probabilities = (logits.double() / temperature).softmax(0)
     kept = (probabilities >= p * probabilities.max() - 1e-9).nonzero()[:, 0].tolist()
@@ -105,7 +107,7 @@ def test_top_k_comes_before_top_p_and_ties_keep_the_lowest_ids() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
-def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> None:
+def test_tokens_are_drawn_as_often_as_their_probability(temperature: float) -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
     num_draws = 4000
     counts = Counter(draw(logits, make_row(i, temperature=temperature, seed=9)) for i in range(num_draws))
@@ -115,7 +117,7 @@ def test_tokens_come_as_often_as_their_probability_says(temperature: float) -> N
 
 
 def test_the_inverse_runs_in_the_order_of_the_vocabulary() -> None:
-    """Equal probabilities: token = floor(u × vocabulary)."""
+    """With equal probabilities the token is floor(u × vocabulary)."""
     for position in range(50):
         expected = uniform_bits(3, position) * VOCAB >> UNIFORM_BITS
         assert draw(torch.zeros(VOCAB), make_row(position, seed=3)) == expected
@@ -129,18 +131,18 @@ def test_every_unit_of_weight_belongs_to_its_token() -> None:
 @given(uniform=st.integers(0, 2**UNIFORM_BITS - 1), total=st.integers(0, 2**58 - 1))
 @example(uniform=2**UNIFORM_BITS - 1, total=2**58 - 1)
 def test_a_share_of_the_total_is_exact(uniform: int, total: int) -> None:
-    """In 64 bits what Python says in 111."""
+    """64-bit arithmetic gives the result that Python computes with 111 bits."""
     share = scaled(torch.tensor([uniform]), torch.tensor([total]))
     assert share.tolist() == [uniform * total >> UNIFORM_BITS]
 
 
-def test_company_changes_no_draw() -> None:
+def test_other_rows_change_no_draw() -> None:
     logits, rows = random_logits(4, 30), [make_row(index, seed=index) for index in range(30)]
     alone = [draw(row_logits, row) for row_logits, row in zip(logits, rows, strict=True)]
     assert sample(logits, rows).token_ids == alone
 
 
-def test_seed_and_position_decide() -> None:
+def test_seed_and_position_determine_the_draw() -> None:
     logits = random_logits(4)[0]
     stream = [draw(logits, make_row(i, seed=1)) for i in range(30)]
     assert stream == [draw(logits, make_row(i, seed=1)) for i in range(30)]
@@ -150,7 +152,7 @@ def test_seed_and_position_decide() -> None:
 
 
 def philox_4x64(counter: int, key: int) -> int:
-    """The first of the four words of Philox 4x64 with 10 rounds, from its paper."""
+    """Return the first of the four words of Philox 4x64 with 10 rounds, as in its paper."""
     mask = 2**64 - 1
     c0, c1, c2, c3 = counter & mask, counter >> 64 & mask, counter >> 128 & mask, counter >> 192
     k0, k1 = key & mask, key >> 64
@@ -163,9 +165,9 @@ def philox_4x64(counter: int, key: int) -> int:
 
 @given(seed=st.integers(-(2**63), 2**64 - 1), position=st.integers(0, 2**32))
 def test_uniform_bits_are_philox(seed: int, position: int) -> None:
-    """Law 6: a replay on another machine or version draws the same, so the generator may never change.
+    """Law 6: a replay on another machine or version samples the same tokens, so the generator may never change.
 
-    The oracle itself gives the known answer of its authors. Counter 0 is never used: position 0 is counter 1.
+    The reference reproduces the known answer of its authors. Counter 0 is never used: position 0 is counter 1.
     """
     assert philox_4x64(0, 0) == 0x16554D9ECA36314C
     assert uniform_bits(seed, position) == philox_4x64(position + 1, seed % 2**128) >> (64 - UNIFORM_BITS)
@@ -180,16 +182,16 @@ def test_greedy_takes_the_lowest_id_of_the_best() -> None:
 def test_min_tokens_forbids_the_end() -> None:
     logits = torch.zeros(VOCAB)
     logits[3], logits[4], logits[5] = 30.0, 20.0, 10.0
-    asked: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4,)}
-    assert draw(logits, make_row(num_generated=1, eos=(3,), **asked)) == 5
-    assert draw(logits, make_row(num_generated=2, eos=(3,), **asked)) == 3
-    assert draw(logits, make_row(num_generated=1, eos=(3,), ignore_eos=True, **asked)) == 3
+    fields: dict[str, Any] = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (4,)}
+    assert draw(logits, make_row(num_generated=1, eos=(3,), **fields)) == 5
+    assert draw(logits, make_row(num_generated=2, eos=(3,), **fields)) == 3
+    assert draw(logits, make_row(num_generated=1, eos=(3,), ignore_eos=True, **fields)) == 3
     sampled: dict[str, Any] = {"temperature": 1.0, "min_tokens": 2, "stop_token_ids": (4,)}
     assert draw(logits, make_row(num_generated=0, eos=(3, 999), **sampled)) == 5
 
 
 def test_logprobs_are_those_of_the_raw_distribution() -> None:
-    """B9: the sampled token first, then the k best; its rank; before temperature and min_tokens."""
+    """B9: the sampled token first, then the k best; its rank; computed before temperature and min_tokens."""
     logits = random_logits(6)[0]
     best = logits.argsort(descending=True).tolist()
     row = make_row(temperature=0.0, logprobs=3, min_tokens=1, stop_token_ids=(best[0],))
@@ -202,7 +204,7 @@ def test_logprobs_are_those_of_the_raw_distribution() -> None:
     torch.testing.assert_close(torch.tensor(samples.logprobs.logprobs[0]), expected)
 
 
-def test_rows_that_asked_for_no_logprobs_have_none() -> None:
+def test_rows_without_requested_logprobs_have_none() -> None:
     samples = sample(random_logits(1, 2), [make_row(), make_row(logprobs=0)])
     assert samples.logprobs is not None
     assert [len(ids) for ids in samples.logprobs.logprob_token_ids] == [0, 1]
@@ -211,7 +213,7 @@ def test_rows_that_asked_for_no_logprobs_have_none() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_row_of_nan_does_not_touch_the_others(temperature: float, bad: float) -> None:
+def test_a_row_of_nan_does_not_affect_the_others(temperature: float, bad: float) -> None:
     logits = random_logits(2, 3)
     rows = [make_row(i, temperature=temperature, logprobs=2, seed=8) for i in range(3)]
     clean = sample(logits, rows)
@@ -223,7 +225,7 @@ def test_a_row_of_nan_does_not_touch_the_others(temperature: float, bad: float) 
     assert [len(ids) for ids in samples.logprobs.logprob_token_ids] == [3, 0, 3]
 
 
-def test_a_nan_counts_where_its_token_is_forbidden() -> None:
+def test_a_nan_counts_even_if_its_token_is_forbidden() -> None:
     logits = random_logits(1)
     logits[0, 4] = torch.nan
     samples = sample(logits, [make_row(min_tokens=1, stop_token_ids=(4,))])
@@ -236,6 +238,6 @@ def test_a_row_where_everything_is_forbidden_draws_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_logits_are_taken(dtype: torch.dtype) -> None:
+def test_half_precision_logits_are_accepted(dtype: torch.dtype) -> None:
     logits = random_logits(3).to(dtype)
     assert draw(logits[0], make_row(temperature=0.0)) == int(logits[0].argmax())

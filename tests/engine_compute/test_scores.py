@@ -1,4 +1,4 @@
-"""What requests add to logits and take from them: each change against its definition, and rows apart from each other."""
+"""Logits processors: each change equals its definition, and rows do not affect each other."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from engine.sampling.logits_processors import SamplingRow, adjusted
 
 VOCAB = 20
 tokens = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-asked = st.fixed_dictionaries(
+parameters = st.fixed_dictionaries(
     {
         "presence_penalty": st.sampled_from([0.0, 0.5, -2.0]),
         "frequency_penalty": st.sampled_from([0.0, 1.0, -0.25]),
@@ -42,7 +42,7 @@ def row_of(fields: dict[str, Any], prompt: list[int], answer: list[int]) -> Samp
 def by_definition(
     logits: list[float], fields: dict[str, Any], prompt: list[int], answer: list[int]
 ) -> list[float]:
-    """Token by token, in float64."""
+    """Apply the definition token by token, in float64."""
     out = []
     for token, logit in enumerate(logits):
         is_allowed = not fields["allowed_token_ids"] or token in fields["allowed_token_ids"]
@@ -59,8 +59,10 @@ def by_definition(
 
 
 @settings(max_examples=200, deadline=None)
-@given(rows=st.lists(st.tuples(asked, tokens, tokens), min_size=1, max_size=4), seed=st.integers(0, 1000))
-def test_every_change_is_what_its_definition_says(
+@given(
+    rows=st.lists(st.tuples(parameters, tokens, tokens), min_size=1, max_size=4), seed=st.integers(0, 1000)
+)
+def test_every_change_equals_its_definition(
     rows: list[tuple[dict[str, Any], list[int], list[int]]], seed: int
 ) -> None:
     raw: Tensor = 4 * torch.randn((len(rows), VOCAB), generator=torch.Generator().manual_seed(seed))
@@ -72,13 +74,13 @@ def test_every_change_is_what_its_definition_says(
         np.testing.assert_allclose(scores[i].numpy(), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_logits_are_not_copied_where_nothing_changes() -> None:
+def test_logits_are_not_copied_if_nothing_changes() -> None:
     raw = torch.zeros((2, VOCAB))
     assert adjusted(raw, [row_of({}, [1], [2])] * 2) is raw
 
 
-def test_a_bitmask_reaches_over_words_and_their_last_bits() -> None:
-    """Token 31 is the sign bit of its word; a vocabulary may end within a word."""
+def test_a_bitmask_covers_several_words_and_their_last_bits() -> None:
+    """Token 31 is the sign bit of its word; a vocabulary may end in the middle of a word."""
     allowed = [0, 31, 32, 63, 69]
     bits = np.zeros(96, np.bool_)
     bits[[*allowed, 75]] = True

@@ -1,4 +1,4 @@
-"""The scripted model: it says its script to the token however it is computed, and nothing of damaged KV stays unseen."""
+"""The scripted model repeats its script exactly, however it is computed, and detects any damaged KV."""
 
 import asyncio
 import json
@@ -44,14 +44,14 @@ def random_script(rng: random.Random, longest: int = 120) -> list[int]:
 
 
 def prompt_of(rng: random.Random, script: list[int]) -> list[int]:
-    """A conversation: only its last script counts."""
+    """Return a conversation in which only the last script counts."""
     earlier = random_script(rng, 30)
     return [0, BEGIN, *earlier, END, ANSWER, *earlier, END, BEGIN, *script, END, ANSWER]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(("block_size", "chunk"), [(1, 7), (4, 1), (4, 1000), (16, 40), (32, 64)])
-def test_random_scripts_to_the_token(model: Path, dtype: str, block_size: int, chunk: int) -> None:
+def test_random_scripts_are_repeated_exactly(model: Path, dtype: str, block_size: int, chunk: int) -> None:
     rng = random.Random(block_size * 1000 + chunk)
     driver = Driver(model, block_size=block_size, dtype=dtype)
     scripts = {f"r{index}": random_script(rng) for index in range(4)}
@@ -65,7 +65,7 @@ def test_random_scripts_to_the_token(model: Path, dtype: str, block_size: int, c
 @pytest.mark.parametrize(
     "prompt", [[0, 7, 8], [0, BEGIN, 7, END], [0, 7, END, ANSWER], [0, ANSWER, BEGIN, 7, END]]
 )
-def test_without_a_script_it_says_so(model: Path, prompt: list[int]) -> None:
+def test_without_a_script_the_answer_is_lost(model: Path, prompt: list[int]) -> None:
     driver = Driver(model)
     driver.add("a", prompt)
     assert driver.generate(["a"], 2) == {"a": [LOST, LOST]}
@@ -77,7 +77,7 @@ PROMPT = [0, 9, BEGIN, *SCRIPT, END, ANSWER]
 
 
 def cached_prompt(folder: Path) -> tuple[Driver, list[int]]:
-    """A rank on which all of PROMPT but its last token is computed, and the blocks of that."""
+    """Return a rank on which all of PROMPT except its last token is computed, and the blocks."""
     driver = Driver(write(folder, max_model_len=31), dtype="float32", block_size=4)
     driver.add("first", PROMPT)
     driver.step({"first": len(PROMPT) - 1})
@@ -85,7 +85,7 @@ def cached_prompt(folder: Path) -> tuple[Driver, list[int]]:
 
 
 def answer_from(driver: Driver, blocks: list[int]) -> list[int]:
-    """What a request says that finds its prompt in ``blocks``."""
+    """Return the answer of a request that finds its prompt in ``blocks``."""
     driver.sequences["again"] = Sequence(
         list(PROMPT), len(PROMPT), greedy(), num_computed=len(PROMPT) - 1, blocks=list(blocks)
     )
@@ -95,9 +95,9 @@ def answer_from(driver: Driver, blocks: list[int]) -> list[int]:
 
 
 def test_one_flipped_value_changes_the_answer(tmp_path: Path) -> None:
-    """The values of layer 0 and what its keys say of the script's begin, and all of layer 1 at the tokens that are said."""
+    """Flips values of layer 0, key bits of the script's begin, and all of layer 1 at the answer's tokens."""
     driver, blocks = cached_prompt(tmp_path)
-    said = range(PROMPT.index(BEGIN) + 1, len(PROMPT) - 1)
+    script_places = range(PROMPT.index(BEGIN) + 1, len(PROMPT) - 1)
     num_position_bits, num_code_bits = 5, 9
     flags = range(num_position_bits, num_position_bits + 2)
     begin = PROMPT.index(BEGIN)
@@ -105,8 +105,8 @@ def test_one_flipped_value_changes_the_answer(tmp_path: Path) -> None:
         *product([0], [1], range(len(PROMPT) - 1), range(num_position_bits)),
         *product([0], [0], range(begin, len(PROMPT) - 1), flags[:1]),
         *product([0], [1], [begin], flags[:1]),
-        *product([1], [0], said, range(num_position_bits + 1)),
-        *product([1], [1], said, range(num_code_bits)),
+        *product([1], [0], script_places, range(num_position_bits + 1)),
+        *product([1], [1], script_places, range(num_code_bits)),
     ]
     assert answer_from(driver, blocks) == [*SCRIPT, END]
     for layer, kind, position, place in places:
@@ -117,8 +117,8 @@ def test_one_flipped_value_changes_the_answer(tmp_path: Path) -> None:
     assert answer_from(driver, blocks) == [*SCRIPT, END]
 
 
-def test_a_block_that_is_empty_or_another_one_changes_the_answer(tmp_path: Path) -> None:
-    """In both layers or in one: as if a copy had missed it."""
+def test_an_empty_or_exchanged_block_changes_the_answer(tmp_path: Path) -> None:
+    """In both layers or in one, as if a copy had skipped it."""
     driver, blocks = cached_prompt(tmp_path)
     pool = driver.runner.memory
     for block, layers in product(blocks[:2], ([0], [1], [0, 1])):
@@ -134,8 +134,8 @@ def test_a_block_that_is_empty_or_another_one_changes_the_answer(tmp_path: Path)
     assert answer_from(driver, blocks) == [*SCRIPT, END]
 
 
-async def test_through_an_engine_that_chunks_caches_and_preempts(model: Path) -> None:
-    """Answers of eight at once, drawn at a temperature; then the same prompts from the cache."""
+async def test_in_an_engine_that_chunks_caches_and_preempts(model: Path) -> None:
+    """Eight answers at once, sampled at a temperature; then the same prompts from the cache."""
     rng = random.Random(5)
     scripts = [random_script(rng, 150) for _ in range(8)]
     prompts = [prompt_of(rng, script) for script in scripts]
@@ -169,7 +169,7 @@ async def test_through_an_engine_that_chunks_caches_and_preempts(model: Path) ->
         await client.shutdown()
 
 
-def test_it_runs_on_one_rank_alone(model: Path) -> None:
+def test_it_runs_on_one_rank_only(model: Path) -> None:
     loaded = load(model, "auto", None, torch.device("cpu"))
     assert isinstance(loaded.config, DecoderConfig)
     with pytest.raises(SettingError, match="num_key_value_heads 1") as caught:
@@ -177,7 +177,7 @@ def test_it_runs_on_one_rank_alone(model: Path) -> None:
     assert caught.value.param == "tensor_parallel_size"
 
 
-def test_a_folder_without_its_tokens_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_script_tokens_is_rejected(tmp_path: Path) -> None:
     config = write(tmp_path) / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "script_tokens": {"begin": 3}}))
     with pytest.raises(SettingError, match=r"script_tokens is .*begin, answer, lost"):

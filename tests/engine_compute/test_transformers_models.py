@@ -1,4 +1,4 @@
-"""Decoders that transformers defines, on the paged KV cache: their answers, and what is refused by which words."""
+"""Decoders defined by transformers on the paged KV cache: their answers, and the errors for unsupported ones."""
 
 import asyncio
 import json
@@ -46,8 +46,8 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", FOREIGN_FAMILIES)
-async def test_an_engine_answers_as_generate_does(tmp_path: Path, family: str) -> None:
-    """Prompts in chunks beside decodes, too few blocks for all at once; then again from the prefix cache."""
+async def test_an_engine_gives_the_answers_of_generate(tmp_path: Path, family: str) -> None:
+    """Prompts in chunks beside decodes, with too few blocks for all at once; then again from the prefix cache."""
     folder = make_foreign_checkpoint(tmp_path, family, seed=3)
     answers = expected(folder)
     assert len({tuple(answer) for answer in answers}) == len(PROMPTS)
@@ -82,7 +82,7 @@ async def test_an_engine_answers_as_generate_does(tmp_path: Path, family: str) -
         await client.shutdown()
 
 
-async def test_a_hand_over_goes_on_with_the_answer(tmp_path: Path) -> None:
+async def test_a_hand_over_continues_the_answer(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "gemma2", seed=3)
     answers = expected(folder)
     async with running_pair(folder, block_size=4, max_num_batched_tokens=16) as pair:
@@ -96,7 +96,7 @@ def load_on_cpu(folder: Path, dtype: str = "float32", **arguments: Any) -> Loade
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("family", ["gemma2", "qwen3_moe"])
-def test_sixteen_bits(tmp_path: Path, family: str, dtype: str) -> None:
+def test_half_precision(tmp_path: Path, family: str, dtype: str) -> None:
     folder = make_foreign_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     loaded = load_on_cpu(folder, dtype)
     assert loaded.info.dtype == dtype
@@ -104,7 +104,7 @@ def test_sixteen_bits(tmp_path: Path, family: str, dtype: str) -> None:
     assert load_on_cpu(folder, "auto").info.dtype == "bfloat16"
 
 
-def test_weights_of_their_own_dtype_stay_in_the_file(tmp_path: Path) -> None:
+def test_weights_that_need_no_conversion_stay_memory_mapped(tmp_path: Path) -> None:
     loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "olmo2"))
     maps = Path("/proc/self/maps").read_text().splitlines()
     mapped = [
@@ -121,7 +121,7 @@ def change_config(folder: Path, **fields: Any) -> Path:
 
 
 def write(folder: Path, name: str, **fields: Any) -> Path:
-    """A small random checkpoint of transformers' model of that name."""
+    """Write a small random checkpoint of transformers' model of that name."""
     config = getattr(transformers, f"{name}Config")(
         vocab_size=264, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, **fields
     )
@@ -153,7 +153,7 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
         ),
     ],
 )
-def test_what_would_be_wrong_is_refused(
+def test_models_that_would_give_wrong_answers_are_rejected(
     tmp_path: Path, name: str, fields: dict[str, Any], reason: str
 ) -> None:
     folder = write(tmp_path, name, **fields)
@@ -163,8 +163,8 @@ def test_what_would_be_wrong_is_refused(
 
 
 @pytest.mark.parametrize(("masked", "named"), [(5, 5), (5, 6), (5, None), (None, 5), (None, None)])
-def test_the_mask_must_be_the_one_that_the_attention_names(masked: int | None, named: int | None) -> None:
-    """Only what the attention names reaches the backend; windows are too long to be tried out."""
+def test_the_mask_must_match_what_the_attention_declares(masked: int | None, named: int | None) -> None:
+    """Only what the attention declares reaches the backend; windows are too long to be tested by running them."""
     mask = AskedMask(causal_mask_function if masked is None else sliding_window_causal_mask_function(masked))
     states = torch.zeros(2, 1, 4)
     call = LayerCall(0, LayerShape(1.0, named), states, states, states, mask, {})
@@ -177,7 +177,7 @@ def test_the_mask_must_be_the_one_that_the_attention_names(masked: int | None, n
             survey.attend(call)
 
 
-def test_a_configuration_that_speaks_against_it(tmp_path: Path) -> None:
+def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     change_config(folder, quantization_config={"quant_method": "gptq"})
     with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: its weights are quantised"):
@@ -190,14 +190,14 @@ def test_a_configuration_that_speaks_against_it(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
-def test_code_beside_the_weights_is_not_run(tmp_path: Path) -> None:
+def test_code_in_the_model_folder_is_not_run(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     (folder / "own.py").write_text("raise SystemExit('this has been run')")
     change_config(folder, auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"})
     assert type(load_on_cpu(folder).model) is TransformersModel
 
 
-def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
+def test_errors_name_missing_and_unexpected_tensors(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     change_config(folder, num_hidden_layers=3)
     with pytest.raises(SettingError, match=r"11 tensors are missing: model\.layers\.2\.mlp"):
@@ -207,8 +207,8 @@ def test_tensors_that_are_missing_or_too_many_are_named(tmp_path: Path) -> None:
         load_on_cpu(folder)
 
 
-def test_positions_end_where_angles_would_depend_on_neighbours(tmp_path: Path) -> None:
-    """Phi 3's "longrope" turns all tokens of a batch by other angles once one lies behind the original positions."""
+def test_max_model_len_ends_where_angles_would_depend_on_neighbours(tmp_path: Path) -> None:
+    """Phi 3's "longrope" rotates all tokens of a batch by other angles once one exceeds the original positions."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -224,7 +224,7 @@ def test_positions_end_where_angles_would_depend_on_neighbours(tmp_path: Path) -
         load_on_cpu(folder, max_model_len=65)
 
 
-def test_one_rank_alone(tmp_path: Path) -> None:
+def test_several_ranks_are_rejected(tmp_path: Path) -> None:
     folder = make_foreign_checkpoint(tmp_path, "olmo2")
     with pytest.raises(SettingError, match="tensor_parallel_size is 2; Olmo2ForCausalLM") as caught:
         load_on_cpu(folder, group=LocalRankGroup(0, Exchange(2)))
@@ -232,7 +232,7 @@ def test_one_rank_alone(tmp_path: Path) -> None:
 
 
 class Leaking(LanguageModel):
-    """A model whose tokens see a little of their neighbours in the batch."""
+    """A model in which tokens are affected a little by their neighbours in the batch."""
 
     def __init__(self, model: LanguageModel) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ class Leaking(LanguageModel):
         return self.model.logits(states)
 
 
-def test_the_self_check_sees_what_leaks(tmp_path: Path) -> None:
+def test_the_self_check_detects_leaks_between_requests(tmp_path: Path) -> None:
     loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "granite"))
     with torch.inference_mode():
         reference = Reference.of(load_reference(tmp_path), loaded.info.vocab_size, CPU)
@@ -260,13 +260,13 @@ def test_the_self_check_sees_what_leaks(tmp_path: Path) -> None:
         )
 
 
-def test_attention_in_both_directions_is_refused(tmp_path: Path) -> None:
+def test_bidirectional_attention_is_rejected(tmp_path: Path) -> None:
     folder = change_config(make_foreign_checkpoint(tmp_path, "olmo2"), is_causal=False)
     with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: its attention sees later tokens"):
         load_on_cpu(folder)
 
 
-def test_logits_of_no_rows(tmp_path: Path) -> None:
+def test_logits_for_zero_rows(tmp_path: Path) -> None:
     loaded = load_on_cpu(make_foreign_checkpoint(tmp_path, "gemma2"))
     assert isinstance(loaded.model, TransformersModel)
     with torch.inference_mode():

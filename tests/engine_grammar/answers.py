@@ -1,4 +1,4 @@
-"""Matchers over the tests' tiny tokenizer, and what their bitmasks allow."""
+"""Matchers over the tests' tiny tokenizer, and the tokens that their bitmasks allow."""
 
 import threading
 from pathlib import Path
@@ -18,8 +18,8 @@ VOCAB_SIZE = 300
 WAIT_SECONDS = 30.0
 
 
-def asking(grammar: Grammar, *, delivered: str = "", **sampling: Any) -> EngineRequest:
-    """A request with this grammar; ``delivered`` ends its prompt, a token a byte."""
+def request_with(grammar: Grammar, *, delivered: str = "", **sampling: Any) -> EngineRequest:
+    """Return a request with this grammar; ``delivered`` ends its prompt, one token for each byte."""
     tokens = byte_ids(delivered.encode())
     fields = {"max_tokens": 100, **sampling}
     return EngineRequest(
@@ -31,8 +31,8 @@ def asking(grammar: Grammar, *, delivered: str = "", **sampling: Any) -> EngineR
     )
 
 
-def outcome_of(folder: Path, asked: EngineRequest) -> GrammarMatcher | KvbatonError:
-    """What the compiler makes of it."""
+def outcome_of(folder: Path, request: EngineRequest) -> GrammarMatcher | KvbatonError:
+    """Compile the request's grammar and return the compiler's outcome."""
     compiler = GrammarCompiler(lambda: load_vocabulary(folder, [END]), VOCAB_SIZE)
     found: list[GrammarMatcher | KvbatonError] = []
     is_ready = threading.Event()
@@ -41,29 +41,29 @@ def outcome_of(folder: Path, asked: EngineRequest) -> GrammarMatcher | KvbatonEr
         found.append(outcome)
         is_ready.set()
 
-    assert asked.sampling.grammar
+    assert request.sampling.grammar
     try:
-        compiler.start(asked, asked.sampling.grammar, take)
+        compiler.start(request, request.sampling.grammar, take)
         assert is_ready.wait(WAIT_SECONDS)
     finally:
         compiler.close()
     return found[0]
 
 
-def matcher_of(folder: Path, asked: EngineRequest) -> GrammarMatcher:
-    """The same where it compiles. Raises its error where it does not."""
-    outcome = outcome_of(folder, asked)
+def matcher_of(folder: Path, request: EngineRequest) -> GrammarMatcher:
+    """Return the request's matcher. Raises the error if its grammar does not compile."""
+    outcome = outcome_of(folder, request)
     if isinstance(outcome, KvbatonError):
         raise outcome
     return outcome
 
 
 def allowed_by(matcher: GrammarMatcher) -> set[int]:
-    """The tokens that may follow."""
+    """Return the tokens that may follow."""
     bits = np.unpackbits(matcher.bitmask.view(np.uint8), bitorder="little")
     return set(np.flatnonzero(bits).tolist())
 
 
 def ids_of(characters: str) -> set[int]:
-    """The tokens that stand for one of these characters each."""
+    """Return the tokens of these characters."""
     return set(byte_ids(characters.encode()))

@@ -1,7 +1,7 @@
-"""Run one attack on a compiler in this process and print by how many MB its memory grew: ``python -m ... NAME``.
+"""Run one attack on a compiler in this process and print its memory growth in MB: ``python -m ... NAME``.
 
-Each attack is a list of different grammars. All are compiled by one compiler, their first masks computed, and the matchers
-dropped, as when requests end.
+Each attack is a list of different grammars. One compiler compiles all of them and computes their first masks; the matchers
+are then dropped, as when requests end.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 from contract.sampling import Grammar
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.vocabulary import load_vocabulary
-from tests.engine_grammar.answers import VOCAB_SIZE, WAIT_SECONDS, asking
+from tests.engine_grammar.answers import VOCAB_SIZE, WAIT_SECONDS, request_with
 from tests.text.tiny_model import END, write_model
 
 
@@ -25,12 +25,12 @@ def schema(value: Any) -> Grammar:
 
 
 def named(count: int, prefix: str = "p") -> dict[str, Any]:
-    """This many properties of one type."""
+    """Return ``count`` properties of the same type."""
     return {f"{prefix}{i}": {"type": "string"} for i in range(count)}
 
 
 def alternatives(count: int, prefix: str) -> Any:
-    """``count`` times a choice of 8 objects, all of which an answer must match."""
+    """Return ``count`` choices of 8 objects each, all of which an answer must match."""
     return {
         "allOf": [
             {"anyOf": [{"properties": {f"{prefix}{i}_{j}": {"type": "string"}}} for j in range(8)]}
@@ -72,7 +72,7 @@ ATTACKS: dict[str, Callable[[int], Grammar]] = {
 
 
 def grow(folder: Path, grammars: list[Grammar]) -> int:
-    """Compile all and return the growth of the process in MB."""
+    """Compile all grammars and return the growth of the process in MB."""
     compiler = GrammarCompiler(lambda: load_vocabulary(folder, [END]), VOCAB_SIZE)
     compile_one(compiler, Grammar("regex", "[a-z]+"))
     before = resident_kb()
@@ -82,18 +82,18 @@ def grow(folder: Path, grammars: list[Grammar]) -> int:
 
 
 def compile_one(compiler: GrammarCompiler, grammar: Grammar) -> None:
-    """Wait for its outcome, and drop it."""
+    """Compile a grammar, wait for its outcome and drop it."""
     is_ready = threading.Event()
 
     def take(_outcome: Outcome) -> None:
         is_ready.set()
 
-    compiler.start(asking(grammar), grammar, take)
+    compiler.start(request_with(grammar), grammar, take)
     assert is_ready.wait(WAIT_SECONDS)
 
 
 def resident_kb() -> int:
-    """The resident memory of this process."""
+    """Return the resident memory of this process in kB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() // 1024
 

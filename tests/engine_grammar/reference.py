@@ -1,7 +1,7 @@
-"""A matcher of our own for grammars over characters, by sets of positions, and what it writes them as in GBNF.
+"""A reference matcher for grammars over characters, by sets of positions, and the same grammars written as GBNF.
 
-It decides nothing early: ``ends`` finds every position where a match may end, ``is_begun`` whether the rest of the text
-begins some match; both are the least fixed points of what the rules say.
+It is exhaustive: ``ends`` finds every position where a match may end, and ``is_begun`` decides whether the rest of the
+text begins some match. Both are the least fixed points of the grammar's rules.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class Node:
 
 @dataclass
 class Reference:
-    """Answers about one text by one grammar."""
+    """Matches one text against one grammar."""
 
     rules: Mapping[str, Node]
     text: str
@@ -30,17 +30,17 @@ class Reference:
     _live: dict[str, bool] = field(default_factory=dict)
 
     def matches(self) -> bool:
-        """Whether the whole text matches ``root``."""
+        """True if the whole text matches ``root``."""
         self._settle()
         return len(self.text) in self.ends(Node("rule", "root"), 0)
 
     def is_prefix(self) -> bool:
-        """Whether some text that begins with this one matches ``root``."""
+        """True if some text that begins with this one matches ``root``."""
         self._settle()
         return self.is_begun(Node("rule", "root"), 0)
 
     def is_live(self, node: Node) -> bool:
-        """Whether some text matches."""
+        """Return True if some text matches."""
         match node.kind:
             case "one_of":
                 return bool(node.text)
@@ -55,7 +55,7 @@ class Reference:
         return True
 
     def ends(self, node: Node, start: int) -> frozenset[int]:
-        """The positions where a match that begins at ``start`` may end."""
+        """Return the positions where a match that begins at ``start`` may end."""
         match node.kind:
             case "literal":
                 is_there = self.text.startswith(node.text, start)
@@ -74,7 +74,7 @@ class Reference:
         return self._ends_of_times(node, start)
 
     def is_begun(self, node: Node, start: int) -> bool:
-        """Whether the text from ``start`` on begins some match."""
+        """Return True if the text from ``start`` on begins some match."""
         if not self.is_live(node):
             return False
         rest = self.text[start:]
@@ -117,7 +117,7 @@ class Reference:
         return start == len(self.text) or self._is_sequence_begun(node.parts * most, start)
 
     def _settle(self) -> None:
-        """Apply the rules until nothing is new."""
+        """Apply the rules until nothing changes."""
         is_new = True
         while is_new:
             live = {name: self.is_live(rule) for name, rule in self.rules.items()}
@@ -134,7 +134,7 @@ class Reference:
 
 
 def written(rules: Mapping[str, Node]) -> str:
-    """The grammar as GBNF."""
+    """Write the grammar as GBNF."""
     return "\n".join(f"{name} ::= {_written(node)}" for name, node in rules.items())
 
 
@@ -171,7 +171,7 @@ def _times(node: Node) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Every kind of escape, by the character."""
+    """Escape each character, with every kind of escape in turn."""
     named = {"\n": "\\n", '"': '\\"', "\\": "\\\\", "]": "\\]", "[": "\\["}
     out = []
     for character in text:

@@ -1,4 +1,4 @@
-"""What does not compile says why; what is hostile ends with an error and leaves the process alive; nothing is done twice."""
+"""The grammar compiler: errors give a reason, malicious grammars leave the process alive, nothing is compiled twice."""
 
 import json
 import threading
@@ -17,10 +17,10 @@ from tests.engine_grammar.answers import (
     VOCAB_SIZE,
     WAIT_SECONDS,
     allowed_by,
-    asking,
     ids_of,
     matcher_of,
     outcome_of,
+    request_with,
 )
 from tests.text.tiny_model import END, byte_ids, write_model
 
@@ -44,19 +44,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (Grammar("json_schema", '{"$ref": "#/a", "a": {"$ref": "#/a"}}'), "does not compile"),
     ],
 )
-def test_what_does_not_compile_says_why(model: Path, grammar: Grammar, words: str) -> None:
-    outcome = outcome_of(model, asking(grammar))
+def test_a_grammar_that_does_not_compile_gives_the_reason(model: Path, grammar: Grammar, words: str) -> None:
+    outcome = outcome_of(model, request_with(grammar))
     assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
     assert words in outcome.message and "<" not in outcome.message
 
 
 def name(number: int) -> str:
-    """Of a rule: aaa, aab, and so on."""
+    """Return the name of a rule: aaa, aab, and so on."""
     return "".join(chr(97 + number // 26**place % 26) for place in (2, 1, 0))
 
 
 def chain(length: int, form: str, last: str) -> str:
-    """Rules or definitions of which each needs the next."""
+    """Return rules or definitions each of which needs the next."""
     return "".join(form.replace("@", name(i)).replace("%", name(i + 1)) for i in range(length)) + last
 
 
@@ -80,15 +80,17 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_leaves_the_process_alive(model: Path, name: str) -> None:
-    """A matcher, or an error about the grammar. Without stacks of their own some of these end the process."""
-    outcome = outcome_of(model, asking(HOSTILE[name]))
+def test_a_malicious_grammar_leaves_the_process_alive(model: Path, name: str) -> None:
+    """The outcome is a matcher or an error about the grammar. On ordinary stacks some of these end the process."""
+    outcome = outcome_of(model, request_with(HOSTILE[name]))
     if isinstance(outcome, KvbatonError):
         assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
 
 
-def test_a_grammar_that_gets_too_complex_on_the_way_ends_there(model: Path) -> None:
-    matcher = matcher_of(model, asking(Grammar("ebnf", 'start: ("a"{1,1000}){1,1000}'), max_tokens=1000))
+def test_a_grammar_that_becomes_too_complex_during_an_answer_ends_it(model: Path) -> None:
+    matcher = matcher_of(
+        model, request_with(Grammar("ebnf", 'start: ("a"{1,1000}){1,1000}'), max_tokens=1000)
+    )
     with pytest.raises(InvalidRequestError, match="the grammar is too complex") as found:
         for _ in range(500):
             matcher.advance(byte_ids(b"a"))
@@ -96,22 +98,22 @@ def test_a_grammar_that_gets_too_complex_on_the_way_ends_there(model: Path) -> N
 
 
 class Bench:
-    """A compiler whose vocabulary the test hands out, and what it says."""
+    """A compiler whose vocabulary loads when the test opens the gate, and its outcomes."""
 
     def __init__(self, model: Path) -> None:
         self.gate = threading.Event()
         self.num_loaded = 0
         self.outcomes: list[Outcome] = []
         self._model = model
-        self._has_come = threading.Semaphore(0)
+        self._arrived = threading.Semaphore(0)
         self.compiler = GrammarCompiler(self._load, VOCAB_SIZE)
 
     def start(self, grammar: Grammar) -> Compiled:
-        return self.compiler.start(asking(grammar), grammar, self._take)
+        return self.compiler.start(request_with(grammar), grammar, self._take)
 
     def wait_for(self, count: int) -> None:
         for _ in range(count):
-            assert self._has_come.acquire(timeout=WAIT_SECONDS)
+            assert self._arrived.acquire(timeout=WAIT_SECONDS)
 
     def _load(self) -> LLTokenizer:
         assert self.gate.wait(WAIT_SECONDS)
@@ -120,10 +122,10 @@ class Bench:
 
     def _take(self, outcome: Outcome) -> None:
         self.outcomes.append(outcome)
-        self._has_come.release()
+        self._arrived.release()
 
 
-def test_equal_grammars_are_compiled_once_and_matchers_are_their_own(model: Path) -> None:
+def test_equal_grammars_are_compiled_once_and_each_request_has_its_own_matcher(model: Path) -> None:
     bench = Bench(model)
     same = [bench.start(Grammar("regex", "a+")) for _ in range(5)]
     other = bench.start(Grammar("regex", "b+"))
@@ -154,8 +156,8 @@ def test_compiled_grammars_are_bounded_in_number(model: Path) -> None:
     assert all(isinstance(outcome, GrammarMatcher) for outcome in bench.outcomes)
 
 
-def test_a_compilation_that_nobody_waits_for_is_not_begun(model: Path) -> None:
-    """H1: what was given up while it waited for its turn is dropped, unless another request needs it too."""
+def test_a_compilation_that_no_request_needs_is_not_started(model: Path) -> None:
+    """H1: a compilation that is given up while it is queued is dropped, unless another request needs it too."""
     bench = Bench(model)
     for number in range(2):
         bench.start(Grammar("regex", f"first {number}"))
@@ -170,7 +172,7 @@ def test_a_compilation_that_nobody_waits_for_is_not_begun(model: Path) -> None:
     bench.compiler.close()
 
 
-def test_a_bug_beside_the_step_is_an_internal_error(model: Path) -> None:
+def test_an_unexpected_exception_is_an_internal_error(model: Path) -> None:
     def load() -> LLTokenizer:
         raise ZeroDivisionError("by the test")
 
@@ -180,7 +182,7 @@ def test_a_bug_beside_the_step_is_an_internal_error(model: Path) -> None:
         found.append(outcome)
         is_ready.set()
 
-    compiler.start(asking(Grammar("json_object")), Grammar("json_object"), take)
+    compiler.start(request_with(Grammar("json_object")), Grammar("json_object"), take)
     assert is_ready.wait(WAIT_SECONDS)
     compiler.close()
     assert isinstance(found[0], InternalError) and "by the test" in found[0].message

@@ -1,4 +1,4 @@
-"""Annotations and constraints that forbid nothing do not matter; real ones are held, or refused by their path."""
+"""Annotations and constraints that forbid nothing are ignored; real ones are enforced, or rejected with their path."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.json_schema import plain_schema
 from contract.sampling import Grammar
-from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
+from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 
 MAX_INT64, MIN_INT64, MAX_UINT64 = 2**63 - 1, -(2**63), 2**64 - 1
@@ -22,9 +22,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def takes(model: Path, schema: Any, answer: str) -> bool:
-    """Whether ``answer`` may be written, and end there."""
-    matcher = matcher_of(model, asking(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
+def accepts(model: Path, schema: Any, answer: str) -> bool:
+    """Return True if ``answer`` may be written and may end there."""
+    matcher = matcher_of(model, request_with(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
     try:
         matcher.advance(byte_ids(answer.encode()))
     except KvbatonError:
@@ -33,7 +33,7 @@ def takes(model: Path, schema: Any, answer: str) -> bool:
 
 
 def refusal_of(model: Path, schema: Any) -> str:
-    outcome = outcome_of(model, asking(Grammar("json_schema", json.dumps(schema))))
+    outcome = outcome_of(model, request_with(Grammar("json_schema", json.dumps(schema))))
     assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
     return outcome.message
 
@@ -46,9 +46,9 @@ FORMATS = (
 
 
 @pytest.mark.parametrize("name", FORMATS.split())
-def test_a_format_that_is_not_known_is_an_annotation(model: Path, name: str) -> None:
-    """F14: 39 of 49 names made the request 400."""
-    assert takes(model, {"type": "string", "format": name}, '"any text"')
+def test_an_unknown_format_is_an_annotation(model: Path, name: str) -> None:
+    """F14: 39 of 49 format names used to give status 400."""
+    assert accepts(model, {"type": "string", "format": name}, '"any text"')
 
 
 NOTHING: dict[str, tuple[Any, str]] = {
@@ -116,10 +116,10 @@ NOTHING: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("case", NOTHING)
-def test_what_forbids_nothing_does_not_matter(model: Path, case: str) -> None:
-    """F14: annotations were taken for constraints, and constraints that forbid nothing were refused."""
+def test_keywords_that_forbid_nothing_are_ignored(model: Path, case: str) -> None:
+    """F14: annotations used to count as constraints, and constraints that forbid nothing used to be rejected."""
     schema, answer = NOTHING[case]
-    assert takes(model, schema, answer)
+    assert accepts(model, schema, answer)
 
 
 BOUNDS: list[tuple[Any, list[str], list[str]]] = [
@@ -143,11 +143,11 @@ BOUNDS: list[tuple[Any, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(BOUNDS)))
-def test_bounds_of_wide_integers_are_held(model: Path, number: int) -> None:
-    """F14: the bounds of 64-bit integers, as generators write them, made the request 400."""
+def test_bounds_of_wide_integers_are_enforced(model: Path, number: int) -> None:
+    """F14: the bounds of 64-bit integers, as generators write them, used to give status 400."""
     schema, good, bad = BOUNDS[number]
-    assert [answer for answer in good if not takes(model, schema, answer)] == []
-    assert [answer for answer in bad if takes(model, schema, answer)] == []
+    assert [answer for answer in good if not accepts(model, schema, answer)] == []
+    assert [answer for answer in bad if accepts(model, schema, answer)] == []
 
 
 REAL: dict[str, tuple[Any, str]] = {
@@ -183,8 +183,10 @@ REAL: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("case", REAL)
 @pytest.mark.parametrize("place", ["root", "property", "definition"])
-def test_what_cannot_be_held_is_refused_by_its_path(model: Path, case: str, place: str) -> None:
-    """F14: a real constraint is never dropped in silence, and the error names where it stands."""
+def test_constraints_that_cannot_be_enforced_are_rejected_with_their_path(
+    model: Path, case: str, place: str
+) -> None:
+    """F14: a real constraint is never dropped silently, and the error names its place."""
     schema, keyword = REAL[case]
     whole: Any
     match place:
@@ -213,10 +215,10 @@ DEFINITIONS = {"A": with_kind({"const": "a"}), "B": with_kind({"const": "b"})}
 
 
 @pytest.mark.parametrize("number", range(len(ONE_OF)))
-def test_one_of_is_held_where_no_value_matches_two(model: Path, number: int) -> None:
-    """F14: a union told apart by a constant was refused with an option that nobody can set."""
+def test_one_of_is_enforced_if_no_value_matches_two_branches(model: Path, number: int) -> None:
+    """F14: a union with a discriminating constant used to be rejected, advising an option that clients cannot set."""
     branches, answer = ONE_OF[number]
-    assert takes(model, {"oneOf": branches, "$defs": DEFINITIONS}, answer)
+    assert accepts(model, {"oneOf": branches, "$defs": DEFINITIONS}, answer)
 
 
 @pytest.mark.parametrize(
@@ -229,29 +231,29 @@ def test_one_of_is_held_where_no_value_matches_two(model: Path, number: int) -> 
         [{"type": "integer", "maximum": 5}, {"type": "integer", "minimum": 3}],
     ],
 )
-def test_one_of_is_refused_where_a_value_may_match_two(model: Path, branches: list[Any]) -> None:
-    """F14: the error says what to write."""
+def test_one_of_is_rejected_if_a_value_may_match_two_branches(model: Path, branches: list[Any]) -> None:
+    """F14: the error proposes what to write instead."""
     message = refusal_of(model, {"oneOf": branches})
     assert "oneOf" in message and "write anyOf" in message and "coerce" not in message
 
 
 @pytest.mark.parametrize("divisor", [100_003, 2**40, 10**400, 1e-9 * 123456789])
 def test_divisors_are_bounded(model: Path, divisor: float) -> None:
-    """H1: the library makes a state for each remainder, 270 MB and 7 s for 1,000,003."""
+    """H1: the library builds a state for each remainder: 270 MB and 7 s for 1,000,003."""
     assert "multipleOf" in refusal_of(model, {"type": "number", "multipleOf": divisor})
     several = {"allOf": [{"type": "integer", "multipleOf": number} for number in (101, 211, 307)]}
     assert "multipleOf" in refusal_of(model, several)
 
 
-def test_divisors_are_found_wherever_a_reference_points(model: Path) -> None:
-    """H1: only those below keywords were counted."""
+def test_divisors_are_found_behind_references(model: Path) -> None:
+    """H1: only divisors below keywords used to be counted."""
     schema = {"$ref": "#/components/A", "components": {"A": {"type": "integer", "multipleOf": 100_003}}}
     assert "multipleOf" in refusal_of(model, schema)
 
 
 @pytest.mark.parametrize("parts", [1, 13])
-def test_patterns_of_names_are_bounded(model: Path, parts: int) -> None:
-    """H1: the library compared 600 patterns with each other for minutes, and all threads that compile were taken."""
+def test_patterns_of_property_names_are_bounded(model: Path, parts: int) -> None:
+    """H1: the library compared 600 patterns with each other for minutes, and used up all threads that compile."""
     count = 65 // parts
     several = [
         {"type": "object", "patternProperties": {f"^p{part}_{i}$": {} for i in range(count)}}
@@ -259,14 +261,14 @@ def test_patterns_of_names_are_bounded(model: Path, parts: int) -> None:
     ]
     assert "65 patterns of names" in refusal_of(model, {"allOf": several})
     fewer = {"type": "object", "patternProperties": {f"^p{i}$": {"const": 1} for i in range(64)}}
-    assert takes(model, fewer, '{"p63":1}')
+    assert accepts(model, fewer, '{"p63":1}')
     lenient = json.loads(plain_schema(json.dumps({"anyOf": several}), is_lenient=True))
     assert lenient == {"anyOf": [{"type": "object"}] * parts}
 
 
 @pytest.mark.parametrize("divisor", [0.01, 0.25, 5, 1000, 1e3, 60 * 60])
-def test_usual_divisors_are_held(model: Path, divisor: float) -> None:
-    assert takes(model, {"type": "number", "multipleOf": divisor}, "0")
+def test_usual_divisors_are_enforced(model: Path, divisor: float) -> None:
+    assert accepts(model, {"type": "number", "multipleOf": divisor}, "0")
 
 
 names = st.sampled_from(["a", "b", "title", "default", "not", "$ref", "x"])
@@ -304,8 +306,8 @@ schemas = st.recursive(leaves, composed, max_leaves=6)
 
 @given(schemas, st.data())
 @settings(max_examples=60, deadline=None)
-def test_annotations_leave_the_constraints_as_they_are(schema: Any, data: st.DataObject) -> None:
-    """F14: whatever is annotated anywhere, the same is left over, and reducing it again changes nothing."""
+def test_annotations_do_not_change_the_constraints(schema: Any, data: st.DataObject) -> None:
+    """F14: added annotations never change the reduced schema, and reducing it again changes nothing."""
 
     def annotated(value: Any) -> Any:
         if not isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""What is done with a schema or a grammar before the library gets it takes time and memory in proportion to its length.
+"""Schemas and grammars are prepared for the library in time and memory proportional to their length.
 
-Each text here took minutes, or for ever, when it was found; the time limit of the tests says so again.
+Each text here once took minutes or did not end; the time limit of the tests detects a relapse.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.sampling import Grammar
-from tests.engine_grammar.answers import asking, outcome_of
+from tests.engine_grammar.answers import outcome_of, request_with
 from tests.text.tiny_model import write_model
 from text.parsing.forced import forced_calls_schema
 from text.tools import ToolChoice
@@ -28,7 +28,7 @@ def filled(part: str, num_bytes: int) -> str:
 
 
 def rules(count: int) -> str:
-    """Each needs the next one, of which the last is the first to be found possible."""
+    """Return rules each of which needs the next one; the last is the first to be found satisfiable."""
     return "".join(f"r{i} ::= r{i + 1}\n" for i in range(count)) + f'r{count} ::= "x"'
 
 
@@ -43,16 +43,16 @@ GRAMMARS = {
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
-def test_reading_a_grammar_ends(model: Path, name: str) -> None:
-    """H1: a line of number signs behind a rule's name stopped a worker for ever, with every other request."""
+def test_reading_a_grammar_terminates(model: Path, name: str) -> None:
+    """H1: a line of number signs after a rule's name used to block a worker for ever, with all other requests."""
     text = GRAMMARS[name]
     assert len(text) < 2 * GRAMMAR_BYTES
-    outcome = outcome_of(model, asking(Grammar("ebnf", text)))
+    outcome = outcome_of(model, request_with(Grammar("ebnf", text)))
     assert isinstance(outcome, InvalidRequestError) or not isinstance(outcome, KvbatonError)
 
 
-def test_anchors_below_a_long_name_take_little() -> None:
-    """H1: the way to each of them was written out, whether it is one or not."""
+def test_anchors_below_a_long_name_use_little_memory() -> None:
+    """H1: the path to every keyword was written out, even if it was no anchor."""
     name = "n" * 400_000
     parameters = {
         "properties": {name: {"enum": list(range(100_000))}, "a": {"$anchor": "a"}, "b": {"$ref": "#a"}}

@@ -1,4 +1,4 @@
-"""The grammars of forced calls beside the parser that reads what is written by them."""
+"""The grammars of forced tool calls, checked with the parser that reads their output."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from contract.errors import InvalidRequestError
 from contract.sampling import Grammar
 from engine.grammar.matcher import GrammarMatcher
-from tests.engine_grammar.answers import allowed_by, asking, matcher_of
+from tests.engine_grammar.answers import allowed_by, matcher_of, request_with
 from tests.text.parsing.cutting import Parsed, parse
 from tests.text.tiny_model import END, tiny_tokenizer, write_model
 from text.parsing.forced import ForcedCallsParser, forced_calls_schema
@@ -58,11 +58,11 @@ def tool_with(parameters: Any, name: str = "f") -> Tool:
 
 def matcher_for(model: Path, tools: list[Tool], choice: ToolChoice) -> GrammarMatcher:
     schema = forced_calls_schema(tools, choice, parallel=False)
-    return matcher_of(model, asking(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
+    return matcher_of(model, request_with(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
 
 
 def written_by(matcher: GrammarMatcher, random: Random) -> str:
-    """Draw an answer that the grammar allows. It ends as soon as it may, and strings and numbers stay short."""
+    """Draw an answer that the grammar allows. It ends as soon as possible, and strings and numbers stay short."""
     tokenizer = tiny_tokenizer()
     ids: list[int] = []
     while not matcher.is_complete and len(ids) < 300:
@@ -82,8 +82,8 @@ def read(text: str, choice: ToolChoice) -> Parsed:
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", PARAMETERS)
-def test_what_a_forced_grammar_allows_first_is_a_call(model: Path, name: str, choice: str) -> None:
-    """F12: a tool with ``parameters: {}`` or without ``type`` could be called with anything that is no object."""
+def test_the_first_output_of_a_forced_grammar_is_a_call(model: Path, name: str, choice: str) -> None:
+    """F12: a tool with ``parameters: {}`` or without ``type`` could be called with arguments that are no object."""
     chosen = CHOICES[choice]
     matcher = matcher_for(model, [tool_with(PARAMETERS[name])], chosen)
     if chosen.name is None:
@@ -100,10 +100,10 @@ def test_what_a_forced_grammar_allows_first_is_a_call(model: Path, name: str, ch
     choice=st.sampled_from(sorted(CHOICES)),
     random=st.randoms(use_true_random=False),
 )
-def test_whatever_a_forced_grammar_allows_is_read_as_calls_with_objects(
+def test_any_output_of_a_forced_grammar_parses_as_calls_with_objects(
     model: Path, name: str, other: str, choice: str, random: Random
 ) -> None:
-    """F12: the kind: no grammar allows what its own reader cannot take."""
+    """F12, in general: no grammar allows text that its own parser cannot read."""
     tools = [tool_with(PARAMETERS[name]), tool_with(PARAMETERS[other], "g")]
     matcher = matcher_for(model, tools, CHOICES[choice])
     text = written_by(matcher, random)
@@ -117,15 +117,15 @@ def test_whatever_a_forced_grammar_allows_is_read_as_calls_with_objects(
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("name", NOT_OBJECTS)
 def test_a_function_that_takes_no_object_cannot_be_forced(name: str, choice: str) -> None:
-    """F12: its grammar would allow only what is no call."""
+    """F12: its grammar would allow only text that is no call."""
     tools = [tool_with({}, "g"), tool_with(NOT_OBJECTS[name])]
     with pytest.raises(InvalidRequestError, match="allow no object") as refused:
         forced_calls_schema(tools, CHOICES[choice], parallel=True)
     assert refused.value.param == "tools[1]"
 
 
-def test_two_functions_may_use_one_anchor(model: Path) -> None:
-    """F12: their schemas stand in one document."""
+def test_two_functions_may_use_the_same_anchor(model: Path) -> None:
+    """F12: the schemas of all functions are in one document."""
     text = {"properties": {"n": {"$ref": "#n"}}, "$defs": {"x": {"$anchor": "n", "enum": ["a"]}}}
     matcher = matcher_for(
         model, [tool_with(text), tool_with(PARAMETERS["an anchor"], "g")], CHOICES["required"]

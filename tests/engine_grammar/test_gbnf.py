@@ -1,4 +1,4 @@
-"""GBNF means what it says: compared with a reference matcher on random grammars and texts, and by examples."""
+"""The meaning of GBNF, compared with a reference matcher on random grammars and texts, and by examples."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.gbnf import gbnf_to_lark
 from engine.grammar.limits import GRAMMAR_LIMITS
 from engine.grammar.vocabulary import load_vocabulary
-from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
+from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.engine_grammar.reference import Node, Reference, written
 from tests.text.tiny_model import END, byte_ids, tiny_tokenizer, write_model
 
@@ -35,9 +35,9 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> LLTokenizer:
     return load_vocabulary(folder, [END])
 
 
-def takes(model: Path, grammar: Grammar, answer: str) -> bool:
-    """Whether ``answer`` may be written, and end there."""
-    matcher = matcher_of(model, asking(grammar, max_tokens=300))
+def accepts(model: Path, grammar: Grammar, answer: str) -> bool:
+    """Return True if ``answer`` may be written and may end there."""
+    matcher = matcher_of(model, request_with(grammar, max_tokens=300))
     try:
         matcher.advance(byte_ids(answer.encode()))
     except KvbatonError:
@@ -78,10 +78,10 @@ grammars = st.fixed_dictionaries(dict.fromkeys(RULES, nodes))
 
 @given(grammars, st.lists(st.text(ALPHABET, max_size=5), min_size=1, max_size=6), st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_random_grammars_mean_what_the_reference_says(
+def test_random_grammars_match_the_reference(
     vocabulary: LLTokenizer, rules: dict[str, Node], texts: list[str], data: st.DataObject
 ) -> None:
-    """F15: whole matches and prefixes, by bytes and by tokens of several characters."""
+    """F15: whole matches and prefixes, in bytes and in tokens of several characters."""
     text = written(rules)
     if not Reference(rules, "").is_prefix():
         with pytest.raises(InvalidRequestError, match="no text matches root"):
@@ -126,12 +126,12 @@ EXAMPLES: list[tuple[str, list[str], list[str]]] = [
 
 @pytest.mark.parametrize("number", range(len(EXAMPLES)))
 def test_gbnf_by_examples(model: Path, number: int) -> None:
-    """F15, F16: what greedy terminals or a narrow reading of the format got wrong."""
+    """F15, F16: cases in which greedy terminals or a too narrow reading of the format gave wrong results."""
     text, good, bad = EXAMPLES[number]
     for kind in ("gbnf", "ebnf"):
         grammar = Grammar(kind, text)
-        assert [answer for answer in good if not takes(model, grammar, answer)] == []
-        assert [answer for answer in bad if takes(model, grammar, answer)] == []
+        assert [answer for answer in good if not accepts(model, grammar, answer)] == []
+        assert [answer for answer in bad if accepts(model, grammar, answer)] == []
 
 
 WRONG = [
@@ -156,9 +156,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "words"), WRONG)
-def test_what_is_wrong_in_gbnf_is_named(model: Path, text: str, words: str) -> None:
-    """F16: with the line where it stands."""
-    outcome = outcome_of(model, asking(Grammar("gbnf", text)))
+def test_gbnf_errors_name_the_problem(model: Path, text: str, words: str) -> None:
+    """F16: the error names the line."""
+    outcome = outcome_of(model, request_with(Grammar("gbnf", text)))
     assert isinstance(outcome, InvalidRequestError) and outcome.param == "grammar"
     assert words in outcome.message and len(outcome.message) < 300
 
@@ -175,53 +175,53 @@ LARK = [
 
 @pytest.mark.parametrize("text", LARK)
 @pytest.mark.parametrize("kind", ["lark", "ebnf"])
-def test_lark_is_found_out(model: Path, kind: str, text: str) -> None:
-    """F16: Lark that began ?start: was taken for GBNF."""
-    assert takes(model, Grammar("ebnf" if kind == "ebnf" else "lark", text), "a")
+def test_lark_is_recognized(model: Path, kind: str, text: str) -> None:
+    """F16: Lark that began with ?start: used to be read as GBNF."""
+    assert accepts(model, Grammar("ebnf" if kind == "ebnf" else "lark", text), "a")
 
 
 def test_a_named_syntax_is_not_guessed(model: Path) -> None:
-    """F16: what is said decides."""
+    """F16: an explicit syntax takes precedence."""
     for grammar in (Grammar("lark", 'root ::= "a"'), Grammar("gbnf", 'start: "a"'), Grammar("lark", " ")):
-        assert isinstance(outcome_of(model, asking(grammar)), InvalidRequestError)
+        assert isinstance(outcome_of(model, request_with(grammar)), InvalidRequestError)
 
 
 def test_schemas_within_lark_are_schemas(model: Path) -> None:
-    """F14: annotations in them do not matter either, and what cannot be held is refused."""
+    """F14: annotations are ignored here too, and constraints that cannot be enforced are rejected."""
     schema = {"type": "string", "format": "password", "title": "%json {", "enum": ["x"]}
-    assert takes(model, Grammar("lark", f"start: %json {json.dumps(schema)}"), '"x"')
+    assert accepts(model, Grammar("lark", f"start: %json {json.dumps(schema)}"), '"x"')
     refused = outcome_of(
-        model, asking(Grammar("lark", 'start: %json {"type": "string", "not": {"const": "a"}}'))
+        model, request_with(Grammar("lark", 'start: %json {"type": "string", "not": {"const": "a"}}'))
     )
     assert isinstance(refused, InvalidRequestError) and "#/not" in refused.message
-    assert takes(
+    assert accepts(
         model, Grammar("lark", r'start: "%json {\"not\": {\"const\": 1}}"'), '%json {"not": {"const": 1}}'
     )
 
 
 @pytest.mark.parametrize("terminal", ["/(.{101})*/ & /(.{103})*/", "~/(.{101})*/", "~ (B | C)"])
-def test_terminals_that_cost_without_a_bound_are_refused(model: Path, terminal: str) -> None:
+def test_terminals_of_unbounded_cost_are_rejected(model: Path, terminal: str) -> None:
     """H1: two patterns of 20 characters took 40 MB a second, for ever."""
-    outcome = outcome_of(model, asking(Grammar("lark", f"start: A\nA: {terminal}\nB: /b/\nC: /c/")))
+    outcome = outcome_of(model, request_with(Grammar("lark", f"start: A\nA: {terminal}\nB: /b/\nC: /c/")))
     assert isinstance(outcome, InvalidRequestError) and "between terminals is not served" in outcome.message
     for text in ('start: "a"~1..2', "start: /a|&/ // & ~", 'start: "a" | "~&"', 'start: "a" ~ 1'):
-        assert takes(model, Grammar("lark", text), "a")
+        assert accepts(model, Grammar("lark", text), "a")
 
 
 def test_schemas_within_lark_share_their_bounds(model: Path) -> None:
-    """H1: each had its own, and 40 of them took 285 MB and 6 s."""
+    """H1: each schema had its own bounds, and 40 of them took 285 MB and 6 s."""
     schemas = [f'%json {{"type": "integer", "multipleOf": {divisor}}}' for divisor in (9_999, 10_001, 10_003)]
     for number, is_held in ((1, True), (2, True), (3, False)):
-        outcome = outcome_of(model, asking(Grammar("lark", "start: " + " | ".join(schemas[:number]))))
+        outcome = outcome_of(model, request_with(Grammar("lark", "start: " + " | ".join(schemas[:number]))))
         assert isinstance(outcome, InvalidRequestError) is not is_held
     assert isinstance(outcome, InvalidRequestError) and "30003 remainders" in outcome.message
 
 
-def test_the_compiler_is_what_was_tried(vocabulary: LLTokenizer) -> None:
-    """The random grammars above are compiled as the compiler compiles them."""
+def test_the_random_grammars_are_compiled_as_the_compiler_does(vocabulary: LLTokenizer) -> None:
+    """The random grammars above are compiled in the same way as by the compiler."""
     compiler = GrammarCompiler(lambda: vocabulary, 300)
     grammar = Grammar("gbnf", 'root ::= "a"+ "ab"')
-    outcome = compiler.start(asking(grammar), grammar, lambda _: None).result(timeout=30)
+    outcome = compiler.start(request_with(grammar), grammar, lambda _: None).result(timeout=30)
     compiler.close()
     assert not isinstance(outcome, KvbatonError)
     machine = outcome.copy()

@@ -1,4 +1,4 @@
-"""Which objects have the properties that a schema names and no others, and which may have more."""
+"""Objects that may have only the properties that a schema names, and objects that may have more."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from contract.errors import InternalError
 from contract.sampling import Grammar
 from engine.grammar.json_schema import with_closed_objects
-from tests.engine_grammar.answers import allowed_by, asking, matcher_of
+from tests.engine_grammar.answers import allowed_by, matcher_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 
 NUMBER = {"type": "integer"}
@@ -46,12 +46,15 @@ CLOSED: dict[str, tuple[Any, str, str]] = {
     ),
 }
 OPEN: dict[str, tuple[Any, str]] = {
-    "it says so": ({**A, "additionalProperties": True}, '{"a":1,"b":[2]}'),
-    "it says of what": ({**A, "additionalProperties": {"type": "string"}}, '{"a":1,"b":"c"}'),
-    "it names none": ({"type": "object"}, '{"a":1}'),
-    "it needs what it does not name": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
-    "it needs more than it names": ({**A, "required": ["a"], "minProperties": 2}, '{"a":1,"b":2}'),
-    "it needs a name that may match": (
+    "it allows all others": ({**A, "additionalProperties": True}, '{"a":1,"b":[2]}'),
+    "it allows others of one type": ({**A, "additionalProperties": {"type": "string"}}, '{"a":1,"b":"c"}'),
+    "it names no properties": ({"type": "object"}, '{"a":1}'),
+    "it requires a property without naming it": ({**A, "required": ["c"]}, '{"a":1,"c":2}'),
+    "it requires more properties than it names": (
+        {**A, "required": ["a"], "minProperties": 2},
+        '{"a":1,"b":2}',
+    ),
+    "it requires a name that a pattern may match": (
         {"type": "object", "patternProperties": {"^a": NUMBER}, "required": ["b"]},
         '{"b":"c","a":1}',
     ),
@@ -66,25 +69,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def takes(model: Path, schema: Any, answer: str) -> bool:
-    """Whether ``answer`` may be written, and end there."""
-    matcher = matcher_of(model, asking(Grammar("json_schema", json.dumps(schema))))
+def accepts(model: Path, schema: Any, answer: str) -> bool:
+    """Return True if ``answer`` may be written and may end there."""
+    matcher = matcher_of(model, request_with(Grammar("json_schema", json.dumps(schema))))
     matcher.advance(byte_ids(answer.encode()))
     return END in allowed_by(matcher)
 
 
 @pytest.mark.parametrize("case", CLOSED)
-def test_an_object_has_no_properties_but_those_that_are_named(model: Path, case: str) -> None:
+def test_an_object_has_only_the_named_properties(model: Path, case: str) -> None:
     schema, whole, other = CLOSED[case]
-    assert takes(model, schema, whole)
+    assert accepts(model, schema, whole)
     with pytest.raises(InternalError):
-        takes(model, schema, other)
+        accepts(model, schema, other)
 
 
 @pytest.mark.parametrize("case", OPEN)
-def test_an_object_may_have_others_where(model: Path, case: str) -> None:
+def test_an_object_may_have_other_properties_if_allowed(model: Path, case: str) -> None:
     schema, whole = OPEN[case]
-    assert takes(model, schema, whole)
+    assert accepts(model, schema, whole)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,6 @@ def test_an_object_may_have_others_where(model: Path, case: str) -> None:
         '{"properties": {"a": true}, "required": [[]]}',
     ],
 )
-def test_what_is_no_schema_is_left_to_the_library(text: str) -> None:
+def test_invalid_schemas_are_passed_to_the_library(text: str) -> None:
     closed = with_closed_objects(text)
     assert closed == text or json.loads(closed) == json.loads(text)

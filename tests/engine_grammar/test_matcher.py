@@ -1,4 +1,4 @@
-"""What may follow where in an answer, and when an answer that no token can end is complete."""
+"""The tokens that may follow at each point of an answer, and the end of an answer that no token can end."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 from contract.errors import InternalError, InvalidRequestError
 from contract.sampling import Grammar
 from engine.grammar.vocabulary import load_vocabulary
-from tests.engine_grammar.answers import allowed_by, asking, ids_of, matcher_of
+from tests.engine_grammar.answers import allowed_by, ids_of, matcher_of, request_with
 from tests.text.tiny_model import BOS, END, byte_ids, word_id, write_model
 
 AB = Grammar("choice", '["a", "ab"]')
@@ -21,8 +21,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def test_end_is_allowed_where_the_grammar_may_end(model: Path) -> None:
-    matcher = matcher_of(model, asking(AB))
+def test_the_end_token_is_allowed_where_the_grammar_may_end(model: Path) -> None:
+    matcher = matcher_of(model, request_with(AB))
     assert allowed_by(matcher) == ids_of("a")
     matcher.advance(byte_ids(b"a"))
     assert allowed_by(matcher) == {*ids_of("b"), END}
@@ -31,70 +31,70 @@ def test_end_is_allowed_where_the_grammar_may_end(model: Path) -> None:
 
 
 @pytest.mark.parametrize("how", [{"ignore_eos": True}, {"min_tokens": 9}])
-def test_answer_that_no_token_can_end_is_complete(model: Path, how: dict[str, Any]) -> None:
-    """ignore_eos, or min_tokens: the end token is never allowed, and the grammar's end wins over min_tokens."""
-    matcher = matcher_of(model, asking(AB, **how))
+def test_an_answer_that_no_token_can_end_is_complete(model: Path, how: dict[str, Any]) -> None:
+    """With ignore_eos or min_tokens the end token is never allowed; the grammar's end takes precedence over min_tokens."""
+    matcher = matcher_of(model, request_with(AB, **how))
     matcher.advance(byte_ids(b"a"))
     assert allowed_by(matcher) == ids_of("b") and not matcher.is_complete
     matcher.advance(byte_ids(b"b"))
     assert allowed_by(matcher) == set() and matcher.is_complete
 
 
-def test_stop_token_is_allowed_at_the_end_and_where_it_stands_in_the_grammar(model: Path) -> None:
+def test_a_stop_token_is_allowed_at_the_end_and_where_the_grammar_has_it(model: Path) -> None:
     (b,) = byte_ids(b"b")
-    matcher = matcher_of(model, asking(Grammar("regex", "b?c+"), stop_token_ids=(b,), ignore_eos=True))
+    matcher = matcher_of(model, request_with(Grammar("regex", "b?c+"), stop_token_ids=(b,), ignore_eos=True))
     assert allowed_by(matcher) == ids_of("bc")
     matcher.advance(byte_ids(b"c"))
     assert allowed_by(matcher) == ids_of("cb")
 
 
-def test_allowed_token_ids_hold_besides(model: Path) -> None:
+def test_allowed_token_ids_apply_as_well(model: Path) -> None:
     (a, b) = byte_ids(b"ab")
-    matcher = matcher_of(model, asking(Grammar("regex", "[abc]{3}"), allowed_token_ids=(a, b, END)))
+    matcher = matcher_of(model, request_with(Grammar("regex", "[abc]{3}"), allowed_token_ids=(a, b, END)))
     assert allowed_by(matcher) == {a, b}
     matcher.advance([a, b, b])
     assert allowed_by(matcher) == {END}
 
 
-def test_no_token_left_is_an_error_that_names_the_grammar(model: Path) -> None:
+def test_the_error_for_no_possible_token_names_the_grammar(model: Path) -> None:
     with pytest.raises(
         InvalidRequestError, match="no token can follow in the grammar after 0 tokens"
     ) as found:
-        matcher_of(model, asking(AB, allowed_token_ids=(END,)))
+        matcher_of(model, request_with(AB, allowed_token_ids=(END,)))
     assert found.value.param == "grammar"
 
 
-def test_token_that_may_not_follow_is_an_internal_error(model: Path) -> None:
-    matcher = matcher_of(model, asking(AB))
+def test_a_token_that_may_not_follow_is_an_internal_error(model: Path) -> None:
+    matcher = matcher_of(model, request_with(AB))
     with pytest.raises(InternalError, match="number 1 of the answer, does not match"):
         matcher.advance(byte_ids(b"ax"))
 
 
-def test_delivered_tokens_are_taken_in_first(model: Path) -> None:
-    matcher = matcher_of(model, asking(Grammar("regex", "one, two"), delivered="one, t"))
+def test_delivered_tokens_are_consumed_first(model: Path) -> None:
+    matcher = matcher_of(model, request_with(Grammar("regex", "one, two"), delivered="one, t"))
     assert matcher.num_tokens == 6 and allowed_by(matcher) == ids_of("w")
 
 
-def test_special_tokens_and_ids_beyond_the_tokenizers_are_never_allowed(model: Path) -> None:
-    """The model's vocabulary has 300, the tokenizer's 266: special ones, bytes, and a few words."""
-    matcher = matcher_of(model, asking(Grammar("regex", "(?s:.+)")))
+def test_special_tokens_and_ids_beyond_the_tokenizer_are_never_allowed(model: Path) -> None:
+    """The model's vocabulary has 300 tokens, the tokenizer's 266: special ones, bytes, and a few words."""
+    matcher = matcher_of(model, request_with(Grammar("regex", "(?s:.+)")))
     assert word_id("hello") in allowed_by(matcher)
     assert not allowed_by(matcher) & {BOS, END, 2, 3, 4, *range(266, 300)}
     matcher.advance([word_id("hello"), word_id(" world")])
     assert END in allowed_by(matcher)
 
 
-def test_a_character_is_not_cut(model: Path) -> None:
-    matcher = matcher_of(model, asking(Grammar("choice", '["é"]')))
+def test_a_character_is_not_cut_in_the_middle(model: Path) -> None:
+    matcher = matcher_of(model, request_with(Grammar("choice", '["é"]')))
     first, second = byte_ids("é".encode())
     assert allowed_by(matcher) == {first}
     matcher.advance([first])
     assert allowed_by(matcher) == {second}
 
 
-def test_json_may_be_indented_but_spaces_end(model: Path) -> None:
-    """One in a line, up to 32 at its beginning; then the text must go on."""
-    matcher = matcher_of(model, asking(Grammar("json_object")))
+def test_json_may_be_indented_but_runs_of_spaces_are_bounded(model: Path) -> None:
+    """One space within a line, up to 32 at its beginning; then other text must follow."""
+    matcher = matcher_of(model, request_with(Grammar("json_object")))
     matcher.advance(byte_ids(b'{\n    "a": 1, "b" :[ ],\r\n\t"c":2, '))
     assert allowed_by(matcher) == ids_of('"')
     matcher.advance(byte_ids(b'"d":3,\n' + b" " * 32))
@@ -115,12 +115,12 @@ def test_json_may_be_indented_but_spaces_end(model: Path) -> None:
         (Grammar("ebnf", 'start: NAME ("," NAME)*\nNAME: /[a-z]+/'), "ab,c", "ab,,c"),
     ],
 )
-def test_each_kind(model: Path, grammar: Grammar, good: str, bad: str) -> None:
-    matcher = matcher_of(model, asking(grammar))
+def test_each_kind_of_grammar(model: Path, grammar: Grammar, good: str, bad: str) -> None:
+    matcher = matcher_of(model, request_with(grammar))
     matcher.advance(byte_ids(good.encode()))
     assert END in allowed_by(matcher)
     with pytest.raises(InternalError):
-        matcher_of(model, asking(grammar)).advance(byte_ids(bad.encode()))
+        matcher_of(model, request_with(grammar)).advance(byte_ids(bad.encode()))
 
 
 def test_sentencepiece_with_byte_fallback(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_sentencepiece_with_byte_fallback(tmp_path: Path) -> None:
     )
     backend.add_special_tokens([AddedToken(name, special=True) for name in names[:3]])
     (tmp_path / "tokenizer.json").write_text(backend.to_str())
-    matcher = matcher_of(tmp_path, asking(Grammar("regex", " ?a*b|é")))
+    matcher = matcher_of(tmp_path, request_with(Grammar("regex", " ?a*b|é")))
     byte = {value: 3 + value for value in range(256)}
     starts = {
         vocab["▁"],
@@ -152,9 +152,7 @@ def test_sentencepiece_with_byte_fallback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"{}", b'{"added_tokens": [], "model": 3}', b"\xff"])
-def test_vocabulary_that_cannot_be_read_is_an_error_of_the_request(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_an_unreadable_vocabulary_is_an_error_of_the_request(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_bytes(content)
     with pytest.raises(InvalidRequestError, match="grammars are not served with this model") as found:

@@ -1,4 +1,4 @@
-"""Grammars that are hostile cost bounded memory, however many there are."""
+"""Malicious grammars use bounded memory, in any number."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.memory import HeapTrimmer
 from engine.grammar.vocabulary import load_vocabulary
-from tests.engine_grammar.answers import VOCAB_SIZE, asking
+from tests.engine_grammar.answers import VOCAB_SIZE, request_with
 from tests.engine_grammar.attack import ATTACKS, compile_one, named, resident_kb, schema
 from tests.text.tiny_model import END, write_model
 
@@ -29,28 +29,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def growth_mb(attack: str, count: int) -> int:
-    """By how much a process grows that compiles ``count`` grammars of one kind."""
+    """Return the memory growth in MB of a process that compiles ``count`` grammars of one kind."""
     command = [sys.executable, "-m", "tests.engine_grammar.attack", attack, str(count)]
     run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=250, check=True)
     return int(run.stdout)
 
 
 @pytest.mark.parametrize("attack", ["counts in counts", "counts in a schema", "many divisors"])
-def test_different_hostile_grammars_do_not_add_up(attack: str) -> None:
-    """H1: some kept 200 MB each, in a cache that was bounded by their number alone."""
+def test_memory_of_different_malicious_grammars_does_not_add_up(attack: str) -> None:
+    """H1: some kept 200 MB each, in a cache that was only bounded in number."""
     assert growth_mb(attack, 12) < MAX_GROWTH_MB
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_many_hostile_grammars_do_not_add_up(attack: str) -> None:
+def test_memory_of_many_malicious_grammars_does_not_add_up(attack: str) -> None:
     """H1: each kind of attack, sixty times."""
     assert growth_mb(attack, 60) < MAX_GROWTH_MB
 
 
-def test_what_one_hostile_grammar_takes() -> None:
-    """H1: two take 170 MB with the library's own limits, and 14 with ours."""
+def test_memory_of_one_malicious_grammar() -> None:
+    """H1: two take 170 MB with the library's own limits, and 14 MB with ours."""
     assert growth_mb("counts in counts", 2) < 60
 
 
@@ -59,7 +59,7 @@ def compiler_of(model: Path, **bounds: int) -> GrammarCompiler:
 
 
 def test_compiled_grammars_are_bounded_in_bytes(model: Path) -> None:
-    """H1: as many are kept as have room together, with what their first masks added."""
+    """H1: the cache keeps as many grammars as fit, including what their first masks added."""
     room = 20_000_000
     compiler = compiler_of(model, max_cached_bytes=room)
     most = 0
@@ -72,27 +72,27 @@ def test_compiled_grammars_are_bounded_in_bytes(model: Path) -> None:
     assert room // 4 < most <= room
 
 
-def test_what_an_answer_adds_counts(model: Path) -> None:
-    """H1: a grammar grows while it is followed, also in the cache, and one that has grown too much is compiled anew."""
+def test_memory_that_an_answer_adds_is_counted(model: Path) -> None:
+    """H1: a grammar grows while an answer follows it, also in the cache; if it has grown too much, it is compiled again."""
     compiler = compiler_of(model)
     grammar = Grammar("regex", "[ab]*")
     compile_one(compiler, grammar)
     before = compiler.num_cached_bytes
-    machine = compiler.start(asking(grammar), grammar, lambda _: None).result()
+    machine = compiler.start(request_with(grammar), grammar, lambda _: None).result()
     assert isinstance(machine, Machine)
     machine.grow(1000, 0.1)
     assert compiler.num_cached_bytes - before > 10_000_000
     machine.grow(1000, 1.0)
-    assert compiler.start(asking(grammar), grammar, lambda _: None).result() is not machine
+    assert compiler.start(request_with(grammar), grammar, lambda _: None).result() is not machine
     compiler.close()
 
 
-def test_no_grammar_is_compiled_while_others_have_all_the_memory(model: Path) -> None:
-    """H1: a grammar that is there already is still used."""
+def test_no_grammar_is_compiled_while_others_use_all_the_memory(model: Path) -> None:
+    """H1: a grammar that is already compiled can still be used."""
     compiler = compiler_of(model, max_live_bytes=10_000)
     first = Grammar("regex", "first")
     compile_one(compiler, first)
-    machine = compiler.start(asking(first), first, lambda _: None).result()
+    machine = compiler.start(request_with(first), first, lambda _: None).result()
     assert isinstance(machine, Machine)
     machine.grow(10, 0.0)
     with pytest.raises(OverloadedError, match="bytes, of 10000: try again"):
@@ -101,17 +101,19 @@ def test_no_grammar_is_compiled_while_others_have_all_the_memory(model: Path) ->
     compiler.close()
 
 
-def test_what_fails_is_not_kept(model: Path) -> None:
-    """H1: neither the library's machine nor a traceback that refers to it."""
+def test_a_failed_compilation_is_not_kept(model: Path) -> None:
+    """H1: neither the library's state machine nor a traceback that refers to it."""
     compiler = compiler_of(model)
     compile_one(compiler, ATTACKS["alternatives of alternatives"](0))
     assert compiler.num_cached_bytes < 1_000_000
-    outcome = compiler.start(asking(Grammar("regex", "(a")), Grammar("regex", "(a"), lambda _: None).result()
+    outcome = compiler.start(
+        request_with(Grammar("regex", "(a")), Grammar("regex", "(a"), lambda _: None
+    ).result()
     assert isinstance(outcome, Exception) and outcome.__traceback__ is None and outcome.__context__ is None
     compiler.close()
 
 
-def test_the_heap_is_trimmed_once_for_what_was_built() -> None:
+def test_the_heap_is_trimmed_once_for_several_grammars() -> None:
     """H1: a trim walks the whole heap, so many small grammars share one."""
     trimmer = HeapTrimmer(every_bytes=100)
     trimmed = []
@@ -121,8 +123,8 @@ def test_the_heap_is_trimmed_once_for_what_was_built() -> None:
     assert trimmed == [False, True, False, False, True, False]
 
 
-def test_what_fails_is_given_back_to_the_system(model: Path) -> None:
-    """H1: also what the first mask built before it failed."""
+def test_memory_of_a_failed_compilation_is_returned_to_the_system(model: Path) -> None:
+    """H1: this includes what the first mask built before it failed."""
     compiler = compiler_of(model)
     compile_one(compiler, Grammar("regex", "[a-z]+"))
     before = resident_kb()
@@ -133,7 +135,7 @@ def test_what_fails_is_given_back_to_the_system(model: Path) -> None:
 
 
 def test_large_grammars_in_use_are_bounded_together(model: Path) -> None:
-    """H1: many that are sent at once do not add up either, and one goes when an answer that follows it has ended."""
+    """H1: many that are sent at once have a common bound; one is freed when an answer that follows it has ended."""
     compiler = compiler_of(model)
     followed: list[Outcome] = []
     for number in range(8):
@@ -150,12 +152,12 @@ def test_large_grammars_in_use_are_bounded_together(model: Path) -> None:
     compiler.close()
 
 
-def test_many_answers_do_not_make_a_grammar_large(model: Path) -> None:
-    """H1: what each of them takes for a while does not add up, so that a grammar in common use is not refused."""
+def test_temporary_memory_of_answers_does_not_count_for_a_grammar(model: Path) -> None:
+    """H1: temporary memory of each answer does not add up, so a grammar in common use is not rejected."""
     compiler = compiler_of(model)
     grammar = Grammar("regex", "[a-z]+")
     compile_one(compiler, grammar)
-    machine = compiler.start(asking(grammar), grammar, lambda _: None).result()
+    machine = compiler.start(request_with(grammar), grammar, lambda _: None).result()
     assert isinstance(machine, Machine)
     for _ in range(1000):
         machine.begin(machine.num_bytes, 100_000)
@@ -164,7 +166,7 @@ def test_many_answers_do_not_make_a_grammar_large(model: Path) -> None:
 
 
 def begun(compiler: GrammarCompiler, grammar: Grammar) -> Outcome:
-    """Return the matcher of a new answer, or why there is none."""
+    """Return the matcher of a new answer, or the error."""
     found: Queue[Outcome] = Queue()
-    compiler.start(asking(grammar), grammar, found.put)
+    compiler.start(request_with(grammar), grammar, found.put)
     return found.get(timeout=60)

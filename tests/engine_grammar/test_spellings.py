@@ -1,4 +1,4 @@
-"""Schemas as generators write them: the same constraints in other words are held, not refused."""
+"""Schemas as generators write them: equivalent spellings of a constraint are enforced, not rejected."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from contract.errors import InvalidRequestError, KvbatonError
 from contract.sampling import Grammar
 from contract.schema_patterns import rust_pattern
-from tests.engine_grammar.answers import allowed_by, asking, matcher_of, outcome_of
+from tests.engine_grammar.answers import allowed_by, matcher_of, outcome_of, request_with
 from tests.text.tiny_model import END, byte_ids, write_model
 
 Case = tuple[Any, list[Any], list[Any]]
@@ -21,9 +21,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("model"))
 
 
-def takes(model: Path, schema: Any, value: Any) -> bool:
-    """Whether ``value`` may be written."""
-    matcher = matcher_of(model, asking(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
+def accepts(model: Path, schema: Any, value: Any) -> bool:
+    """Return True if ``value`` may be written."""
+    matcher = matcher_of(model, request_with(Grammar("json_schema", json.dumps(schema)), max_tokens=300))
     try:
         matcher.advance(byte_ids(json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()))
     except KvbatonError:
@@ -33,12 +33,12 @@ def takes(model: Path, schema: Any, value: Any) -> bool:
 
 def check(model: Path, case: Case) -> None:
     schema, good, bad = case
-    assert [value for value in good if not takes(model, schema, value)] == []
-    assert [value for value in bad if takes(model, schema, value)] == []
+    assert [value for value in good if not accepts(model, schema, value)] == []
+    assert [value for value in bad if accepts(model, schema, value)] == []
 
 
 def mapped(names: Any, **more: Any) -> Any:
-    """The schema of an object that maps such names to integers."""
+    """Return the schema of an object that maps such names to integers."""
     return {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}, **more}
 
 
@@ -79,19 +79,19 @@ SPELLINGS: dict[str, Case] = {
         [{"a": 1}],
         [{"b": 1}],
     ),
-    "not what it is not anyway": ({"type": "string", "not": {"type": "null"}}, ["a"], [None]),
-    "not another constant": ({"enum": ["a", "b"], "not": {"enum": ["c"]}}, ["a"], ["c"]),
+    "not: a value that is excluded anyway": ({"type": "string", "not": {"type": "null"}}, ["a"], [None]),
+    "not: another constant": ({"enum": ["a", "b"], "not": {"enum": ["c"]}}, ["a"], ["c"]),
     "a closed tuple": (
         {"type": "array", "prefixItems": [{"type": "integer"}], "unevaluatedItems": False},
         [[1], []],
         [[1, 2]],
     ),
-    "nothing else in a list": (
+    "no further items in a list": (
         {"type": "array", "items": {"const": 1}, "unevaluatedItems": False},
         [[1, 1]],
         [[2]],
     ),
-    "null for what is missing": (
+    "null for a missing property": (
         {
             "type": "object",
             "properties": {"a": {"type": "string", "minLength": None, "pattern": None, "enum": None}},
@@ -104,7 +104,7 @@ SPELLINGS: dict[str, Case] = {
         [{"b": 1}],
     ),
     "the constant null": ({"const": None}, [None], [1]),
-    "counts beyond any answer": (
+    "counts larger than any answer": (
         {"type": "array", "maxItems": 2**64, "items": {"type": "string", "maxLength": 2**63 - 1}},
         [["a"]],
         [[1]],
@@ -121,13 +121,13 @@ SPELLINGS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_the_same_in_other_words_is_held(model: Path, name: str) -> None:
-    """F14: what zod, pydantic and others write made the request 400."""
+def test_equivalent_spellings_are_enforced(model: Path, name: str) -> None:
+    """F14: schemas that zod, pydantic and others write used to give status 400."""
     check(model, SPELLINGS[name])
 
 
 def kind(name: str, *required: str, **properties: Any) -> Any:
-    """An object as pydantic writes it whose kind has a default, so that it is not required."""
+    """Return an object schema as pydantic writes it, whose ``kind`` has a default and so is not required."""
     own = {"kind": {"const": name, "default": name, "type": "string"}, **properties}
     return {"type": "object", "properties": own, "required": list(required)}
 
@@ -171,19 +171,19 @@ UNIONS: dict[str, Case] = {
 
 
 @pytest.mark.parametrize("name", UNIONS)
-def test_a_union_is_told_apart_by_a_property(model: Path, name: str) -> None:
-    """F14: pydantic leaves a discriminator with a default out of ``required``; oneOf was refused then."""
+def test_a_union_is_discriminated_by_a_property(model: Path, name: str) -> None:
+    """F14: pydantic leaves a discriminator with a default out of ``required``; oneOf used to be rejected then."""
     check(model, UNIONS[name])
 
 
-def test_a_union_that_cannot_be_told_apart_is_not_closed(model: Path) -> None:
-    """F14: with closed branches the library told them apart, and an answer matched both as they were written."""
+def test_a_union_without_discriminator_is_not_closed(model: Path) -> None:
+    """F14: closed branches made the library choose by their keys, although an answer matched both as written."""
     branches: list[Any] = [
         {"type": "object", "properties": {"a": {}}, "required": ["a"]},
         {"type": "object", "properties": {}},
     ]
     schema = {"oneOf": branches}
-    outcome = outcome_of(model, asking(Grammar("json_schema", json.dumps(schema))))
+    outcome = outcome_of(model, request_with(Grammar("json_schema", json.dumps(schema))))
     assert isinstance(outcome, InvalidRequestError) and "write anyOf" in outcome.message
 
 
@@ -209,8 +209,8 @@ PATTERNS: list[tuple[str, list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize("number", range(len(PATTERNS)))
-def test_patterns_mean_what_ecma_says(model: Path, number: int) -> None:
-    """F14: ``[``, ``--`` and ``&&`` mean more in the library's patterns, and braces less."""
+def test_patterns_follow_ecmascript(model: Path, number: int) -> None:
+    """F14: ``[``, ``--`` and ``&&`` have more meanings in the library's patterns, and braces fewer."""
     pattern, good, bad = PATTERNS[number]
     check(model, ({"type": "string", "pattern": pattern}, good, bad))
     check(
@@ -224,6 +224,6 @@ def test_patterns_mean_what_ecma_says(model: Path, number: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", [pattern for pattern, _, _ in PATTERNS])
-def test_patterns_are_respelled_once(pattern: str) -> None:
-    """Routers and workers reduce a schema one after the other."""
+def test_patterns_are_rewritten_once(pattern: str) -> None:
+    """Routers and workers reduce a schema one after the other, so a second reduction must not change it."""
     assert rust_pattern(rust_pattern(pattern)) == rust_pattern(pattern)

@@ -1,4 +1,4 @@
-"""Jobs that cannot be interrupted do not keep others waiting for ever, and leave no large stacks behind."""
+"""Jobs that cannot be interrupted do not block others for ever, and leave no large stacks behind."""
 
 import threading
 import weakref
@@ -13,7 +13,7 @@ WAIT_SECONDS = 30.0
 
 
 class Clock:
-    """Shows what the test sets."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class Clock:
 
 
 class Bench:
-    """Threads, and jobs that the test lets go on."""
+    """Threads, and jobs that continue when the test opens the gate."""
 
     def __init__(self) -> None:
         self.clock = Clock()
@@ -35,8 +35,8 @@ class Bench:
         for _ in range(count):
             self.threads.submit(self._job())
 
-    def have_begun(self, count: int) -> bool:
-        """Whether just so many further jobs have begun: threads are started by ``submit`` itself."""
+    def exactly_begun(self, count: int) -> bool:
+        """Return True if exactly ``count`` more jobs have begun; ``submit`` itself starts the threads."""
         began = all(self._has_begun.acquire(timeout=WAIT_SECONDS) for _ in range(count))
         return began and not self._has_begun.acquire(blocking=False)
 
@@ -55,39 +55,39 @@ def bench() -> Iterator[Bench]:
     made.gate.set()
 
 
-def test_a_few_run_at_a_time(bench: Bench) -> None:
+def test_only_a_few_jobs_run_at_a_time(bench: Bench) -> None:
     bench.submit(4)
-    assert bench.have_begun(2)
+    assert bench.exactly_begun(2)
     bench.gate.set()
-    assert bench.have_begun(2)
+    assert bench.exactly_begun(2)
 
 
-def test_jobs_that_hang_do_not_keep_others_waiting_for_ever(bench: Bench) -> None:
-    """H1: two compilations that did not end used to stop all others."""
+def test_hanging_jobs_do_not_block_others_for_ever(bench: Bench) -> None:
+    """H1: two compilations that did not end used to block all others."""
     bench.submit(3)
-    assert bench.have_begun(2)
+    assert bench.exactly_begun(2)
     bench.clock.now = 6.0
     bench.submit()
-    assert bench.have_begun(2)
+    assert bench.exactly_begun(2)
 
 
 def test_threads_are_bounded(bench: Bench) -> None:
     for now in (0.0, 6.0, 12.0):
         bench.clock.now = now
         bench.submit(2)
-    assert bench.have_begun(4)
+    assert bench.exactly_begun(4)
 
 
-def test_nothing_is_begun_once_closed(bench: Bench) -> None:
+def test_no_job_starts_after_close(bench: Bench) -> None:
     bench.submit(3)
     bench.threads.close()
     bench.submit()
     bench.gate.set()
-    assert bench.have_begun(2)
+    assert bench.exactly_begun(2)
 
 
-def test_what_a_job_held_is_released_before_the_call_behind_it() -> None:
-    """H1: the heap is trimmed when the memory of what failed is free."""
+def test_memory_of_a_job_is_released_before_the_next_call() -> None:
+    """H1: the heap is trimmed after the memory of the failed job is free."""
     held, seen, is_over = [threading.Event()], list[bool](), threading.Event()
     watched = weakref.ref(held[0])
 
@@ -101,8 +101,8 @@ def test_what_a_job_held_is_released_before_the_call_behind_it() -> None:
     assert seen == [True]
 
 
-def test_a_long_job_is_followed_by_a_rest_before_the_next_one() -> None:
-    """H1: sixty grammars that are large once unrolled, one after the other, took others four times as long."""
+def test_a_long_job_is_followed_by_a_pause() -> None:
+    """H1: sixty large grammars, one after the other, used to slow other requests down four times."""
     clock, events, done = Clock(), list[str](), threading.Event()
     threads = JobThreads(
         2**20, num_running=1, clock=clock, rest=lambda seconds: events.append(f"rest {seconds:g}")

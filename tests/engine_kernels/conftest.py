@@ -1,4 +1,4 @@
-"""The kernels, and checkpoints that they can compute."""
+"""The compiled kernels, and checkpoints that they can compute."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,12 +15,12 @@ MakeCheckpoint = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
-    """The compiled library, which must be there wherever the processor has the instructions."""
+    """The compiled library. It must load on every processor that has the instructions."""
     processor = Path("/proc/cpuinfo")
     if not processor.exists() or "avx512_bf16" not in processor.read_text():
         pytest.skip("this processor has no avx512_bf16")
     loaded = load_kernels()
-    assert loaded is not None, "the kernels do not compile here"
+    assert loaded is not None, "the kernels do not compile on this machine"
     return loaded
 
 
@@ -34,7 +34,7 @@ def threads(kernels: Kernels) -> Iterator[int]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Writes a small bfloat16 checkpoint with head_dim 32 of a family; the same one for the same words."""
+    """Writes a small bfloat16 checkpoint with head_dim 32 of a family; equal arguments give the same checkpoint."""
     made: dict[str, Path] = {}
 
     def make(family: str, **overrides: Any) -> Path:

@@ -1,4 +1,4 @@
-"""A forward pass of the kernels equals the plain decoder's, for every family and every kind of batch."""
+"""A forward pass by the kernels equals that of the plain decoder, for every family and every kind of batch."""
 
 import logging
 from dataclasses import replace
@@ -40,11 +40,11 @@ STEPS: list[dict[str, tuple[int, int]]] = [
     {"a": (51, 1), "b": (41, 1), "c": (201, 1), "d": (16, 1), "e": (16, 1)},
     {"c": (202, 40), "d": (17, 1)},
 ]
-"""Steps one after the other: request → (computed tokens, tokens in this step)."""
+"""Consecutive steps: request → (computed tokens, tokens in this step)."""
 
 
 class Sequences:
-    """Random tokens of some requests, and where their blocks lie."""
+    """Random tokens of some requests, and the ids of their blocks."""
 
     def __init__(self, block_size: int = BLOCK_SIZE) -> None:
         generator = np.random.default_rng(0)
@@ -55,7 +55,7 @@ class Sequences:
         self.blocks = {name: [free.pop() for _ in range(per_request)] for name in "abcde"}
 
     def inputs(self, step: dict[str, tuple[int, int]]) -> PreparedInputs:
-        """All final states are wanted."""
+        """Return the inputs of a step that needs all final states."""
         scheduled = SchedulerOutput()
         for name, (computed, count) in step.items():
             known = self.tokens[name][: computed + count]
@@ -75,7 +75,7 @@ def empty_pool(
     num_blocks: int = NUM_BLOCKS,
     size: int = BLOCK_SIZE,
 ) -> list[Tensor]:
-    """What an earlier owner left is NaN; the null block is zero. size: of a block."""
+    """Return a pool of NaN, as if left by an earlier owner, with a zero null block. size: of a block."""
     config = loaded.config
     shape = (num_blocks, config.num_layers, 2, config.num_kv_heads, size, config.head_dim)
     pool = torch.full(shape, torch.nan, dtype=dtype)
@@ -124,7 +124,7 @@ def pair(request: pytest.FixtureRequest, checkpoint: MakeCheckpoint, kernels: Ke
 def test_all_packed_weights_are_counted_once(
     checkpoint: MakeCheckpoint, kernels: Kernels, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every linear layer's, and the output head's, which is the embedding here."""
+    """The weights of every linear layer and of the output head, which is the embedding here."""
     caplog.set_level(logging.INFO)
     folder = checkpoint("qwen2", intermediate_size=2**15, tie_word_embeddings=True)
     pair = Pair(folder, kernels)
@@ -139,8 +139,8 @@ def distance(found: Tensor, exact: Tensor) -> float:
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-def test_it_errs_no_more_than_torch_in_the_same_precision(pair: Pair) -> None:
-    """Beside float32, step by step through one pool; keys and values too, and blocks that nobody has are left alone."""
+def test_errors_are_no_larger_than_those_of_torch_in_bfloat16(pair: Pair) -> None:
+    """Compared with float32, step by step in one pool; keys and values too. Unowned blocks are not touched."""
     sequences = Sequences()
     exact_pool, rounding_pool = empty_pool(pair.exact, torch.float32), empty_pool(pair.rounding)
     for step in STEPS:
@@ -158,7 +158,7 @@ def test_it_errs_no_more_than_torch_in_the_same_precision(pair: Pair) -> None:
         assert distance(own.nan_to_num(), exact_layer.nan_to_num()) < 0.02
 
 
-def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> None:
+def test_chunking_and_batching_change_no_bit(pair: Pair) -> None:
     sequences = Sequences()
     whole = pair.decoder.forward(sequences.inputs({"c": (0, 230)}), pair.pool).clone()
     kept = [layer[sequences.blocks["c"]].clone() for layer in pair.pool]
@@ -175,8 +175,8 @@ def test_how_a_prompt_is_cut_and_who_is_beside_it_changes_no_bit(pair: Pair) -> 
 @pytest.mark.parametrize(
     "num_wanted", [(1, 1, 1, 1), (0, 1, 1, 3), (50, 0, 0, 0), (0, 0, 200, 1), (3, 1, 70, 2), (0, 0, 0, 0)]
 )
-def test_what_is_wanted_changes_no_bit_of_it(pair: Pair, num_wanted: tuple[int, ...]) -> None:
-    """Nor of any key or value: other tokens' rows may be anything."""
+def test_the_choice_of_needed_states_changes_no_bit_of_them(pair: Pair, num_wanted: tuple[int, ...]) -> None:
+    """Keys and values are equal too; the rows of other tokens may hold anything."""
     inputs, pool = Sequences().inputs(STEPS[0]), empty_pool(pair.exact)
     whole = pair.decoder.forward(inputs, pair.pool).clone()
     few = replace(inputs, num_wanted=np.array(num_wanted, dtype=np.int32))
@@ -209,7 +209,7 @@ def test_a_profile_run_needs_no_pool(pair: Pair) -> None:
 
 
 def test_nan_in_the_pool_reaches_the_answer(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
-    """Keys and values alike: the engine tells corrupt KV by its logits."""
+    """For keys and for values: the engine detects corrupt KV by its logits."""
     pair, sequences = Pair(checkpoint("llama"), kernels), Sequences()
     for half in (0, 1):
         pair.decoder.forward(sequences.inputs({"a": (0, 40)}), pair.pool)
@@ -219,49 +219,47 @@ def test_nan_in_the_pool_reaches_the_answer(checkpoint: MakeCheckpoint, kernels:
 
 
 class Watch:
-    """Hears of layers, and may fail."""
+    """A layer watch that records its calls and may fail."""
 
     def __init__(self, failing_at: int = 0) -> None:
-        self.heard: list[int] = []
+        self.layers: list[int] = []
         self._failing_at = failing_at
 
     def stored(self, num_layers: int) -> None:
-        self.heard.append(num_layers)
+        self.layers.append(num_layers)
         if num_layers == self._failing_at:
             raise ValueError("the watch failed")
 
     def computed(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-def test_a_watch_hears_of_every_layer_and_its_error_is_raised(
+def test_a_watch_is_called_for_every_layer_and_its_error_is_raised(
     checkpoint: MakeCheckpoint, kernels: Kernels
 ) -> None:
     pair, inputs = Pair(checkpoint("llama"), kernels), Sequences().inputs({"a": (0, 20)})
     watch, failing = Watch(), Watch(failing_at=1)
     pair.decoder.forward(inputs, pair.pool, watch)
-    assert watch.heard == [1, 2]
+    assert watch.layers == [1, 2]
     with pytest.raises(ValueError, match="the watch failed"):
         pair.decoder.forward(inputs, pair.pool, failing)
     pair.decoder.close()
 
 
-def test_a_pass_that_is_under_way_ends_before_the_threads(
-    checkpoint: MakeCheckpoint, kernels: Kernels
-) -> None:
-    """Nobody waits for it any more: an engine that fails closes what it has."""
+def test_a_running_pass_ends_before_the_threads(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
+    """``close`` waits for a pass whose result is no longer needed, as when an engine fails."""
     pair = Pair(checkpoint("llama"), kernels)
     watch = Watch()
     pair.decoder.begin(Sequences().inputs({"a": (0, 200)}), pair.pool, watch)
     pair.decoder.close()
-    assert watch.heard == [1, 2]
+    assert watch.layers == [1, 2]
 
 
 @pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_pass_that_was_interrupted_can_be_computed_again(
+def test_an_interrupted_pass_can_be_computed_again(
     checkpoint: MakeCheckpoint, kernels: Kernels, num_threads: int
 ) -> None:
-    """One thread computes within the wait; several may be done before they hear of it."""
+    """One thread always notices the interruption in time; with several the pass may be complete before."""
     pair, sequences = Pair(checkpoint("llama", num_hidden_layers=6), kernels, num_threads), Sequences()
     first, second = (sequences.inputs(step) for step in STEPS[1:3])
     whole_pool, no_cuts = empty_pool(pair.exact), Pair(checkpoint("llama", num_hidden_layers=6), kernels)
@@ -274,7 +272,7 @@ def test_a_pass_that_was_interrupted_can_be_computed_again(
         pair.decoder.interrupt()
         states = finish()
         assert states is None or (num_threads > 1 and torch.equal(states, whole))
-    pair.decoder.interrupt()  # too late for that one, and not meant for the next
+    pair.decoder.interrupt()  # comes too late for that pass and must not affect the next one
     assert torch.equal(pair.decoder.forward(second, pair.pool), whole)
     for layer, expected in zip(pair.pool, whole_pool, strict=True):
         assert torch.equal(layer.nan_to_num(), expected.nan_to_num())
@@ -282,7 +280,9 @@ def test_a_pass_that_was_interrupted_can_be_computed_again(
     no_cuts.decoder.close()
 
 
-def test_a_pass_that_is_needed_is_not_interrupted(checkpoint: MakeCheckpoint, kernels: Kernels) -> None:
+def test_a_pass_that_may_not_be_interrupted_is_completed(
+    checkpoint: MakeCheckpoint, kernels: Kernels
+) -> None:
     pair = Pair(checkpoint("llama"), kernels, num_threads=1)
     finish = pair.decoder.begin(Sequences().inputs({"a": (0, 200)}), pair.pool, Watch())
     pair.decoder.interrupt()
@@ -300,7 +300,7 @@ def test_a_pass_that_is_needed_is_not_interrupted(checkpoint: MakeCheckpoint, ke
         ("bfloat16", 1, {"intermediate_size": 100}, "intermediate_size is 100"),
     ],
 )
-def test_what_they_cannot_compute_is_told(
+def test_the_reason_is_given_if_the_kernels_cannot_compute_a_model(
     checkpoint: MakeCheckpoint,
     dtype: str,
     num_ranks: int,

@@ -1,4 +1,4 @@
-"""Whole engines with the kernels, in bfloat16: log probabilities are the same to the last bit in every form of service."""
+"""Whole engines with the kernels, in bfloat16: log probabilities are equal to the last bit in every form of service."""
 
 import asyncio
 import random
@@ -23,11 +23,11 @@ LENGTHS = (1, 16, 70, 150, 33)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=60, ignore_eos=True, logprobs=3)
 PROMPTS = {f"r{length}": [random.Random(length).randrange(250) for _ in range(length)] for length in LENGTHS}
 
-Told = list[tuple[int, TokenLogprobs]]
+TokensWithLogprobs = list[tuple[int, TokenLogprobs]]
 
 
-def told(*legs: list[EngineOutput]) -> Told:
-    """Every token with its candidates and their log probabilities, exactly."""
+def tokens_with_logprobs(*legs: list[EngineOutput]) -> TokensWithLogprobs:
+    """Return every token with its candidates and their exact log probabilities."""
     return [
         (token, logprobs)
         for outputs in legs
@@ -36,17 +36,19 @@ def told(*legs: list[EngineOutput]) -> Told:
     ]
 
 
-async def ask_all(client: EngineClient, *, at_once: bool) -> dict[str, Told]:
-    async def ask(name: str) -> Told:
+async def ask_all(client: EngineClient, *, at_once: bool) -> dict[str, TokensWithLogprobs]:
+    async def ask(name: str) -> TokensWithLogprobs:
         request = EngineRequest(request_id=name, prompt_token_ids=PROMPTS[name], sampling=SAMPLED)
-        return told(await outputs_of(client, request))
+        return tokens_with_logprobs(await outputs_of(client, request))
 
     if at_once:
         return dict(zip(PROMPTS, await asyncio.gather(*map(ask, PROMPTS)), strict=True))
     return {name: await ask(name) for name in PROMPTS}
 
 
-async def one_engine(model: Any, *, at_once: bool, **settings: Any) -> tuple[dict[str, Told], dict[str, int]]:
+async def one_engine(
+    model: Any, *, at_once: bool, **settings: Any
+) -> tuple[dict[str, TokensWithLogprobs], dict[str, int]]:
     client = await InProcessClient.start(EngineSettings(model=model, **settings))
     try:
         return await ask_all(client, at_once=at_once), await client.call("counters")
@@ -66,18 +68,18 @@ async def test_batches_chunks_preemption_and_the_hand_over_change_no_bit(checkpo
     sides = Sides(transport="shm")
     async with running_pair(model, sides=sides, dtype="bfloat16", max_num_batched_tokens=31) as pair:
         crossed = await asyncio.gather(*(pair.ask(name, PROMPTS[name], SAMPLED) for name in PROMPTS))
-    assert dict(zip(PROMPTS, (told(*legs) for legs in crossed), strict=True)) == alone
+    assert dict(zip(PROMPTS, (tokens_with_logprobs(*legs) for legs in crossed), strict=True)) == alone
 
 
 async def all_states(model: Path, **settings: Any) -> list[list[float]]:
-    """What needs every final state of a prompt: its tokens' log probabilities, and its states' mean; the last state too."""
+    """Return a prompt's log probabilities, the mean of its states, and its last state. The first two need all states."""
 
     def embedding(kind: Literal["last", "mean"]) -> EngineRequest:
-        wanted = PoolingParams(kind, normalize=True)
+        pooling = PoolingParams(kind, normalize=True)
         sampling = SamplingParams(max_tokens=1)
         prompt = PROMPTS["r150"]
         return EngineRequest(
-            request_id=kind, prompt_token_ids=prompt, sampling=sampling, pooling_params=wanted
+            request_id=kind, prompt_token_ids=prompt, sampling=sampling, pooling_params=pooling
         )
 
     client = await InProcessClient.start(EngineSettings(model=model, dtype="bfloat16", **settings))
@@ -95,7 +97,7 @@ async def all_states(model: Path, **settings: Any) -> list[list[float]]:
     return [[one.logprob for one in answer.prompt_logprobs], mean.pooled, last.pooled]
 
 
-async def test_what_needs_all_states_of_a_prompt_has_them(checkpoint: MakeCheckpoint) -> None:
+async def test_requests_that_need_all_states_of_a_prompt_get_them(checkpoint: MakeCheckpoint) -> None:
     model = checkpoint("qwen3", head_dim=64)
     plain = await all_states(model, attention_backend="torch")
     for chunk in (512, 23):
@@ -103,8 +105,8 @@ async def test_what_needs_all_states_of_a_prompt_has_them(checkpoint: MakeCheckp
             assert found == pytest.approx(expected, abs=0.03)
 
 
-def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, Told], int]:
-    """Every token of all prompts at once, while so many steps are interrupted; and how many were."""
+def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, TokensWithLogprobs], int]:
+    """Return the tokens of all prompts, run at once with a share of interrupted steps, and the number of interruptions."""
     settings = EngineSettings(model=model, max_num_batched_tokens=40, max_hold_share=1.0)
     core, rng, found, num_interrupted = (
         EngineCore(settings),
@@ -125,10 +127,10 @@ def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, Told], int]:
         for output in chain.from_iterable(core.step(meanwhile, lambda: rng.random() < 0.5).values()):
             found.setdefault(output.request_id, []).append(output)
     core.close()
-    return {name: told(outputs) for name, outputs in found.items()}, num_interrupted
+    return {name: tokens_with_logprobs(outputs) for name, outputs in found.items()}, num_interrupted
 
 
-def test_steps_that_are_interrupted_change_no_bit(checkpoint: MakeCheckpoint) -> None:
+def test_interrupted_steps_change_no_bit(checkpoint: MakeCheckpoint) -> None:
     model = checkpoint("qwen3", head_dim=64)
     whole, _ = stepped(model, cut_share=0.0)
     cut, num_interrupted = stepped(model, cut_share=0.4)
@@ -139,10 +141,10 @@ def test_steps_that_are_interrupted_change_no_bit(checkpoint: MakeCheckpoint) ->
 @pytest.mark.parametrize(
     ("num_tokens", "orders", "may_be_interrupted"), [(1, None, True), (2, None, False), (1, [], False)]
 )
-def test_a_step_for_which_something_is_promised_is_not_interrupted(
+def test_only_decode_steps_without_orders_are_interrupted(
     checkpoint: MakeCheckpoint, num_tokens: int, orders: list[Any] | None, may_be_interrupted: bool
 ) -> None:
-    """KV that is published behind the step has to be there; a prompt's chunk is too much to compute twice."""
+    """KV that is published after the step must be there; a chunk of a prompt is too much to compute twice."""
     executor, _ = start_executor(EngineSettings(model=checkpoint("llama")))
     new = NewRequestData("r", [1, 2][:num_tokens], SamplingParams(), ([1],), 0, num_tokens)
     finish = executor.begin(

@@ -1,4 +1,4 @@
-"""A packed linear layer equals the plain one, whatever its sizes and whoever computes beside."""
+"""A packed linear layer equals the plain one, for any sizes and any other rows in the batch."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def random(*shape: int) -> Tensor:
 
 
 def compute(kernels: Kernels, threads: int, compressed: Compressed, states: Tensor) -> Tensor:
-    """The layer's outputs, with something behind them that must stay."""
+    """Return the layer's outputs; the memory behind them must stay unchanged."""
     room = torch.full((len(states) + 1, compressed.layer.outputs), 7.0)
     kernels.linear(threads, compressed.layer, states, room)
     assert (room[-1] == 7.0).all()
@@ -47,7 +47,7 @@ def test_it_equals_the_plain_layer(
 
 
 @pytest.mark.parametrize("inputs", [64, 4864])
-def test_a_row_is_the_same_bit_by_bit_beside_any_others(kernels: Kernels, threads: int, inputs: int) -> None:
+def test_a_row_is_bitwise_equal_beside_any_others(kernels: Kernels, threads: int, inputs: int) -> None:
     compressed = packed(kernels, threads, random(100, inputs))
     states = random(150, inputs)
     whole = compute(kernels, threads, compressed, states)
@@ -57,12 +57,12 @@ def test_a_row_is_the_same_bit_by_bit_beside_any_others(kernels: Kernels, thread
 
 
 def common(*shape: int) -> Tensor:
-    """Numbers of normal weights: nearly all have a code."""
+    """Return numbers as in normal weights: nearly all have a code."""
     return random(*shape) * 0.02
 
 
 def of_every_size(*shape: int) -> Tensor:
-    """Numbers with every exponent but those of zero, infinity and NaN: most have no code."""
+    """Return numbers with every exponent except those of zero, infinity and NaN: most have no code."""
     generator = torch.Generator().manual_seed(1)
     bits = torch.randint(0x80, 0x7F80, shape, generator=generator)
     signs = torch.randint(0, 2, shape, generator=generator) << 15
@@ -70,7 +70,7 @@ def of_every_size(*shape: int) -> Tensor:
 
 
 def with_a_few(*shape: int) -> Tensor:
-    """Normal weights with others at either end, side by side and alone."""
+    """Return normal weights with extreme numbers among them, adjacent and alone."""
     weight, strange = common(*shape), of_every_size(*shape)
     for place in ((0, 0), (0, 1), (0, 2), (1, 5), (31, 6), (-1, -1), (-1, -4), (20, slice(30, 40))):
         weight[place] = strange[place]
@@ -79,10 +79,10 @@ def with_a_few(*shape: int) -> Tensor:
 
 @pytest.mark.parametrize("kind", [common, of_every_size, with_a_few, torch.zeros])
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 32), (70, 160), (40, 4160)])
-def test_compressed_numbers_are_what_they_were(
+def test_compression_is_lossless(
     kernels: Kernels, threads: int, kind: Callable[..., Tensor], outputs: int, inputs: int
 ) -> None:
-    """A state that is 1 for one input brings its weights back; rows that share a tile, and rows that do not."""
+    """A state that is 1 for one input returns that input's weights; with rows that share a tile and rows that do not."""
     weight = kind(outputs, inputs).to(torch.bfloat16)
     compressed = packed(kernels, threads, weight)
     states = torch.eye(inputs, dtype=torch.bfloat16)
@@ -93,13 +93,13 @@ def test_compressed_numbers_are_what_they_were(
             assert torch.equal(found, weight[:, start : start + num_rows].T.float()), (start, num_rows)
 
 
-def test_normal_weights_have_nearly_all_a_code(kernels: Kernels, threads: int) -> None:
+def test_nearly_all_normal_weights_have_a_code(kernels: Kernels, threads: int) -> None:
     assert 0 < packed(kernels, threads, common(960, 960)).num_others < 960 * 960 / 5_000
     assert packed(kernels, threads, torch.zeros(64, 64, dtype=torch.bfloat16)).num_others == 0
 
 
 def test_threads_share_two_thousand_pieces_of_work(kernels: Kernels, threads: int) -> None:
-    """Each piece is done once, before the next begins; also where threads fall asleep between them."""
+    """Each piece is done once, before the next begins, even if threads fall asleep in between."""
     compressed = packed(kernels, threads, random(640, 512))
     states = random(2, 512)
     expected = compute(kernels, threads, compressed, states)
@@ -111,14 +111,14 @@ def test_threads_share_two_thousand_pieces_of_work(kernels: Kernels, threads: in
 
 
 @pytest.mark.parametrize("outputs", [1, 15, 31, 64, 1000, 1153])
-def test_the_best_of_each_row(kernels: Kernels, threads: int, outputs: int) -> None:
-    """The lowest number among equals, wherever they stand; none of a row with NaN or with nothing finite."""
+def test_the_index_of_the_best_output_of_each_row(kernels: Kernels, threads: int, outputs: int) -> None:
+    """The lowest index among equals, at any place; none for a row with NaN or without a finite number."""
     weight, states = random(outputs, 32), random(40, 32)
     weight[outputs // 2] = weight[-1]
     weight[:, 0], states[:, 0] = 0, 0
     compressed = packed(kernels, threads, weight)
     states[3, 5], states[7] = torch.nan, torch.inf
-    states[9] = weight[-1] * 8  # the last, and what equals it
+    states[9] = weight[-1] * 8  # makes the last output the best, and those equal to it
     room, best = torch.empty(40, outputs), np.full(41, 77)
     kernels.linear(threads, compressed.layer, states, room, best[:40])
     assert best[40] == 77

@@ -1,4 +1,4 @@
-"""Threads that compute for long let go of their cores now and then, and those that compute a little do not."""
+"""Threads that compute for long yield their cores now and then; those with little work do not."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ kernels.end_threads(threads)
 
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that stands before the system's, and counts who gives way."""
+    """A library that replaces ``sched_yield`` and counts its calls."""
     folder = tmp_path_factory.mktemp("counter")
     (folder / "counter.c").write_text(COUNTING)
     library = folder / "counter.so"
@@ -36,10 +36,10 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_long_work_gives_way_to_who_waits_for_the_core(
+def test_long_work_yields_the_core_to_waiting_threads(
     kernels: object, counter: Path, num_threads: int
 ) -> None:
-    """Each of the 36 items of the long work is more than a thread keeps its core for, on any processor."""
+    """Each of the 36 items of the long work takes longer than a thread keeps its core, on any processor."""
     environment = {**os.environ, "LD_PRELOAD": str(counter)}  # noqa: TID251 - passed on, not read
     command = [sys.executable, "-c", PROGRAM, str(num_threads)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Drives ranks in threads by hand-made SchedulerOutputs."""
+"""Drives ranks in threads with hand-made SchedulerOutputs."""
 
 from pathlib import Path
 from typing import Any

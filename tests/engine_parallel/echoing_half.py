@@ -1,4 +1,4 @@
-"""A rank's half of a connector that reports over its socket what it was asked to do, and the other end, for executors."""
+"""A rank's half of a connector that reports its calls over its socket, and the other end, for tests of executors."""
 
 import json
 import os
@@ -10,12 +10,12 @@ from engine.connector import KVMemory, RankConnector, RankConnectorPlan
 
 
 def open_half(settings: bytes, sock: socket.socket) -> "EchoingHalf":
-    """Open a half; an opener."""
+    """Open a half. The opener of a RankConnectorPlan."""
     return EchoingHalf(settings.decode(), sock)
 
 
 class EchoingHalf:
-    """Fulfils ``RankConnector``."""
+    """A ``RankConnector`` that reports its calls."""
 
     def __init__(self, name: str, sock: socket.socket) -> None:
         self._name = name
@@ -30,11 +30,11 @@ class EchoingHalf:
         self._report("execute", metadata)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return what the executor must ignore."""
+        """Return completions, which the executor must ignore."""
         return {"ignored"}, set()
 
     def close(self) -> None:
-        """Report it, and close the socket."""
+        """Report the call, and close the socket."""
         self._report("close")
         self._socket.close()
 
@@ -43,7 +43,7 @@ class EchoingHalf:
 
 
 class EchoingRanks:
-    """Fulfils ``RanksConnector``. reports: of each rank, as read by ``begin``, ``receive`` or ``close``."""
+    """A ``RanksConnector``. reports: of each rank, as read by ``begin``, ``receive`` or ``close``."""
 
     opener = "tests.engine_parallel.echoing_half:open_half"
 
@@ -56,7 +56,7 @@ class EchoingRanks:
         raise NotImplementedError
 
     def connect(self, sockets: Sequence[socket.socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
-        """Keep the sockets; each half's settings are its name."""
+        """Keep the sockets. The settings of each half are its name."""
         for sock in sockets:
             sock.settimeout(60)
             self._sockets.append(sock.makefile("r"))
@@ -66,15 +66,15 @@ class EchoingRanks:
         ]
 
     def begin(self) -> None:
-        """Receive each rank's start."""
+        """Receive the start report of each rank."""
         self.receive()
 
     def receive(self) -> None:
-        """Receive the next report of each."""
+        """Receive the next report of each rank."""
         self.reports += [json.loads(sock.readline()) for sock in self._sockets]
 
     def take_finished(self) -> tuple[set[str], set[str]]:
-        """Return what is finished on all ranks."""
+        """Return completions on all ranks."""
         return {"sent"}, set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Halves of a connector of which one rank's hangs while its process runs: within a call, or in its data thread."""
+"""Connector halves that hang on one rank while its process runs: within a call, or in the data thread."""
 
 import socket
 import threading
@@ -24,16 +24,16 @@ def hang() -> None:
 
 
 class HangingHalf(EchoingHalf):
-    """A half that never returns from a step's orders, on one rank."""
+    """A half that never returns from a step's orders on one rank."""
 
     def execute(self, metadata: Any) -> None:
-        """See the class."""
+        """Hang on one rank."""
         if self._name == f"half {HANGING_RANK}":
             hang()
 
 
 def open_hanging_half(settings: bytes, sock: socket.socket) -> HangingHalf:
-    """Open a half; an opener."""
+    """Open a half. The opener of a RankConnectorPlan."""
     return HangingHalf(settings.decode(), sock)
 
 
@@ -44,7 +44,7 @@ class HangingRanks(EchoingRanks):
 
 
 class StuckMemory:
-    """Fulfils ``KVMemory``. A read of a block never returns."""
+    """A ``KVMemory`` in which reading a block never returns."""
 
     memfd = None
 
@@ -52,19 +52,19 @@ class StuckMemory:
         self.layout, self.num_blocks, self.write_view = memory.layout, memory.num_blocks, memory.write_view
 
     def read_view(self, block_id: int) -> memoryview:
-        """See the class."""
+        """Hang."""
         hang()
         return self.write_view(block_id)
 
     def commit(self, block_ids: list[int]) -> None:
-        """Do nothing: nothing arrives here."""
+        """Do nothing: no KV arrives here."""
 
     def mark_computed(self) -> None:
-        """Do nothing: nothing is read."""
+        """Do nothing: no KV is read."""
 
 
 class StuckHalf(RankHalf):
-    """A half whose data thread hangs at the first block that it publishes, on one rank."""
+    """A half whose data thread hangs on one rank at the first block that it publishes."""
 
     def __init__(self, settings: bytes, sock: socket.socket) -> None:
         ours = msgspec.msgpack.decode(settings, type=RankSettings)
@@ -77,7 +77,7 @@ class StuckHalf(RankHalf):
 
 
 class StuckRanks:
-    """Fulfils ``RanksConnector`` by another one, whose halves it opens as ``StuckHalf``."""
+    """A ``RanksConnector`` that wraps another one and opens its halves as ``StuckHalf``."""
 
     def __init__(self, ranks: RanksConnector) -> None:
         self.in_process, self.begin, self.close = ranks.in_process, ranks.begin, ranks.close
@@ -92,7 +92,7 @@ class StuckRanks:
 
 
 class StuckFactory(TransferFactory):
-    """A factory of the real connector, but for its halves."""
+    """A factory of the real connector with stuck halves."""
 
     def __call__(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
         """See ConnectorFactory."""

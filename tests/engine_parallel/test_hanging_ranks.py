@@ -1,4 +1,4 @@
-"""A rank whose process runs and one of whose threads hangs: it is noticed by what that thread does not get done."""
+"""A rank with a hanging thread in a running process is detected by that thread's lack of progress."""
 
 from pathlib import Path
 
@@ -23,11 +23,11 @@ from tests.engine_pair import transfer_factory
 from tests.engine_parallel.hanging_half import HangingRanks, StuckFactory
 
 pytestmark = pytest.mark.timeout(300)
-"""Several processes each load torch, perhaps beside other tests."""
+"""Each of several processes loads torch, perhaps while other tests run."""
 
 HUNG_SECONDS = 30.0
 STEP_SECONDS, DATA_SECONDS = 2.0, 8.0
-"""Far below rank_timeout_seconds, which would end the engine too, for another reason."""
+"""Far below rank_timeout_seconds, which would also end the engine."""
 COMPUTED = 10**9
 
 LOOKS = st.lists(st.tuples(st.floats(0.01, 40.0), st.booleans(), st.booleans()), max_size=60)
@@ -40,10 +40,10 @@ def settings(model: Path, seconds: float) -> EngineSettings:
 
 
 @given(looks=LOOKS, computes=st.booleans())
-def test_a_rank_hangs_when_and_only_when_it_owes_a_step_for_too_long(
+def test_a_rank_hangs_if_and_only_if_a_step_is_overdue(
     looks: list[tuple[float, bool, bool]], computes: bool
 ) -> None:
-    """P4: an idle rank has no time limit, one that computes a longer one; the verdict is that of a plain model."""
+    """P4: an idle rank has no time limit, a computing one a longer limit; compared with a simple model."""
     watch, calls = EngineWatch(LivenessTimeouts(float("inf"), HUNG_SECONDS), 0.0), CallCount()
     now = moved_at = 0.0
     runtime = num_answered = 0
@@ -62,7 +62,7 @@ def test_a_rank_hangs_when_and_only_when_it_owes_a_step_for_too_long(
 
 
 def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
-    """P4: rank 1 runs, and its call never returns; long before rank_timeout_seconds."""
+    """P4: rank 1 runs but its call never returns; it ends long before rank_timeout_seconds."""
     executor = create_executor(settings(make_checkpoint(tmp_path), STEP_SECONDS))
     assert isinstance(executor, RanksExecutor)
     try:
@@ -78,8 +78,8 @@ def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-async def test_a_data_thread_of_a_rank_that_hangs_ends_the_engine(tmp_path: Path) -> None:
-    """P4: both ranks compute, and rank 1 never publishes what it has computed."""
+async def test_a_hanging_data_thread_of_a_rank_ends_the_engine(tmp_path: Path) -> None:
+    """P4: both ranks compute, but rank 1 never publishes what it has computed."""
     factory = StuckFactory(transfer_factory(Role.PREFILL, None, "tcp").settings)
     client = await ProcessClient.start(settings(make_checkpoint(tmp_path), DATA_SECONDS), factory)
     try:

@@ -1,4 +1,4 @@
-"""Rank processes: calls to all of them, errors with the rank's name, and the outcome of deaths and silence."""
+"""Rank processes: calls to all of them, errors with the rank's name, and detection of dead and silent ranks."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ from tests.engine_compute.test_runner import RecordingConnector
 from tests.engine_parallel.echoing_half import EchoingRanks
 
 pytestmark = pytest.mark.timeout(300)
-"""Several processes each load torch, perhaps beside other tests."""
+"""Each of several processes loads torch, perhaps while other tests run."""
 
 STOPPED_SECONDS = 2.0
 SILENT_SECONDS = 15.0
@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(model: Path) -> Iterator[RanksExecutor]:
-    """Two ranks that no test breaks."""
+    """Two ranks, for tests that do not break them."""
     executor = start(model)
     yield executor
     executor.shutdown()
@@ -69,8 +69,8 @@ def assert_ended(pids: list[int]) -> None:
     assert [pid for pid in pids if psutil.pid_exists(pid)] == []
 
 
-def test_a_call_reaches_all_ranks_and_comes_back_in_their_order(ranks: RanksExecutor) -> None:
-    """D2, D4: typed by the method's annotations; the model is known whole, the KV cache is one rank's."""
+def test_a_call_reaches_all_ranks_and_results_are_in_rank_order(ranks: RanksExecutor) -> None:
+    """D2, D4: results have the types of the method's annotations; the model is whole, the KV cache is one rank's share."""
     specs = ranks.collective_rpc("get_kv_cache_specs")
     spec = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=16, dtype="float32")
     assert specs == [{f"model.layers.{layer}.self_attn": spec for layer in range(2)}] * 2
@@ -79,8 +79,8 @@ def test_a_call_reaches_all_ranks_and_comes_back_in_their_order(ranks: RanksExec
     assert len(set(ranks.pids)) == 2 and os.getpid() not in ranks.pids
 
 
-def test_an_embedding_is_pooled_by_the_first_of_the_ranks(ranks: RanksExecutor, model: Path) -> None:
-    """Pooling parameters and embeddings travel between processes."""
+def test_an_embedding_is_pooled_by_the_first_rank(ranks: RanksExecutor, model: Path) -> None:
+    """Pooling parameters and embeddings are sent between processes."""
     step = prompt_step()
     for pooling in (PoolingParams("last"), PoolingParams("mean", normalize=False)):
         new = replace(step.scheduled_new_reqs[0], sampling_params=None, pooling_params=pooling)
@@ -89,20 +89,20 @@ def test_an_embedding_is_pooled_by_the_first_of_the_ranks(ranks: RanksExecutor, 
         with torch.no_grad():
             states = load_reference(model).model(torch.tensor([new.prompt_token_ids])).last_hidden_state[0]
         last = torch.nn.functional.normalize(states[-1], dim=0)
-        wanted = last if pooling.kind == "last" else states.mean(dim=0)
-        torch.testing.assert_close(torch.tensor(output.pooler_output[0]), wanted, rtol=1e-3, atol=1e-4)
+        exact = last if pooling.kind == "last" else states.mean(dim=0)
+        torch.testing.assert_close(torch.tensor(output.pooler_output[0]), exact, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, SLOT_BYTES // 2, SLOT_BYTES - 4096, SLOT_BYTES, 11_000_000])
-def test_payloads_small_and_large(ranks: RanksExecutor, num_bytes: int) -> None:
-    """D3: up to 10 MB through shared memory, above it over a socket, there and back, in any order."""
+def test_small_and_large_payloads(ranks: RanksExecutor, num_bytes: int) -> None:
+    """D3: up to 10 MB through shared memory, above it over a socket, in both directions and any order."""
     payload = os.urandom(num_bytes)
     assert ranks.collective_rpc("echo", payload) == [payload] * 2
     assert ranks.collective_rpc("echo", b"after") == [b"after"] * 2
 
 
-def test_an_impossible_call_is_refused_by_the_executor(ranks: RanksExecutor, model: Path) -> None:
-    """By both executors alike; nothing is sent to the ranks."""
+def test_an_invalid_call_is_rejected_by_the_executor(ranks: RanksExecutor, model: Path) -> None:
+    """Both executors reject it without sending anything to the ranks."""
     for executor in (ranks, InProcessExecutor(EngineSettings(model=model))):
         for method in ("fly", "_draw", "device"):
             with pytest.raises(InternalError, match=f"no method '{method}'"):
@@ -114,10 +114,8 @@ def test_an_impossible_call_is_refused_by_the_executor(ranks: RanksExecutor, mod
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
 
 
-def test_an_error_of_all_ranks_is_raised_as_its_kind(
-    ranks: RanksExecutor, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The traceback is in the log, with the rank's name; ranks that have answered go on."""
+def test_an_error_of_all_ranks_keeps_its_type(ranks: RanksExecutor, caplog: pytest.LogCaptureFixture) -> None:
+    """The log has the traceback with the rank's name; ranks that have answered continue."""
     with pytest.raises(KvbatonError) as raised, caplog.at_level(logging.ERROR):
         ranks.collective_rpc("echo")
     assert (
@@ -132,8 +130,8 @@ def test_an_error_of_all_ranks_is_raised_as_its_kind(
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
 
 
-def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    """An error that all ranks raise alike is raised once, with the setting's name; nothing is left behind."""
+def test_a_model_that_cannot_be_split_is_rejected(tmp_path: Path) -> None:
+    """An error that all ranks raise alike is raised once, with the setting's name; no process is left."""
     folder = make_checkpoint(tmp_path / "model", num_key_value_heads=1)
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(SettingError, match=r"^tensor_parallel_size is 2; it must divide") as refused:
@@ -143,7 +141,7 @@ def test_a_model_that_cannot_be_cut_is_refused(tmp_path: Path) -> None:
 
 
 def test_shutdown_leaves_nothing(model: Path) -> None:
-    """No process, no descriptor, no file: neither in the temporary folder nor in /dev/shm; nor of a connector."""
+    """No process, descriptor or file is left, neither in the temporary folder nor in /dev/shm, also with a connector."""
 
     def things() -> tuple[set[str], int]:
         found = {
@@ -167,7 +165,7 @@ def test_shutdown_leaves_nothing(model: Path) -> None:
 
 
 def assert_halves_are_opened(executor: RanksExecutor) -> None:
-    """Each rank opens its half, by its own settings, on its own pool; orders reach all after the step; all are closed."""
+    """Each rank opens its half with its own settings and pool; orders reach all after the step; all are closed."""
     connector = EchoingRanks()
     executor.set_connector(connector)
     started = [["start", pid] for pid in executor.pids]
@@ -183,7 +181,7 @@ def assert_halves_are_opened(executor: RanksExecutor) -> None:
 
 
 def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
-    """Between two calls: the watcher is woken, and the next call raises; the other rank is ended too."""
+    """Between two calls: the watcher wakes the engine, and the next call raises; the other rank is ended too."""
     woken = threading.Semaphore(0)
     with closing(_Ended(start(model))) as ended:
         executor = ended.executor
@@ -200,7 +198,7 @@ def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
-    """P4: after peer_timeout_seconds without time on a processor, long before rank_timeout_seconds."""
+    """P4: after peer_timeout_seconds without processor time, long before rank_timeout_seconds."""
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
         os.kill(ended.executor.pids[rank], signal.SIGSTOP)
         message = rf"rank {rank} of 2 \(process \d+\) was killed by signal 9: its process has not run for"
@@ -208,8 +206,8 @@ def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
             ended.executor.execute_model(prompt_step())
 
 
-def test_a_rank_that_is_stopped_while_the_engine_is_idle_wakes_it(model: Path) -> None:
-    """P4: no call is made to the ranks."""
+def test_a_rank_that_is_stopped_in_an_idle_engine_wakes_it(model: Path) -> None:
+    """P4: without any call to the ranks."""
     woken = threading.Semaphore(0)
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:
         ended.executor.watch(woken.release)
@@ -220,8 +218,8 @@ def test_a_rank_that_is_stopped_while_the_engine_is_idle_wakes_it(model: Path) -
 
 
 @pytest.mark.slow
-def test_a_rank_that_runs_and_does_not_answer_is_noticed(model: Path) -> None:
-    """Silence within a step is an error after rank_timeout_seconds, not a hang; the stopped process goes too."""
+def test_a_running_rank_that_does_not_answer_is_detected(model: Path) -> None:
+    """Silence within a step is an error after rank_timeout_seconds, not a hang; the stopped process is killed too."""
     seconds = {"rank_timeout_seconds": SILENT_SECONDS, "peer_timeout_seconds": 1000.0}
     with closing(_Ended(start(model, **seconds))) as ended:
         os.kill(ended.executor.pids[1], signal.SIGSTOP)
@@ -231,7 +229,7 @@ def test_a_rank_that_runs_and_does_not_answer_is_noticed(model: Path) -> None:
 
 
 class _Ended:
-    """Ends an executor and checks that its ranks are gone."""
+    """Ends an executor and checks that its ranks have ended."""
 
     def __init__(self, executor: RanksExecutor) -> None:
         self.executor = executor

@@ -1,6 +1,6 @@
-"""Hand-overs between engines with other numbers of ranks: in float32 the tokens are those of one engine of one rank.
+"""Hand-overs between engines with different numbers of ranks: in float32 the tokens are those of one rank.
 
-Ranks are threads here; ``tests/e2e/test_unequal_workers.py`` has them as a worker does.
+Ranks are threads here; ``tests/e2e/test_unequal_workers.py`` uses real processes.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ PROMPTS = [
     *([_RNG.randrange(5, 250) for _ in range(count)] for count in (1, 15, 16, 17, 33, 150)),
     *([*SHARED, *(_RNG.randrange(5, 250) for _ in range(count))] for count in (1, 40)),
 ]
-"""Lengths at and around the ends of blocks, one of several chunks, and two that share what is full blocks."""
+"""Lengths at and around the ends of blocks, one of several chunks, and two with common full blocks."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
-ASKED = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
+REQUESTS = [(prompt, sampling) for prompt in PROMPTS for sampling in (GREEDY, SAMPLED)]
 CHUNK = 48
 
 
@@ -49,7 +49,7 @@ def settings(model: Path, num_ranks: int, **changes: Any) -> EngineSettings:
 
 
 def start_with_threads(settings: EngineSettings) -> tuple[Executor, int]:
-    """Ranks of several as threads of this process."""
+    """Start an executor; several ranks are threads of this process."""
     several = settings.tensor_parallel_size > 1
     executor: Executor = LocalRanksExecutor(settings) if several else create_executor(settings)
     return executor, initialize_kv_cache(executor)[0]
@@ -59,7 +59,7 @@ def start_with_threads(settings: EngineSettings) -> tuple[Executor, int]:
 async def pair_of(
     prefill: EngineSettings, decode: EngineSettings, transport: str
 ) -> AsyncIterator[EnginePair]:
-    """Two engines, joined by real connectors."""
+    """Run two engines, joined by real connectors."""
     factories = [transfer_factory(role, None, transport) for role in (Role.PREFILL, Role.DECODE)]
     sender = await InProcessClient.start(prefill, factories[0], start=start_with_threads)
     try:
@@ -73,12 +73,12 @@ async def pair_of(
 
 
 async def alone(model: Path) -> list[list[int]]:
-    """Return the answers of one engine of one rank."""
+    """Return the answers of one engine with one rank."""
     client = await InProcessClient.start(settings(model, 1))
     try:
         requests = [
             EngineRequest(request_id=f"r{index}", prompt_token_ids=prompt, sampling=sampling)
-            for index, (prompt, sampling) in enumerate(ASKED)
+            for index, (prompt, sampling) in enumerate(REQUESTS)
         ]
         return [
             tokens_of(outputs) for outputs in await asyncio.gather(*(outputs_of(client, r) for r in requests))
@@ -87,9 +87,9 @@ async def alone(model: Path) -> list[list[int]]:
         await client.shutdown()
 
 
-async def assert_as_one(pair: EnginePair, expected: list[list[int]]) -> dict[str, float]:
-    """Everything asked at once gives the same tokens, and nothing is held afterwards; decode's counters."""
-    answers = await asyncio.gather(*(pair.ask(f"r{index}", *each) for index, each in enumerate(ASKED)))
+async def assert_equals_one_rank(pair: EnginePair, expected: list[list[int]]) -> dict[str, float]:
+    """Assert that all requests at once give the same tokens and that nothing is held afterwards; return decode counters."""
+    answers = await asyncio.gather(*(pair.ask(f"r{index}", *each) for index, each in enumerate(REQUESTS)))
     assert [tokens_of(*legs) for legs in answers] == expected
     await pair.until_free()
     counters: dict[str, float] = await pair.decode.call("counters")
@@ -112,11 +112,11 @@ async def assert_as_one(pair: EnginePair, expected: list[list[int]]) -> dict[str
 async def test_the_tokens_are_those_of_one_rank(
     model: Path, prefill: int, decode: int, transport: str, block_size: int
 ) -> None:
-    """Heads are put together, picked, or read as they are. block_size: the prefill engine's, beside 16."""
+    """Heads are combined, selected, or read unchanged. block_size: of the prefill engine; the decode engine has 16."""
     expected = await alone(model)
     sender = settings(model, prefill, block_size=block_size)
     async with pair_of(sender, settings(model, decode), transport) as pair:
-        counters = await assert_as_one(pair, expected)
+        counters = await assert_equals_one_rank(pair, expected)
         is_direct = (prefill, block_size) == (decode, 16)
         assert (counters.get("transfer_converted_blocks_total", 0) == 0) == is_direct
         used = "tcp" if transport == "tcp" else "shm"

@@ -1,4 +1,4 @@
-"""The ring in shared memory: every reader gets every message in order, and the slowest one holds up the writer."""
+"""The ring in shared memory: every reader gets every message in order, and the slowest one delays the writer."""
 
 import os
 import subprocess
@@ -32,7 +32,7 @@ def rings(descriptor: int) -> Iterator[list[Ring]]:
 
 
 def test_every_reader_gets_every_message_in_order(rings: list[Ring]) -> None:
-    """D3: at different paces, over many turns of the ring, with payloads of all lengths."""
+    """D3: at different speeds, over many rounds of the ring, with payloads of all lengths."""
     writer, first, second = rings
     payloads = [bytes([index % 256]) * (index % (SLOT_BYTES + 1)) for index in range(200)]
     seen = []
@@ -45,7 +45,7 @@ def test_every_reader_gets_every_message_in_order(rings: list[Ring]) -> None:
 
 
 def test_every_view_sees_how_many_messages_are_written(rings: list[Ring]) -> None:
-    """P4: whether they are read or not, over several turns of the ring."""
+    """P4: read or unread, over several rounds of the ring."""
     writer, first, second = rings
     for count in range(4 * SLOTS):
         assert [view.num_written for view in rings] == [count] * 3
@@ -55,7 +55,7 @@ def test_every_view_sees_how_many_messages_are_written(rings: list[Ring]) -> Non
                 assert [view.read(reader), view.read(reader)] == [b"a", b"a"]
 
 
-def test_the_slowest_reader_holds_up_the_writer(rings: list[Ring]) -> None:
+def test_the_slowest_reader_delays_the_writer(rings: list[Ring]) -> None:
     writer, first, second = rings
     for index in range(SLOTS):
         writer.write(bytes([index]))
@@ -68,7 +68,7 @@ def test_the_slowest_reader_holds_up_the_writer(rings: list[Ring]) -> None:
     assert first.read(0) == b"now"
 
 
-def test_what_was_not_written_cannot_be_read(rings: list[Ring]) -> None:
+def test_an_unwritten_slot_cannot_be_read(rings: list[Ring]) -> None:
     writer, first, _ = rings
     with pytest.raises(InternalError, match="message 1 was announced, and its slot holds 0"):
         first.read(0)
@@ -78,8 +78,8 @@ def test_what_was_not_written_cannot_be_read(rings: list[Ring]) -> None:
         first.read(0)
 
 
-def test_a_slot_that_was_written_over_cannot_be_read(descriptor: int, rings: list[Ring]) -> None:
-    """A second writer, which breaks the rules, is noticed by the numbers."""
+def test_an_overwritten_slot_cannot_be_read(descriptor: int, rings: list[Ring]) -> None:
+    """A second writer, which is not allowed, is detected by the message numbers."""
     writer, first, second = rings
     for payload in (b"a", b"b", b"c"):
         writer.write(payload)
@@ -101,7 +101,7 @@ def test_payloads_are_bounded(rings: list[Ring]) -> None:
         writer.write(b"x" * (SLOT_BYTES + 1))
 
 
-def test_slots_lie_on_whole_words(descriptor: int) -> None:
+def test_slots_are_aligned_to_words(descriptor: int) -> None:
     with pytest.raises(InternalError, match="multiple of 8"):
         Ring(descriptor, READERS, SLOTS, 60)
 
@@ -117,7 +117,7 @@ for line in sys.stdin:
 
 
 def test_between_processes() -> None:
-    """1,000 messages there and back through four slots; the lines on the pipes are the doorbells."""
+    """1,000 messages in both directions through four slots; lines on the pipes signal each message."""
     with ExitStack() as stack:
         files = [create_shared_file(ring_bytes(1, 2, 4096)) for _ in range(2)]
         there, back = (Ring(file, 1, 2, 4096) for file in files)

@@ -1,4 +1,4 @@
-"""A model cut into two: the same answers, each rank with its own part of weights and KV, and what cannot be cut."""
+"""A model split into two ranks: the same answers, each rank with its own part of weights and KV, and rejected models."""
 
 import json
 import threading
@@ -41,7 +41,7 @@ def answers(driver: Driver, chunk: int) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_two_ranks_answer_as_one(tmp_path: Path, variant: str) -> None:
+def test_two_ranks_give_the_answers_of_one(tmp_path: Path, variant: str) -> None:
     """D1: every family and variation, greedy and seeded, whole and in chunks beside decodes."""
     family, overrides = VARIANTS[variant]
     folder = make_checkpoint(tmp_path, family, seed=3, **overrides)
@@ -67,7 +67,7 @@ def test_demo_model_and_logprobs(demo_model: Path) -> None:
 
 
 def test_each_rank_holds_its_heads(tmp_path: Path) -> None:
-    """D5, D9: a block of a rank has half the KV heads; with equal bytes there are as many blocks as with one rank."""
+    """D5, D9: a rank's block has half the KV heads; with equal bytes there are as many blocks as with one rank."""
     folder = make_checkpoint(tmp_path)
     with driven(Driver(folder)) as one, driven(RanksDriver(folder)) as two:
         for driver in (one, two):
@@ -82,8 +82,8 @@ def test_each_rank_holds_its_heads(tmp_path: Path) -> None:
             torch.testing.assert_close(runner.memory.pool[blocks], whole[:, :, :, rank : rank + 1])
 
 
-def test_nan_stays_with_its_request(tmp_path: Path) -> None:
-    """B8: a row without a token is without one on every rank."""
+def test_nan_affects_only_its_request(tmp_path: Path) -> None:
+    """B8: a row without a token has none on every rank."""
     folder = make_checkpoint(tmp_path)
     with driven(RanksDriver(folder)) as two, driven(Driver(folder)) as one:
         for driver in (one, two):
@@ -123,7 +123,7 @@ def test_a_rank_reads_only_its_own_part(tmp_path: Path) -> None:
         (3, "num_key_value_heads 2 and intermediate_size 98 and vocab_size 265 "),
     ],
 )
-def test_what_does_not_divide_is_refused_by_name(tmp_path: Path, size: int, words: str) -> None:
+def test_sizes_that_do_not_divide_are_rejected_by_name(tmp_path: Path, size: int, words: str) -> None:
     odd: dict[str, Any] = {} if size == 4 else {"intermediate_size": 98, "vocab_size": 265}
     folder = make_checkpoint(tmp_path, **odd)
     with pytest.raises(SettingError, match=words) as refused:
@@ -131,8 +131,8 @@ def test_what_does_not_divide_is_refused_by_name(tmp_path: Path, size: int, word
     assert refused.value.param == "tensor_parallel_size"
 
 
-def test_shapes_are_compared_whole(tmp_path: Path) -> None:
-    """A tensor of the wrong size is refused by its own size, not by that of a part."""
+def test_whole_shapes_are_compared(tmp_path: Path) -> None:
+    """The error for a tensor of the wrong size names its whole size, not that of a part."""
     folder = make_checkpoint(tmp_path)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"intermediate_size": 100}))
@@ -153,7 +153,7 @@ def test_an_error_of_all_ranks_is_raised_and_leaves_no_thread(tmp_path: Path) ->
     assert set(threading.enumerate()) == before
 
 
-def test_ranks_have_devices_of_their_own() -> None:
+def test_each_rank_has_its_own_device() -> None:
     assert [str(rank_device("cuda:1", 4, rank, 3)) for rank in range(3)] == ["cuda:1", "cuda:2", "cuda:3"]
     assert str(rank_device("cpu", 0, 1, 2)) == str(rank_device("auto", 0, 1, 2)) == "cpu"
     with pytest.raises(SettingError, match="tensor_parallel_size is 2, and this machine has 2 CUDA devices"):

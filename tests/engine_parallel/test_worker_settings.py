@@ -1,4 +1,4 @@
-"""The worker's flag: it reaches the engine, for every role."""
+"""The worker's flag for the number of ranks reaches the engine, for every role."""
 
 from pathlib import Path
 
@@ -31,8 +31,8 @@ def test_roles_that_hand_over_may_have_several_ranks(tmp_path: Path, role: Role)
         assert settings(tmp_path, size).transfer(role, "w", "b").worker_id == "w"
 
 
-async def test_a_connector_for_one_rank_is_refused_by_an_engine_of_several() -> None:
-    """Before anything is handed over, and by the setting's name."""
+async def test_an_engine_of_several_ranks_rejects_a_connector_for_one() -> None:
+    """Before it is used, with the name of the setting."""
 
     class TwoRanks(FakeExecutor):
         def set_connector(self, connector: RanksConnector) -> None:

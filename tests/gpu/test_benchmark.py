@@ -1,4 +1,4 @@
-"""What `make gpu-check` measures by, on any machine: the bounds, and that it runs."""
+"""The bounds that `make gpu-check` measures against, and a dry run on any machine."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from tests.chaos.settings import process_environment
 H200 = Ceilings(copy=4.3e12, read=4.3e12, matmul=790e12)
 
 
-def test_parameters_are_those_of_the_models() -> None:
+def test_parameter_counts_are_those_of_the_models() -> None:
     assert (LLAMA.num_params, LLAMA.step_params, LLAMA.kv_bytes) == (8_030_261_248, 7_504_924_672, 131_072)
     assert (QWEN.num_params, QWEN.step_params, QWEN.kv_bytes) == (1_543_714_304, 1_543_714_304, 28_672)
 
@@ -23,7 +23,7 @@ def test_parameters_are_those_of_the_models() -> None:
     [(LLAMA, 1, 3.52), (LLAMA, 64, 5.49), (LLAMA, 256, 12.86), (QWEN, 1, 0.725), (QWEN, 64, 1.155), (QWEN, 256, 2.75)],
 )  # fmt: skip
 def test_bounds_of_a_decode_step(shape: ModelShape, batch: int, milliseconds: float) -> None:
-    """Weights once, KV of 1,024 tokens each; from 184 requests on the products weigh more than the weights."""
+    """Weights once, KV of 1,024 tokens each; from 184 requests on the products cost more than the weights."""
     assert shape.decode_seconds(batch, 1024, H200) * 1e3 == pytest.approx(milliseconds, rel=2e-3)
 
 
@@ -35,7 +35,7 @@ def test_bounds_of_a_prefill(shape: ModelShape, milliseconds: float) -> None:
 @pytest.mark.slow
 @pytest.mark.e2e
 def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
-    """The whole way, hand-over included, with a tiny shape on the CPU."""
+    """The whole run, hand-over included, with a tiny shape on the CPU."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
     result = subprocess.run(
         command, env=process_environment(), capture_output=True, text=True, timeout=100, check=False
@@ -56,7 +56,7 @@ def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu_common", "gpu_call1", "gpu_call2", "gpu_call3"])
-def test_the_scripts_for_a_lent_machine_can_be_read(name: str) -> None:
+def test_the_device_scripts_are_valid(name: str) -> None:
     """Each part of a call has a time limit."""
     script = Path(__file__).parents[2] / "benchmarks" / f"{name}.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)

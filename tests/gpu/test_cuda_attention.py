@@ -1,4 +1,4 @@
-"""`make gpu-check`: each attention backend on CUDA beside plain torch on the CPU, in float32 and by tolerance below."""
+"""`make gpu-check`: attention backends on CUDA against plain torch on the CPU, exact in float32, else by tolerance."""
 
 import logging
 from dataclasses import replace
@@ -29,7 +29,7 @@ NAMES = ("flashinfer", "triton", "torch")
 
 
 def backends(dtype: str, head_dim: int) -> list[str]:
-    """Those that can compute it on this machine; Triton must be among them."""
+    """Return the backends that can compute it on this machine; Triton must be among them."""
     usable = []
     for name in NAMES:
         try:
@@ -48,7 +48,7 @@ def test_bfloat16_is_near_the_reference(name: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_triton_takes_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
+def test_triton_supports_every_head_dim(head_dim: int, dtype: torch.dtype) -> None:
     case = Case(num_heads=6, num_kv_heads=1, head_dim=head_dim, dtype=dtype)
     assert_equals_torch(case, create_backend("triton"), CUDA)
 
@@ -59,20 +59,20 @@ def test_float32_equals_the_reference(name: str) -> None:
         assert_equals_torch(SHAPES[name], create_backend(backend), CUDA)
 
 
-def test_triton_sees_a_window() -> None:
+def test_triton_supports_a_window() -> None:
     for case in (WINDOW, replace(WINDOW, dtype=torch.float32), replace(WINDOW, window=1)):
         assert_equals_torch(case, create_backend("triton"), CUDA)
 
 
-def test_flashinfer_sees_a_window() -> None:
-    """Its modules for windows are compiled at their first use: minutes."""
+def test_flashinfer_supports_a_window() -> None:
+    """Its modules for windows are compiled at their first use, which takes minutes."""
     if "flashinfer" in backends("bfloat16", WINDOW.head_dim):
         assert_equals_torch(WINDOW, create_backend("flashinfer"), CUDA)
 
 
 @pytest.mark.parametrize("group", [1, 4, 6, 7, 8])
-def test_a_replayed_graph_sees_the_newest_step(group: int) -> None:
-    """Captured once for eight requests, replayed for other ones, and other numbers of them."""
+def test_a_replayed_graph_computes_the_newest_step(group: int) -> None:
+    """Captured once for eight requests, replayed for others and for other numbers of them."""
     wide = Case(num_heads=2 * group, num_kv_heads=2, head_dim=128, dtype=HALF, work=((2000, 1), (9, 1)))
     works = (wide.work, ((15, 1),), tuple((length, 1) for length in (0, 16, 700, 1999, 3, 255, 256, 257)))
     captured = []

@@ -1,4 +1,4 @@
-"""`make gpu-check`: the fused operations on CUDA beside torch's modules on the CPU."""
+"""`make gpu-check`: the fused operations on CUDA against torch's modules on the CPU."""
 
 from pathlib import Path
 
@@ -34,7 +34,7 @@ def test_operations_equal_the_modules(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_equals_its_modules(tmp_path: Path, family: str) -> None:
-    """In float32, without a cache; the goldens are about the rest."""
+    """In float32, without a cache; the golden tests check the rest."""
     make_checkpoint(tmp_path, family)
     states = {}
     for device in (torch.device("cpu"), CUDA):

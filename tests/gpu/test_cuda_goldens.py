@@ -1,4 +1,4 @@
-"""`make gpu-check`: on CUDA in float32, one engine and a hand-over give the CPU engine's tokens."""
+"""`make gpu-check`: on CUDA in float32, one engine and a hand-over give the tokens of an engine on the CPU."""
 
 import asyncio
 import random
@@ -34,7 +34,7 @@ def requests() -> list[EngineRequest]:
 
 
 async def one_engine(model: Path, device: str, **settings: Any) -> list[list[int]]:
-    """All requests at once, so that steps are batches."""
+    """Run all requests at once, so that steps are batches."""
     fields = {"dtype": "float32", "kv_cache_bytes": POOL_BYTES, "max_num_seqs": 8, **settings}
     client = await InProcessClient.start(EngineSettings(model=model, device=device, **fields))
     try:
@@ -46,7 +46,7 @@ async def one_engine(model: Path, device: str, **settings: Any) -> list[list[int
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 async def test_cuda_equals_cpu(tmp_path: Path, family: str) -> None:
-    """Each family, with and without graphs: the CPU's tokens, and through the hand-over between two CUDA engines."""
+    """Each family, with and without graphs: the CPU's tokens, also through the hand-over between two CUDA engines."""
     make_checkpoint(tmp_path, family, seed=4)
     expected = await one_engine(tmp_path, "cpu")
     for is_eager in (True, False):
@@ -61,8 +61,8 @@ async def test_cuda_equals_cpu(tmp_path: Path, family: str) -> None:
             assert tokens_of(first, rest) == tokens
 
 
-async def test_bfloat16_graphs_give_what_eager_steps_give(tmp_path: Path) -> None:
-    """Rounding may choose another token where two are near, and all that follow differ then: more than half are equal."""
+async def test_bfloat16_graphs_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+    """Rounding may choose another token between near ones, and all later tokens then differ: more than half are equal."""
     make_checkpoint(tmp_path, "llama", seed=4, head_dim=128)
     for backend in usable_backends(torch.device("cuda", 0), 128):
         settings = {"dtype": "bfloat16", "attention_backend": backend}

@@ -111,5 +111,5 @@ async def test_invalid_bytes_are_the_clients_mistake(method: str, caplog: pytest
             else:
                 await untyped.unary_unary(path)(b"\xff\xff")
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert "cannot be read" in (caught.value.details() or "")
+        assert "cannot be decoded" in (caught.value.details() or "")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]

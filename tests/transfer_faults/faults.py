@@ -1,4 +1,4 @@
-"""Everything that happens to a hand-over from outside. A fault is over when its function returns."""
+"""All external faults of a hand-over. A fault is over when its function returns."""
 
 import asyncio
 import random
@@ -15,32 +15,32 @@ from tests.transfer_faults.pool import LAYOUT
 from tests.transfer_faults.workers import Worker
 from tests.transfer_faults.world import World
 
-_WORDS = ("fetch", "published", "complete", "release", "cancel", "failed")
+_FRAME_KINDS = ("fetch", "published", "complete", "release", "cancel", "failed")
 _MOMENT_SECONDS = 0.2
 
 
 class Victim(Protocol):
-    """A worker that can be hit. turn: held by who kills or stops it."""
+    """A worker that faults can hit. turn: held while it is killed or stopped."""
 
     turn: asyncio.Lock
 
     async def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill it with SIGKILL, and wait until it is gone."""
 
     async def start(self) -> None:
         """Start it again, on the same ports."""
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
 
 
 class Stage(Protocol):
     """The place of faults: a link, the workers at its ends, and their timeouts.
 
-    has_data_stream: KV crosses the link (and not only shared memory).
+    has_data_stream: KV crosses the link, not only shared memory.
     """
 
     control: FramedPort
@@ -50,7 +50,7 @@ class Stage(Protocol):
 
     @property
     def workers(self) -> Sequence[Victim]:
-        """Both."""
+        """Both workers."""
 
     @property
     def ports(self) -> Sequence[FaultyPort]:
@@ -58,25 +58,25 @@ class Stage(Protocol):
 
     @property
     def has_data_stream(self) -> bool:
-        """See the class."""
+        """True if KV crosses the link."""
 
 
-async def a_moment(stage: Stage, rng: random.Random) -> None:
-    """Any time soon, or just when a word of the protocol, or a byte of KV, crosses the link."""
-    way = rng.random()
+async def wait_a_moment(stage: Stage, rng: random.Random) -> None:
+    """Wait a random time, or until a frame of the protocol or a byte of KV crosses the link."""
+    share = rng.random()
     with suppress(TimeoutError):
         async with asyncio.timeout(_MOMENT_SECONDS):
-            if way < 0.4:
+            if share < 0.4:
                 await asyncio.sleep(rng.uniform(0, 0.06))
-            elif way < 0.8 or not stage.has_data_stream:
-                await stage.control.until_frame(rng.choice(_WORDS[:4]))
+            elif share < 0.8 or not stage.has_data_stream:
+                await stage.control.until_frame(rng.choice(_FRAME_KINDS[:4]))
             else:
                 stage.data.moved.clear()
                 await stage.data.moved.wait()
 
 
 async def kill(stage: Stage, rng: random.Random) -> None:
-    """SIGKILL; it comes back on the same ports as a stranger."""
+    """Kill a worker; it returns on the same ports with another boot id."""
     worker = rng.choice(stage.workers)
     async with worker.turn:
         await worker.kill()
@@ -84,21 +84,21 @@ async def kill(stage: Stage, rng: random.Random) -> None:
 
 
 async def freeze_briefly(stage: Stage, rng: random.Random) -> None:
-    """SIGSTOP for longer than a lease and shorter than the peer's patience, or for less."""
+    """Stop a worker for less than the peer's timeout; a lease may expire."""
     await _freeze(rng.choice(stage.workers), _briefly(stage, rng))
 
 
 async def freeze_long(stage: Stage, rng: random.Random) -> None:
-    """SIGSTOP until the peer must take it for dead."""
+    """Stop a worker until the peer must count it as dead."""
     await _freeze(rng.choice(stage.workers), _long(stage, rng))
 
 
 def _briefly(stage: Stage, rng: random.Random) -> float:
-    return rng.uniform(0.02, _patience(stage))
+    return rng.uniform(0.02, _most_of_timeout(stage))
 
 
-def _patience(stage: Stage) -> float:
-    """Most of what a peer waits for a sign of life."""
+def _most_of_timeout(stage: Stage) -> float:
+    """Return most of the time that a peer waits for a sign of life."""
     return 0.8 * stage.peer_timeout_seconds
 
 
@@ -116,20 +116,20 @@ async def _freeze(worker: Victim, seconds: float) -> None:
 
 
 async def cut(stage: Stage, rng: random.Random) -> None:
-    """RST on the control link, the data connections or both, once or a few times."""
+    """Reset the control link, the data connections or both, once or a few times."""
     for _ in range(rng.randint(1, 3)):
         for port in rng.choice((stage.ports, stage.ports[:1], stage.ports[1:])):
             port.cut()
-        await a_moment(stage, rng)
+        await wait_a_moment(stage, rng)
 
 
 async def hold_briefly(stage: Stage, rng: random.Random) -> None:
-    """A black hole that the peers live through, though a lease may not."""
+    """Hold all bytes for a time that the peers survive, though a lease may not."""
     await _hold(stage, rng, _briefly(stage, rng))
 
 
 async def hold_long(stage: Stage, rng: random.Random) -> None:
-    """A black hole for longer than the peers' patience: both take each other for dead."""
+    """Hold all bytes for longer than the peers' timeout: each counts the other as dead."""
     await _hold(stage, rng, _long(stage, rng))
 
 
@@ -139,13 +139,13 @@ async def _hold(stage: Stage, rng: random.Random, seconds: float) -> None:
 
 
 async def let_leases_expire(stage: Stage, rng: random.Random) -> None:
-    """In the middle of a read: the bytes stand still, and no heartbeat passes until the lease is over."""
+    """Hold the bytes in the middle of a read, and all heartbeats until the lease is over."""
     async with _held(stage.data):
         with suppress(TimeoutError):
             async with asyncio.timeout(_MOMENT_SECONDS):
                 await stage.control.until_frame("published")
         async with _held(stage.control):
-            await asyncio.sleep(rng.uniform(stage.lease_seconds, _patience(stage)))
+            await asyncio.sleep(rng.uniform(stage.lease_seconds, _most_of_timeout(stage)))
         if rng.random() < 0.5:
             await asyncio.sleep(rng.uniform(0, stage.lease_seconds))
 
@@ -162,7 +162,7 @@ async def _held(*ports: FaultyPort) -> AsyncIterator[None]:
 
 
 async def slow_down(stage: Stage, rng: random.Random) -> None:
-    """Every chunk and every frame is late."""
+    """Delay every chunk and every frame."""
     delay = rng.choice((0.002, 0.01, 0.05))
     for port in stage.ports:
         port.delay_seconds = delay
@@ -179,52 +179,52 @@ async def garble(stage: Stage, rng: random.Random) -> None:
 
 
 async def repeat_words(stage: Stage, rng: random.Random) -> None:
-    """Frames of the control link come twice, at once or late."""
+    """Repeat frames of the control link, at once or later."""
     await _play(stage, rng, "repeat")
 
 
 async def swap_words(stage: Stage, rng: random.Random) -> None:
-    """Frames of the control link come after the ones behind them."""
+    """Swap frames of the control link with the next ones."""
     await _play(stage, rng, "swap")
 
 
-async def _play(stage: Stage, rng: random.Random, way: str) -> None:
+async def _play(stage: Stage, rng: random.Random, action: str) -> None:
     for _ in range(rng.randint(1, 3)):
-        kind, after = rng.choice((*_WORDS, None)), rng.choice((0, 0, 1, 3))
-        stage.control.tricks.append(Trick("swap" if way == "swap" else "repeat", kind, after))
+        kind, after = rng.choice((*_FRAME_KINDS, None)), rng.choice((0, 0, 1, 3))
+        stage.control.tricks.append(Trick("swap" if action == "swap" else "repeat", kind, after))
     await asyncio.sleep(rng.uniform(0, 0.1))
 
 
 async def cancel_some(world: World, rng: random.Random) -> None:
-    """Clients leave, in whatever state their requests are."""
-    if not world.askers:
+    """Cancel some requests, in any state."""
+    if not world.clients:
         return
-    for asker in rng.sample(world.askers, rng.randint(1, len(world.askers))):
-        if asker.is_over:
+    for client in rng.sample(world.clients, rng.randint(1, len(world.clients))):
+        if client.is_over:
             continue
         looks = [asyncio.create_task(worker.state()) for worker in world.workers]
-        await asyncio.sleep(0)  # the workers get the requests before the faults
-        await asker.cancel()
-        name = asker.question.request_id
-        for state, desk in zip(await asyncio.gather(*looks), ("leases", "fetches"), strict=True):
-            world.cancelled_in[_state_of(state, desk, name)] += 1
+        await asyncio.sleep(0)  # sends the state requests before the cancellations
+        await client.cancel()
+        name = client.question.request_id
+        for state, table in zip(await asyncio.gather(*looks), ("leases", "fetches"), strict=True):
+            world.cancelled_in[_state_of(state, table, name)] += 1
 
 
-def _state_of(state: dict[str, Any], desk: str, request_id: str) -> str:
-    rows = state["connector"][desk] if state else []
+def _state_of(state: dict[str, Any], table: str, request_id: str) -> str:
+    rows = state["connector"][table] if state else []
     for row in rows:
         if str(row["request"]).startswith(f"{request_id}#") or f"t-{request_id}" in row["transfer_id"]:
-            return f"{desk} {row['state']}"
-    return f"{desk} none"
+            return f"{table} {row['state']}"
+    return f"{table} none"
 
 
 async def fill_pool(world: World, rng: random.Random) -> None:
-    """Other requests take a worker's blocks for a while: it runs out of them."""
+    """Use up a worker's blocks with other requests for a while."""
     await _fill(world, rng.choice(world.workers), rng, rng.uniform(0.01, 0.15))
 
 
-async def leave_while_reading(world: World, rng: random.Random) -> None:
-    """The bytes stand still, the clients leave, others get what blocks are free, and then the bytes come."""
+async def cancel_while_reading(world: World, rng: random.Random) -> None:
+    """Hold the bytes, cancel requests, let others take the free blocks, and then let the bytes pass."""
     world.data.lets_answers_pass.clear()
     try:
         with suppress(TimeoutError):
@@ -272,20 +272,20 @@ FAULTS: dict[str, tuple[Fault, int]] = {
     "repeat words": (repeat_words, 3),
     "swap words": (swap_words, 3),
 }
-"""Name → fault and how often it is drawn, relative to the others."""
+"""Name → fault, and its weight in the draw."""
 WORLD_FAULTS: dict[str, tuple[WorldFault, int]] = {
     **FAULTS,
     "let leases expire": (let_leases_expire, 2),
     "cancel some": (cancel_some, 4),
     "fill a pool": (fill_pool, 2),
-    "leave while reading": (leave_while_reading, 2),
+    "leave while reading": (cancel_while_reading, 2),
 }
-"""The same, with those that need to know the workers' requests, or leases that end before a peer's patience."""
+"""All faults, with those that need the requests of the workers, or leases that expire before a peer's timeout."""
 
 
 def draw_faults(
     rng: random.Random, faults: Mapping[str, tuple[object, int]], *, has_data_stream: bool
 ) -> list[str]:
-    """Names of one to three. Without a stream of data there is nothing to garble."""
+    """Draw one to three names. Without a data stream nothing can be garbled."""
     names = [name for name in faults if name != "garble" or has_data_stream]
     return rng.choices(names, [faults[name][1] for name in names], k=rng.randint(1, 3))

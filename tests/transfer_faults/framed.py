@@ -1,4 +1,4 @@
-"""A relay of control links that parses their frames: tests can wait for, repeat and reorder them."""
+"""A relay of control links that parses frames, so that tests can wait for, repeat and reorder them."""
 
 import asyncio
 from collections import Counter, deque
@@ -14,21 +14,21 @@ _MAX_FRAME_BYTES = 16 * 2**20
 _HANDSHAKE = frozenset({"hello", "challenge", "prove", "welcome", "refused"})
 _PING = "ping"
 _MAX_PINGS_AHEAD = 2
-"""A frame that waits for the one behind it goes out after so many pings: a link delays, but it loses nothing."""
+"""A delayed frame is sent after this number of pings if no other frame follows: a link loses nothing."""
 
 
 @dataclass(frozen=True)
 class Trick:
-    """A change of the next frame of a kind (None: any but pings). after: how many frames later it is repeated."""
+    """A change of the next frame of a kind (None: any except pings). after: how many frames later it is repeated."""
 
-    way: Literal["repeat", "swap"]
+    action: Literal["repeat", "swap"]
     kind: str | None = None
     after: int = 0
 
 
 @dataclass
 class _Kept:
-    """A frame that is still to be written, when so many other frames (or pings) have passed it."""
+    """A frame that is still to be written, after this number of other frames, or of pings."""
 
     frame: bytes
     num_frames: int
@@ -36,9 +36,9 @@ class _Kept:
 
 
 class FramedPort(FaultyPort):
-    """RequestRuns one control port frame by frame; the handshake's frames are left alone.
+    """Forwards one control port frame by frame; the frames of the handshake are not changed.
 
-    tricks: each is played once. played: how often, by way and kind of frame.
+    tricks: each is played once. played: how often, by action and kind of frame.
     """
 
     def __init__(self, listen_host: str, target_host: str, port: int) -> None:
@@ -49,7 +49,7 @@ class FramedPort(FaultyPort):
         self._passing = asyncio.Condition()
 
     async def until_frame(self, kind: str) -> None:
-        """Until the next frame of this kind is about to pass."""
+        """Wait until the next frame of this kind is about to pass."""
         seen = self.num_frames[kind]
         async with self._passing:
             await self._passing.wait_for(lambda: self.num_frames[kind] > seen)
@@ -78,8 +78,8 @@ class FramedPort(FaultyPort):
         if trick is None:
             return [frame, *due]
         self.tricks.remove(trick)
-        self.played[f"{trick.way} {kind}"] += 1
-        if trick.way == "swap":
+        self.played[f"{trick.action} {kind}"] += 1
+        if trick.action == "swap":
             kept.append(_Kept(frame, 1, _MAX_PINGS_AHEAD))
             return due
         if not trick.after:

@@ -1,7 +1,7 @@
-"""Two workers on two hosts, as the kernel sees it: network namespaces on the ends of a cable. Needs root and iproute2.
+"""Two workers on two hosts, as the kernel sees it: network namespaces joined by a cable. Needs root and iproute2.
 
-Here packets are lost and late, not bytes of a relayed stream: connections are made into nothing, windows close, the
-kernel sends again.
+Here packets are lost and delayed, not bytes of a relayed stream: connection attempts time out, windows close, the
+kernel retransmits.
 """
 
 import asyncio
@@ -43,19 +43,19 @@ class Cable:
 
     @property
     def hosts(self) -> tuple[str, str]:
-        """Their addresses."""
+        """The addresses of the ends."""
         return "10.77.0.1", "10.77.0.2"
 
     def pull(self, end: str) -> None:
-        """Drop everything; the other end gets no notice."""
+        """Drop all packets of this end; the other end gets no notice."""
         _run("ip", "-n", end, "link", "set", "eth0", "down")
 
     def plug(self, end: str) -> None:
-        """The inverse."""
+        """Undo ``pull``."""
         _run("ip", "-n", end, "link", "set", "eth0", "up")
 
     def slow(self, end: str, kilobits: int) -> None:
-        """Limit the rate of this end, and drop what would wait for more than 100 ms."""
+        """Limit the rate of this end, and drop packets that would wait for more than 100 ms."""
         _run(
             *f"tc -n {end} qdisc replace dev eth0 root tbf rate {kilobits}kbit burst 16kb latency 100ms".split()
         )
@@ -67,23 +67,23 @@ class Cable:
 
 @dataclass
 class CabledWorld(World):
-    """The relays of ``World`` are not in use: the cable is."""
+    """A world whose link is the cable; the relays of ``World`` are not used."""
 
     cable: Cable = field(default_factory=lambda: Cable(("", "")))
 
     @property
     def has_data_stream(self) -> bool:
-        """None that a relay could garble."""
+        """False: there is no stream that a relay could garble."""
         return False
 
 
 async def pull_briefly(world: CabledWorld, rng: random.Random) -> None:
-    """For less than the peers' patience."""
+    """Pull the cable for less than the peers' timeout."""
     await _pull(world, rng, rng.uniform(0.02, 0.8 * world.peer_timeout_seconds))
 
 
 async def pull_long(world: CabledWorld, rng: random.Random) -> None:
-    """Both take each other for dead."""
+    """Pull the cable until each peer counts the other as dead."""
     await _pull(world, rng, world.peer_timeout_seconds + rng.uniform(0.05, 0.5))
 
 
@@ -97,7 +97,7 @@ async def _pull(world: CabledWorld, rng: random.Random, seconds: float) -> None:
 
 
 async def slow_down(world: CabledWorld, rng: random.Random) -> None:
-    """A link on which blocks take long and heartbeats wait behind them."""
+    """Slow the link down, so that blocks take long and heartbeats wait behind them."""
     end = rng.choice(world.cable.ends)
     world.cable.slow(end, rng.choice((500, 2_000, 20_000)))
     try:
@@ -119,7 +119,7 @@ CABLE_FAULTS: dict[str, Drawn[CabledWorld]] = {
 
 
 async def run_in_namespaces(seed: int, num_schedules: int) -> Report:
-    """Schedules between two namespaces, which are gone again afterwards."""
+    """Run schedules between two namespaces, which are removed at the end."""
     report, began = Report(seed), time.monotonic()
     with laid_cable(f"kv{os.getpid()}") as cable:
         async with _running_world(cable) as world:
@@ -130,7 +130,7 @@ async def run_in_namespaces(seed: int, num_schedules: int) -> Report:
 
 @contextmanager
 def laid_cable(name: str) -> Iterator[Cable]:
-    """Two namespaces and the cable between them."""
+    """Create two namespaces and the cable between them."""
     cable = Cable((f"{name}a", f"{name}b"))
     try:
         for end in cable.ends:
@@ -149,7 +149,7 @@ def laid_cable(name: str) -> Iterator[Cable]:
 
 
 def move_into(namespace: str) -> None:
-    """Have the sockets that this thread, and threads that it starts, make from now on be of this namespace."""
+    """Move this thread, and threads that it starts, into this namespace: their new sockets belong to it."""
     quiet()
     with Path(f"/run/netns/{namespace}").open() as handle:
         libc = ctypes.CDLL(None, use_errno=True)

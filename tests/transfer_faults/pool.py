@@ -1,4 +1,4 @@
-"""A worker's computing half without torch: KV of real bytes, which identify the tokens that they belong to."""
+"""A worker's computing half without torch: KV of real bytes that identify their tokens."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ _CODE_BYTES = 8
 
 
 class CodedMemory(FakeMemory):
-    """``FakeMemory`` over the bytes that transports move: every position's slot repeats the code of all tokens up to there.
+    """A ``FakeMemory`` with bytes that transports can move: each slot repeats the code of all tokens up to its position.
 
     ``FakeRunner`` checks all KV before it uses it, so KV of another prompt, position or time ends the engine.
     """
@@ -25,31 +25,31 @@ class CodedMemory(FakeMemory):
 
     @property
     def memfd(self) -> int | None:
-        """The pool's file."""
+        """The file of the pool."""
         return self._bytes.memfd
 
     def write(self, block_ids: Sequence[int], codes: Sequence[int], start: int, end: int) -> None:
-        """Compute positions ``start:end``."""
+        """Fill positions ``start:end`` with their codes."""
         for position in range(start, end):
             self._slot(block_ids, position)[:] = _content(codes[position])
 
     def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
-        """Assert that positions ``start:end`` hold what they should, to the last byte."""
+        """Assert that positions ``start:end`` hold their codes, to the last byte."""
         for position in range(start, end):
             block_id = block_ids[position // LAYOUT.block_size]
             held = self._slot(block_ids, position)
             assert held == _content(codes[position]), f"position {position}: block {block_id} holds other KV"
 
     def read_view(self, block_id: int) -> memoryview:
-        """The block itself."""
+        """Return the block itself."""
         return self._bytes.read_view(block_id)
 
     def write_view(self, block_id: int) -> memoryview:
-        """The block itself."""
+        """Return the block itself."""
         return self._bytes.write_view(block_id)
 
     def commit(self, block_ids: list[int]) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def _slot(self, block_ids: Sequence[int], position: int) -> memoryview:
         start = position % LAYOUT.block_size * _SLOT_BYTES
@@ -66,7 +66,7 @@ class CodedExecutor(FakeExecutor):
 
 
 def start_coded_executor(settings: EngineSettings) -> tuple[FakeExecutor, int]:
-    """An ``ExecutorStart``: ``kv_cache_bytes`` counts blocks, as for ``start_fake_executor``. Picklable."""
+    """Start an executor. An ``ExecutorStart``: ``kv_cache_bytes`` counts blocks. Picklable."""
     executor = CodedExecutor(settings)
     return executor, executor.memory.num_blocks
 

@@ -1,7 +1,7 @@
-"""``python -m tests.transfer_faults.program links SEED NUM_SCHEDULES``, or ``namespaces``: a report as JSON.
+"""``python -m tests.transfer_faults.program links SEED NUM_SCHEDULES``, or ``namespaces``: prints a report as JSON.
 
-``--only N`` repeats one schedule of ``links``. A program of its own, because each worker's process imports the module
-that was started: this one needs neither torch nor a model. The exit code is 1 where a promise was broken.
+``--only N`` repeats one schedule of ``links``. It is a program of its own because each worker's process imports the main
+module: this one needs neither torch nor a model. The exit code is 1 if a promise was broken.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""Random requests and random faults, many times over, on worlds that are used again and again.
+"""Random requests and random faults, many times over, on worlds that are reused.
 
-A schedule is drawn from (seed, number) alone, and its world from the number, so it can be repeated singly.
+A schedule is drawn from (seed, number) alone, and its world from the number, so it can be repeated alone.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from contract.errors import KvbatonError
-from tests.transfer_faults.asking import Asker, Tally, draw_questions
-from tests.transfer_faults.faults import WORLD_FAULTS, a_moment, draw_faults
+from tests.transfer_faults.clients import RequestClient, Tally, draw_questions
+from tests.transfer_faults.faults import WORLD_FAULTS, draw_faults, wait_a_moment
 from tests.transfer_faults.world import Terrain, World, running_world
 
 TERRAINS = (
@@ -29,12 +29,12 @@ TERRAINS = (
 _MAX_BROKEN = 5
 _World = TypeVar("_World", bound=World)
 Drawn = tuple[Callable[[_World, random.Random], Awaitable[None]], int]
-"""A fault of such worlds, and how often it is drawn."""
+"""A fault of such worlds, and its weight in the draw."""
 
 
 @dataclass
 class Report:
-    """The outcome of a run of schedules. broken: empty if every promise was kept."""
+    """The results of a run of schedules. broken: empty if every promise was kept."""
 
     seed: int
     num_schedules: int = 0
@@ -49,18 +49,18 @@ class Report:
 
     @property
     def wrong(self) -> list[str]:
-        """Return what broke a promise."""
+        """The violated promises."""
         return self.tally.broken
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {**msgspec.to_builtins(self), "wrong": self.wrong}
 
 
 async def run_schedules(
     seed: int, num_schedules: int, terrains: Sequence[Terrain] = TERRAINS, only: int | None = None
 ) -> Report:
-    """Schedules 0.. of this seed, each world's one after the other; ``only`` runs one of them alone."""
+    """Run schedules 0.. of this seed, world by world; ``only``: run one of them alone."""
     report, began = Report(seed), time.monotonic()
     numbers = range(num_schedules) if only is None else [only]
     async with asyncio.TaskGroup() as tasks:
@@ -80,7 +80,7 @@ async def _run_on(terrain: Terrain, numbers: Sequence[int], report: Report) -> N
 async def run_in_world(
     world: _World, faults: Mapping[str, Drawn[_World]], numbers: Sequence[int], report: Report
 ) -> None:
-    """One schedule after the other, until too much is broken."""
+    """Run one schedule after the other, until too many promises are broken."""
     for number in numbers:
         try:
             await _run_schedule(world, faults, report, number)
@@ -104,10 +104,12 @@ async def _run_schedule(
     rng = random.Random(f"{report.seed}:{number}")
     questions = draw_questions(rng, number)
     world.drawn = draw_faults(rng, faults, has_data_stream=world.has_data_stream)
-    world.askers = [Asker(question, world.prefill, world.decode, world.tally) for question in questions]
+    world.clients = [
+        RequestClient(question, world.prefill, world.decode, world.tally) for question in questions
+    ]
     async with asyncio.TaskGroup() as tasks:
-        for asker in world.askers:
-            tasks.create_task(_after(rng.uniform(0, 0.04), asker.ask))
+        for client in world.clients:
+            tasks.create_task(_after(rng.uniform(0, 0.04), client.ask))
         for name in world.drawn:
             tasks.create_task(_suffer(world, faults[name][0], random.Random(rng.random())))
     world.control.tricks.clear()
@@ -126,5 +128,5 @@ async def _after(seconds: float, act: Callable[[], Awaitable[None]]) -> None:
 async def _suffer(
     world: _World, fault: Callable[[_World, random.Random], Awaitable[None]], rng: random.Random
 ) -> None:
-    await a_moment(world, rng)
+    await wait_a_moment(world, rng)
     await fault(world, rng)

@@ -1,4 +1,4 @@
-"""One garbled bit in a word makes text that is none: the reader's or the sender's connection ends, and nothing else."""
+"""One garbled bit in a text field makes invalid UTF-8: the connection of reader or sender ends, and nothing else."""
 
 import socket
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ WAIT = 30.0
 
 
 def garbled(frame: bytes, word: bytes) -> bytes:
-    """The frame with a byte in this word that begins no character; its checksum fits."""
+    """Return the frame with an invalid UTF-8 byte in this word and a correct checksum."""
     body = frame[HEADER.size :]
     place = body.index(word)
     return as_frame(body[:place] + b"\xa7" + body[place + 1 :])
@@ -31,7 +31,7 @@ def port(tmp_path: Path) -> Iterator[ShmPort]:
 
 @pytest.mark.parametrize("word", [b"ok", b"status", b"because"])
 def test_a_garbled_reply_is_a_transfer_error(word: bytes) -> None:
-    """Found by schedule 810 of seed 77: it counted as a bug of this worker."""
+    """Found by schedule 810 of seed 77: it used to count as a bug of this worker."""
     frame = encode_frame(DataReply(DataStatus.OK, "because"), MAX_DATA_FRAME_BYTES)
     here, there = socket.socketpair()
     with here, there:
@@ -41,7 +41,7 @@ def test_a_garbled_reply_is_a_transfer_error(word: bytes) -> None:
             read_frame(here, DataReply, MAX_DATA_FRAME_BYTES)
 
 
-def test_a_stranger_that_says_what_is_no_text_does_not_end_the_shm_server(port: ShmPort) -> None:
+def test_invalid_text_from_an_unauthenticated_peer_does_not_end_the_shm_server(port: ShmPort) -> None:
     hello = garbled(encode_frame(DataHello("x" * 40, "tcp", "n"), MAX_DATA_FRAME_BYTES), b"xxx")
     assert len(hello) > HEADER.size
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:

@@ -13,7 +13,7 @@ NUM_SCHEDULES = 60
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-async def test_every_request_ends_once_and_right_whatever_happens_to_the_hand_over() -> None:
+async def test_every_request_ends_once_and_correctly_under_random_faults() -> None:
     """Each schedule: a few requests, one to three faults, and afterwards both workers hold nothing."""
     chaos_rng("transfer faults")
     report = await run_schedules(chaos_seed(), NUM_SCHEDULES)
@@ -27,8 +27,8 @@ async def test_every_request_ends_once_and_right_whatever_happens_to_the_hand_ov
     assert report.num_flips + report.num_pulls_again > 0
 
 
-def test_kv_of_another_prompt_or_a_single_wrong_byte_is_noticed() -> None:
-    """The schedules rely on it: the fake KV identifies its tokens."""
+def test_kv_of_another_prompt_or_a_single_wrong_byte_is_detected() -> None:
+    """The schedules depend on it: the fake KV identifies its tokens."""
     memory = CodedMemory(4)
     memory.write([1, 2], [11, 12, 13, 14, 15, 16], 0, 6)
     memory.check([1, 2], [11, 12, 13, 14, 15, 16], 6)
@@ -39,7 +39,7 @@ def test_kv_of_another_prompt_or_a_single_wrong_byte_is_noticed() -> None:
         memory.check([1, 2], [11, 12, 13, 14], 4)
 
 
-def test_a_schedule_is_drawn_from_its_seed_alone_and_every_fault_comes_up() -> None:
+def test_a_schedule_depends_on_its_seed_alone_and_every_fault_occurs() -> None:
     first, again = (chaos_rng("drawn faults") for _ in range(2))
     drawn = [draw_faults(first, WORLD_FAULTS, has_data_stream=True) for _ in range(500)]
     assert drawn == [draw_faults(again, WORLD_FAULTS, has_data_stream=True) for _ in range(500)]

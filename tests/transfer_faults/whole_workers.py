@@ -1,4 +1,4 @@
-"""The same faults on whole workers with a model: clients ask a router, and every answer equals the undisturbed one."""
+"""The same faults on whole workers with a model: every answer through a router equals the undisturbed one."""
 
 import asyncio
 import random
@@ -14,7 +14,7 @@ import msgspec
 from tests.chaos.fleet import LINK_HOST, WORKER_HOST, Fleet
 from tests.chaos.proxy import FaultyPort
 from tests.chaos.under_fault import LEASE, PEER_TIMEOUT, Scene, fixed_ports, running_scene
-from tests.transfer_faults.faults import FAULTS, a_moment, draw_faults
+from tests.transfer_faults.faults import FAULTS, draw_faults, wait_a_moment
 from tests.transfer_faults.framed import FramedPort
 
 _PREFILL, _DECODE = "prefill-0", "decode-0"
@@ -30,7 +30,7 @@ class FleetWorker:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill it with SIGKILL, and wait until it is gone."""
         await self.fleet.kill(self.name)
 
     async def start(self) -> None:
@@ -38,17 +38,17 @@ class FleetWorker:
         await self.fleet.restart(self.name)
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         self.fleet.freeze(self.name)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         self.fleet.thaw(self.name)
 
 
 @dataclass
 class WholeStage:
-    """One prefill and one decode worker on the two ends of a faulty link: a ``Stage``."""
+    """One prefill and one decode worker on the two ends of a faulty link. A ``Stage``."""
 
     scene: Scene
     control: FramedPort
@@ -66,7 +66,7 @@ class WholeStage:
 
 @dataclass
 class WholeReport:
-    """The outcome of several runs. wrong, failed: empty if every promise was kept."""
+    """The results of several runs. wrong, failed: empty if every promise was kept."""
 
     num_runs: int = 0
     num_whole: int = 0
@@ -78,13 +78,13 @@ class WholeReport:
     failed: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         data: dict[str, Any] = msgspec.to_builtins(self)
         return data
 
 
 async def run_whole_workers(folder: Path, rng: random.Random, *, num_runs: int) -> WholeReport:
-    """Again and again: clients ask, one to three faults happen, everything is free again."""
+    """Run several times: clients send requests, one to three faults happen, everything must be free again."""
     report = WholeReport()
     async with _stage(folder, rng) as stage:
         for number in range(num_runs):
@@ -111,7 +111,7 @@ async def _suffer(stage: WholeStage, rng: random.Random, names: Sequence[str]) -
 
 
 async def _suffer_one(stage: WholeStage, rng: random.Random, name: str) -> None:
-    await a_moment(stage, rng)
+    await wait_a_moment(stage, rng)
     await FAULTS[name][0](stage, rng)
 
 
@@ -120,9 +120,9 @@ async def _stage(folder: Path, rng: random.Random) -> AsyncIterator[WholeStage]:
     flags = fixed_ports(WORKER_HOST)
     grpc, data = (FaultyPort(LINK_HOST, WORKER_HOST, flags[name]) for name in ("port", "data_port"))
     control = FramedPort(LINK_HOST, WORKER_HOST, flags["control_port"])
-    behind = {"transport": "tcp", "host": WORKER_HOST, "advertise_host": LINK_HOST, **flags}
+    linked = {"transport": "tcp", "host": WORKER_HOST, "advertise_host": LINK_HOST, **flags}
     workers: dict[str, dict[str, Any]] = {
-        _PREFILL: behind,
+        _PREFILL: linked,
         _DECODE: {"transport": "tcp", **fixed_ports("127.0.0.1")},
     }
     async with AsyncExitStack() as undo:

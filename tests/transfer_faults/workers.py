@@ -1,4 +1,4 @@
-"""A worker in a process of its own that is killed, stopped and started again, always on the same ports."""
+"""A worker in its own process that is killed, stopped and started again, always on the same ports."""
 
 import asyncio
 import logging
@@ -22,7 +22,7 @@ from tests.transfer_faults.pool import LAYOUT, start_coded_executor
 
 PEER_TIMEOUT = 0.4
 LEASE = 0.25
-"""Less than a peer's silence may last, so that leases also end under a live link."""
+"""Less than a peer's timeout, so that leases also expire while a link is up."""
 _START_SECONDS = 60.0
 
 
@@ -37,7 +37,7 @@ class Place:
 
 
 def quiet() -> None:
-    """Deaths of peers are what these tests are about: only bugs are worth a line."""
+    """Log only bugs: deaths of peers are expected in these tests."""
     logging.basicConfig(level=logging.CRITICAL, format="%(processName)s %(name)s %(message)s")
 
 
@@ -45,7 +45,7 @@ def quiet() -> None:
 class Worker:
     """One worker. Owns its process.
 
-    prepare: called first in the process. is_up: set while requests may be given to it. turn: held by who kills or stops it.
+    prepare: called first in the process. is_up: set while it accepts requests. turn: held while it is killed or stopped.
     """
 
     role: Role
@@ -59,7 +59,7 @@ class Worker:
     _killed: set[str] = field(default_factory=set)
 
     async def start(self) -> None:
-        """Start a new incarnation, which is a stranger to its peers."""
+        """Start a new incarnation, with a new boot id."""
         boot_id = new_boot_id()
         engine = EngineSettings(
             model=Path("fake"),
@@ -83,27 +83,27 @@ class Worker:
         self.is_up.set()
 
     async def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill it with SIGKILL, and wait until it is gone."""
         self._killed.add(self.boot_id)
         self.is_up.clear()
         os.kill(self.pid, signal.SIGKILL)
         await self.client.died.wait()
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """Send SIGSTOP."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """SIGCONT."""
+        """Send SIGCONT."""
         os.kill(self.pid, signal.SIGCONT)
 
     @property
     def has_failed(self) -> bool:
-        """Return True if its process has ended without being killed."""
+        """True if its process has ended without being killed."""
         return self.client.died.is_set() and self.boot_id not in self._killed
 
     async def run(self, request: EngineRequest, take: Callable[[EngineOutput], None]) -> None:
-        """Give it a request, and all its outputs to ``take``; the last one has ``is_leg_finished``, whatever happens."""
+        """Run a request and pass all its outputs to ``take``; the last one always has ``is_leg_finished``."""
         boot_id, is_over = self.boot_id, False
         try:
             async for output in self.client.generate(request):
@@ -119,7 +119,7 @@ class Worker:
             take(EngineOutput.of_error(request, ErrorKind.INTERNAL, "it ended by itself"))
 
     async def abort(self, request_id: str, attempt: int | None = None) -> None:
-        """End the request's legs here. A worker that is gone has none."""
+        """Abort the request's legs here. A killed worker has none."""
         await self.client.abort(request_id, attempt)
 
     def source(self, transfer_id: str) -> ReceiveTransfer:
@@ -127,26 +127,26 @@ class Worker:
         return ReceiveTransfer(transfer_id, self.role.value, self.boot_id, self.client.info.control_address)
 
     async def state(self) -> dict[str, Any]:
-        """/debug/state; empty where it has died meanwhile."""
+        """Return /debug/state; empty if the worker has been killed meanwhile."""
         try:
             state: dict[str, Any] = await self.client.call("debug_state")
         except UnavailableError:
             return {}
         return state
 
-    async def books(self) -> dict[str, Any]:
-        """/debug/state, after the books were checked."""
+    async def checked_state(self) -> dict[str, Any]:
+        """Check the engine's invariants and return /debug/state."""
         await self.client.call("check_integrity")
         state: dict[str, Any] = await self.client.call("debug_state")
         return state
 
     async def num_pulls_again(self) -> int:
-        """Reads that followed one that failed, since it was started."""
+        """Return the number of reads since its start that followed a failed one."""
         counters: dict[str, float] = await self.client.call("counters")
         return int(sum(counters[f"transfer_pulled_again_total{{rung={rung}}}"] for rung in RetryStep))
 
     async def shut_down(self) -> None:
-        """End it as asked."""
+        """Shut the worker down in order."""
         await self.client.shutdown()
 
     def _transfer(self, boot_id: str) -> TransferSettings:

@@ -1,6 +1,6 @@
-"""As a program, without the interpreter: compile our kernels; print what each takes on the GPU, as JSON.
+"""A program that compiles our kernels without the interpreter and prints what each uses on the GPU, as JSON.
 
-Needs no GPU. The argument is the compute capability: 90.
+It needs no GPU. The argument is the compute capability: 90.
 """
 
 import json
@@ -32,7 +32,7 @@ WARP_SIZE = 32
 
 
 def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) -> dict[str, Any]:
-    """Bytes of shared memory and of the stack (spilled registers), and the kinds of instructions that decide the speed."""
+    """Return the bytes of shared memory and stack (spilled registers), and which instructions for speed are used."""
     sizes = sizes_of(dtype, head_dim)
     options = {}
     if kernel is attention.prefill_kernel:
@@ -81,7 +81,7 @@ def _kind(name: str, constants: dict[str, Any], dtype: str) -> str:
 
 
 def _varying(kernel: Any) -> list[str]:
-    """Pieces of a step's numbers, and their strides, of which some alignments would be compiled by themselves."""
+    """Return integer arguments, such as strides, for which some alignments would be compiled separately."""
     return [
         each.name
         for each in kernel.params
@@ -100,12 +100,12 @@ def _stack(cubin: bytes) -> int:
         file.write(cubin)
         file.flush()
         command = [str(program), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", said)[0])
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", output)[0])
 
 
 def main() -> None:
-    """The sizes of most models, of the golden tests (float32), and of Gemma."""
+    """Compile for the sizes of most models, of the golden tests (float32), and of Gemma."""
     target = GPUTarget("cuda", int(sys.argv[1]), WARP_SIZE)
     for dtype, head_dim in (
         (torch.bfloat16, 128),

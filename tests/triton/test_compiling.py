@@ -1,4 +1,4 @@
-"""The kernels compiled for the GPU of a data centre, on any machine: what the interpreter cannot see."""
+"""The kernels compiled for a data-centre GPU, on any machine: properties that the interpreter cannot show."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ STACK_BYTES = 64
 
 
 def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
-    """They fit its memory and registers, use its tensor cores, fetch KV ahead of its use, and are compiled once."""
+    """They fit into memory and registers, use tensor cores, prefetch KV, and are compiled once."""
     environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.triton.compile_program", "90"],

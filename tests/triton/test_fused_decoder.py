@@ -1,4 +1,4 @@
-"""The decoder of fused operations beside its modules, under Triton's interpreter (`make test-triton`)."""
+"""The decoder of fused operations against its modules, under Triton's interpreter (`make test-triton`)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,9 @@ from tests.graph_rig import CASE, MAX_LEN, Rig
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array:DeprecationWarning"
+    ),  # raised by the interpreter
 ]
 
 DECODERS: dict[str, dict[str, Any]] = {
@@ -40,7 +42,7 @@ def fused_model(loaded: LoadedModel) -> LanguageModel:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_decoder_computes_what_its_modules_do(tmp_path: Path, family: str) -> None:
+def test_a_decoder_equals_its_modules(tmp_path: Path, family: str) -> None:
     """Chunks and decodes, eager and replayed, with biases, windows, head norms and tied embeddings."""
     make_checkpoint(tmp_path, family, **DECODERS[family])
     loaded = load(tmp_path, "float32", None, CPU)
@@ -53,8 +55,8 @@ def test_a_decoder_computes_what_its_modules_do(tmp_path: Path, family: str) -> 
     assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
 
 
-def test_weights_are_there_once_and_serve_both(tmp_path: Path) -> None:
-    """What is multiplied together is one matrix, of which the modules' own weights are parts; their answers stay."""
+def test_weights_are_stored_once_and_used_by_both(tmp_path: Path) -> None:
+    """Weights that are multiplied together are one matrix, of which the modules' weights are views; answers are equal."""
     make_checkpoint(tmp_path, "qwen2")
     loaded = load(tmp_path, "float32", None, CPU)
     assert isinstance(loaded.model, CausalLM)
@@ -78,14 +80,14 @@ def test_weights_are_there_once_and_serve_both(tmp_path: Path) -> None:
             assert group[0].untyped_storage().nbytes() == sum(part.nbytes for part in group)
 
 
-def test_whoever_watches_hears_of_every_layer(tmp_path: Path) -> None:
-    """When its KV is written."""
+def test_a_watch_is_called_for_every_layer(tmp_path: Path) -> None:
+    """The watch is called when the layer's KV is written."""
     make_checkpoint(tmp_path, "llama", num_hidden_layers=3)
     loaded = load(tmp_path, "float32", None, CPU)
     inputs = CASE.inputs(MAX_LEN)
     pool = CASE.pool(inputs)
     unwritten = [int(layer.isnan().sum()) for layer in pool.unbind(1)]
-    heard = []
+    layers = []
 
     class Watch:
         def stored(self, num_layers: int) -> None:
@@ -93,15 +95,15 @@ def test_whoever_watches_hears_of_every_layer(tmp_path: Path) -> None:
                 int(layer.isnan().sum()) < count
                 for layer, count in zip(pool.unbind(1), unwritten, strict=True)
             ]
-            heard.append((num_layers, is_written))
+            layers.append((num_layers, is_written))
 
         def computed(self) -> None:
-            raise AssertionError("a runner says so")
+            raise AssertionError("the runner calls this, not the model")
 
     with torch.inference_mode():
         plain = PlainForward(fused_model(loaded), create_backend("triton"), CASE.block_size, CPU)
         plain.forward(inputs, list(pool.unbind(1)), Watch())
-    assert heard == [(1, [True, False, False]), (2, [True, True, False]), (3, [True] * 3)]
+    assert layers == [(1, [True, False, False]), (2, [True, True, False]), (3, [True] * 3)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -113,7 +115,7 @@ def test_norms(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("sizes", HEADS)
-def test_heads_are_normed_and_turned(
+def test_heads_are_normalized_and_rotated(
     sizes: tuple[int, int, int], has_norms: bool, dtype: torch.dtype
 ) -> None:
     check_turn(sizes, dtype, CPU, has_norms=has_norms)

@@ -1,6 +1,6 @@
-"""Our Triton kernels beside plain torch, under Triton's interpreter (`make test-triton`).
+"""Our Triton kernels against plain torch, under Triton's interpreter (`make test-triton`).
 
-Its matrix product takes no bfloat16: that is for `make gpu-check`.
+Its matrix product does not support bfloat16, which `make gpu-check` tests.
 """
 
 from dataclasses import replace
@@ -15,7 +15,9 @@ from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays
 
 pytestmark = [
     pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # the interpreter's own
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array:DeprecationWarning"
+    ),  # raised by the interpreter
 ]
 
 SHAPES = {
@@ -39,8 +41,8 @@ def test_mixed_batches_equal_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("computed", [1, 255, 256, 4095, 4096, 4097])
-def test_a_context_of_any_number_of_splits(computed: int) -> None:
-    """One to all of them, their edges included."""
+def test_contexts_of_any_number_of_splits(computed: int) -> None:
+    """From one split to all of them, with the edges of each."""
     assert_equals_torch(Case(num_kv_heads=1, work=((computed, 1),)), create_backend("triton"), CPU)
 
 
@@ -58,8 +60,8 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     assert torch.equal(step.attend(alone.shape, query, key, value, cache), batch[:1])
 
 
-def test_a_static_step_takes_one_batch_after_the_other() -> None:
-    """Rows that are not in use store nothing, and stand in nobody's way."""
+def test_a_static_step_handles_one_batch_after_the_other() -> None:
+    """Unused rows store nothing and do not affect others."""
     wide = Case(work=((700, 1), (9, 1), (31, 1)))
     static = create_backend("triton").plan_static(
         8, -(-wide.max_len // wide.block_size), wide.block_size, CPU
@@ -78,8 +80,8 @@ def test_without_a_cache_requests_see_their_own_tokens() -> None:
     )
 
 
-def test_states_need_not_lie_together() -> None:
-    """A value that is a part of a wider product is stored from where it is; heads apart from each other are, too."""
+def test_states_need_not_be_contiguous() -> None:
+    """A value that is a part of a wider product is stored from its place; heads need not be adjacent either."""
     case = Case(work=((5, 1), (0, 9)))
     inputs, backend = case.inputs(), create_backend("triton")
     _, key, value = case.states(inputs)

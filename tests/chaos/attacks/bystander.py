@@ -1,4 +1,4 @@
-"""Another client of the attacked service: asks short questions all the time, and notes how long each answer took."""
+"""Another client of the attacked service: it sends short requests all the time and measures each answer's time."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer: when it was asked for, how long it took in seconds, and whether it was whole."""
+    """One answer: the time of the request, the seconds until its end, and whether it was whole."""
 
     began: float
     seconds: float
@@ -25,14 +25,14 @@ class Reply:
 
 @dataclass
 class Bystander:
-    """Owns the replies so far."""
+    """Sends requests and keeps the replies."""
 
     target: Target
     session: aiohttp.ClientSession
     replies: list[Reply] = field(default_factory=list)
 
     async def ask(self) -> Reply:
-        """Ask once, and note the reply."""
+        """Send one request, and record the reply."""
         began, is_whole = time.monotonic(), False
         number = len(self.replies)
         body = {"model": MODEL, "prompt": f"{number} The old moose", "max_tokens": 4, "ignore_eos": True}
@@ -48,20 +48,20 @@ class Bystander:
         return reply
 
     async def keep_asking(self) -> None:
-        """Ask ten times a second until cancelled, whether or not earlier answers have come."""
+        """Send ten requests a second until cancelled, without waiting for earlier answers."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 tasks.create_task(self.ask())
                 await asyncio.sleep(_PERIOD_SECONDS)
 
     def since(self, began: float, until: float) -> list[Reply]:
-        """Return the replies to what was asked in this span of the monotonic clock."""
+        """Return the replies to requests sent in this span of the monotonic clock."""
         return [reply for reply in self.replies if began <= reply.began < until]
 
 
 @asynccontextmanager
 async def bystander_of(target: Target) -> AsyncIterator[Bystander]:
-    """Open a bystander's own connections for as long as the block lasts."""
+    """Connect a bystander for the duration of the block."""
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=_PATIENCE_SECONDS)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
@@ -69,6 +69,6 @@ async def bystander_of(target: Target) -> AsyncIterator[Bystander]:
 
 
 def p99(replies: list[Reply]) -> float:
-    """Return the 99th percentile of the seconds that answers took; one that failed counts as the longest wait."""
+    """Return the 99th percentile of the answers' seconds; a failed answer counts as the longest wait."""
     seconds = sorted(reply.seconds if reply.is_whole else _PATIENCE_SECONDS for reply in replies)
     return seconds[min(len(seconds) - 1, int(len(seconds) * 0.99))] if seconds else 0.0

@@ -1,4 +1,4 @@
-"""Runs one attack on a fresh service beside a bystander, and measures what it cost."""
+"""Runs one attack on a fresh service beside a bystander, and measures its effects."""
 
 import asyncio
 import sys
@@ -25,10 +25,10 @@ MAX_LOG_BYTES = 10 * _MIB
 
 @dataclass
 class AttackReport:
-    """What one attack cost.
+    """The effects of one attack.
 
     idle_mib, peak_mib: anonymous memory by process. p99_before, p99_during: seconds of the bystander's answers.
-    answered_after: seconds from the attack's end to the end of the first answer that was asked for then.
+    answered_after: seconds from the attack's end to the end of the first answer that was requested after it.
     """
 
     name: str
@@ -44,7 +44,7 @@ class AttackReport:
 
     @property
     def wrong(self) -> list[str]:
-        """Name the bounds that the service did not keep, the time of its first answer among them."""
+        """The bounds that the service exceeded, including the time of its first answer."""
         found = self.too_much
         if self.answered_after > MAX_RECOVERY_SECONDS:
             found.append(f"the first answer came {self.answered_after:.1f} s after the end")
@@ -52,7 +52,7 @@ class AttackReport:
 
     @property
     def too_much(self) -> list[str]:
-        """Name the bounds that the service did not keep on any machine: of memory, of the log, of failed questions."""
+        """The bounds exceeded that hold on any machine: memory, log, failed answers."""
         found = [
             f"{name} took {peak:.0f} MiB, {self.idle_mib[name]:.0f} when idle"
             for name, peak in self.peak_mib.items()
@@ -65,14 +65,14 @@ class AttackReport:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data for JSON."""
         return {**asdict(self), "wrong": self.wrong}
 
 
 async def run_attack(folder: Path, name: str, python: str, seconds: float = 15.0) -> AttackReport:
-    """Attack the service that ``python`` has installed with the weapon of this name.
+    """Attack a service from the installation of ``python`` with the weapon of this name.
 
-    seconds: for how long at least, and for how long the bystander is watched before.
+    seconds: the minimum length of the attack, and of the time before it in which the bystander is measured.
     """
     report = AttackReport(name)
     async with attacked_service(folder, python) as target, bystander_of(target) as bystander:
@@ -96,12 +96,12 @@ async def run_attack(folder: Path, name: str, python: str, seconds: float = 15.0
 
 
 async def _strike(target: Target, name: str, too_large: asyncio.Event) -> None:
-    """Attack until the weapon is spent, its time is over, or the service takes more than this machine should give."""
+    """Attack until the weapon ends, its time is over, or the service uses too much memory for this machine."""
     command = (sys.executable, "-m", "tests.chaos.attacks.weapons", name, target.as_json())
     attacker = await asyncio.create_subprocess_exec(
         "nice", "-n", "19", *command, cwd=_REPOSITORY, start_new_session=True
     )
-    with suppress(OSError):  # where Linux weighs sessions (sched(7)), niceness counts only within one
+    with suppress(OSError):  # if Linux schedules by session (sched(7)), niceness only counts within one
         Path(f"/proc/{attacker.pid}/autogroup").write_text("19")
     tasks = {asyncio.create_task(attacker.wait()), asyncio.create_task(too_large.wait())}
     _, pending = await asyncio.wait(tasks, timeout=_WEAPON_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -114,7 +114,7 @@ async def _strike(target: Target, name: str, too_large: asyncio.Event) -> None:
 
 
 async def _first_answer(bystander: Bystander, ended: float) -> float:
-    """Seconds after ``ended`` until a question that was asked since then has its whole answer."""
+    """Return the seconds from ``ended`` until a question that was sent after it has its whole answer."""
     while time.monotonic() - ended < _RECOVERY_SECONDS:
         if (await bystander.ask()).is_whole:
             break
@@ -134,7 +134,7 @@ async def _asking(bystander: Bystander) -> AsyncIterator[None]:
 
 @asynccontextmanager
 async def _watching_memory(target: Target, report: AttackReport) -> AsyncIterator[asyncio.Event]:
-    """Note the largest memory by process; the event is set when the whole service exceeds what an attack may take."""
+    """Record the peak memory of each process; set the event if the whole service exceeds the limit for an attack."""
     too_large = asyncio.Event()
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""The service that is attacked: a whole ``kvbaton up`` with two API keys, and what can be read of it from outside."""
+"""The service under attack: a whole ``kvbaton up`` with two API keys, and what can be measured from outside."""
 
 import asyncio
 import json
@@ -25,9 +25,9 @@ _POOL_FLAG = f"--kv-cache-bytes={64 * 2**20}"
 
 @dataclass(frozen=True)
 class Target:
-    """A running service. attacker_key, bystander_key: two valid API keys. processes: as the ready file lists them.
+    """A running service. attacker_key, bystander_key: two valid API keys. processes: as listed in the ready file.
 
-    attack_seconds: for how long at least it is attacked.
+    attack_seconds: the minimum length of an attack.
     """
 
     http: str
@@ -57,11 +57,11 @@ class Target:
         return {name: sum(map(_anonymous_bytes, _tree(pid))) for name, pid in self.roots().items()}
 
     def log_bytes(self) -> int:
-        """Return how much all processes have logged."""
+        """Return the size of the log of all processes."""
         return self.log.stat().st_size
 
     def internal_ports(self) -> list[tuple[str, int]]:
-        """Return the addresses on which the workers listen, their admin ports aside."""
+        """Return the addresses on which the workers listen, without their admin ports."""
         admins = {process["admin"] for process in self.processes}
         return [
             (connection.laddr.ip, connection.laddr.port)
@@ -81,9 +81,9 @@ class Target:
 
 @asynccontextmanager
 async def attacked_service(folder: Path, python: str, max_files: int = 1024) -> AsyncIterator[Target]:
-    """Start the service that ``python`` has installed, and stop it at the end.
+    """Start a service from the installation of ``python``, and stop it at the end.
 
-    max_files: soft and hard limit of open files of each of its processes.
+    max_files: soft and hard limit of open files for each of its processes.
     """
     keys = [secrets.token_hex(16) for _ in range(2)]
     keys_file, ready_file, log = folder / "keys", folder / "ready.json", folder / "service.log"
@@ -111,7 +111,7 @@ async def _until_ready(process: asyncio.subprocess.Process, ready_file: Path, lo
         while not ready_file.exists():
             if process.returncode is not None:
                 raise AssertionError(
-                    f"kvbaton up ended with {process.returncode}:\n{log.read_text()[-3000:]}"
+                    f"kvbaton up ended with exit code {process.returncode}:\n{log.read_text()[-3000:]}"
                 )
             await asyncio.sleep(0.1)
     ready: dict[str, Any] = json.loads(ready_file.read_text())
@@ -119,7 +119,7 @@ async def _until_ready(process: asyncio.subprocess.Process, ready_file: Path, lo
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End it by SIGTERM; a service that an attack has broken may need SIGKILL."""
+    """Stop the service by SIGTERM, or by SIGKILL if an attack has broken it."""
     with suppress(ProcessLookupError):
         process.send_signal(signal.SIGTERM)
     with suppress(TimeoutError):

@@ -1,8 +1,8 @@
-"""What strangers send: one coroutine an attack. Each ends by itself, whether or not the service has answered.
+"""The attacks, one coroutine each. Each ends by itself, even if the service does not answer.
 
-``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least ``attack_seconds``; TARGET is a Target as JSON. An
-attacker is a process of its own, to be started with the lowest priority, in a session of the lowest weight: it stands for
-another machine, whose work is not the service's.
+``python -m tests.chaos.attacks.weapons NAME TARGET`` attacks for at least ``attack_seconds``; TARGET is a Target as JSON.
+An attacker is a process of its own, to be started with the lowest priority in a session of the lowest weight: it represents
+another machine, whose work must not slow down the service.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from tests.chaos.attacks.target import MODEL, Target
 _BODY_BYTES = 8 * 2**20 - 2**12
 _PATIENCE_SECONDS = 60.0
 _ADDRESS = ("127.0.0.66", 0)
-"""Where attackers call from: a service may close its doors to an address, and others must not share that."""
+"""The source address of attackers: the service may block an address, and other clients must not be affected."""
 
 Weapon = Callable[[Target], Awaitable[None]]
 
@@ -38,26 +38,26 @@ async def exploding_regexes(target: Target) -> None:
 
 
 async def long_messages(target: Target) -> None:
-    """Send six messages of 8 MiB at once, which are far too long for the model; three times."""
+    """Send six messages of 8 MiB at once, far too long for the model; three times."""
     text = "The old moose sat near the lake. " * (_BODY_BYTES // 33)
     body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
     await _post_all(target, "/v1/chat/completions", [body] * 18, at_once=6)
 
 
 async def unread_choices(target: Target) -> None:
-    """Open two streams of 128 choices with log probabilities, and read nothing of them."""
+    """Open two streams of 128 choices with log probabilities, and read nothing from them."""
     body = _question(n=128, logprobs=5, max_tokens=200, stream=True, ignore_eos=True)
     await _hold_unread(target, "/v1/completions", [body] * 2)
 
 
 async def unread_whole_answers(target: Target) -> None:
-    """Ask for 40 large answers that are not streamed, and read none of them."""
+    """Request 40 large answers that are not streamed, and read none of them."""
     body = _question(n=16, logprobs=5, max_tokens=100, echo=True, ignore_eos=True)
     await _hold_unread(target, "/v1/completions", [body] * 40)
 
 
 async def long_stop_strings(target: Target) -> None:
-    """Stream 128 answers that repeat one token, beside 60 stop strings of 64 characters that almost match them."""
+    """Stream 128 answers that repeat one token, with 60 stop strings of 64 characters that almost match them."""
     token, text = await _repeated_token(target)
     stops = [(text * 64)[: 63 - number % 8] + chr(1 + number) for number in range(60)]
     body = _question(
@@ -67,19 +67,19 @@ async def long_stop_strings(target: Target) -> None:
 
 
 async def silent_connections(target: Target) -> None:
-    """Open 1,500 connections to HTTP, a third each silent, with half a request line, with half of the headers."""
+    """Open 1,500 HTTP connections: a third silent, a third with half a request line, a third with half of the headers."""
     beginnings = (b"", b"POST /v1/comp", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-A: ")
     await _hold_connections([_host_port(target.http)] * 1500, beginnings, target.attack_seconds)
 
 
 async def silent_grpc_connections(target: Target) -> None:
-    """Open 1,500 connections to gRPC that send nothing, or half of the preface."""
+    """Open 1,500 gRPC connections that send nothing, or half of the preface."""
     beginnings = (b"", b"PRI * HTTP/2.0\r\n")
     await _hold_connections([_host_port(target.grpc)] * 1500, beginnings, target.attack_seconds)
 
 
 async def slow_headers(target: Target) -> None:
-    """Send the headers of 200 requests one byte a second."""
+    """Send the headers of 200 requests at one byte a second."""
 
     async def drip() -> None:
         with suppress(OSError, TimeoutError):
@@ -108,7 +108,7 @@ async def tiny_values(target: Target) -> None:
 
 
 async def priority_hog(target: Target) -> None:
-    """Keep 64 requests of the highest priority under way, and ask for 1,024 prompts in one request."""
+    """Keep 64 requests of the highest priority running, and send one request with 1,024 prompts."""
     bodies = [_question(priority=2**31 - 1, max_tokens=64, ignore_eos=True) for _ in range(256)]
     batch = {**_question(max_tokens=16, ignore_eos=True), "prompt": ["moose"] * 1024}
     async with asyncio.TaskGroup() as tasks:
@@ -153,7 +153,7 @@ async def compressed_bodies(target: Target) -> None:
 
 
 async def control_port_flood(target: Target) -> None:
-    """Keep opening connections to the workers' internal ports that never prove who they are."""
+    """Keep opening connections to the workers' internal ports that never authenticate."""
     ports = target.internal_ports()
     until = time.monotonic() + target.attack_seconds
     while time.monotonic() < until:
@@ -222,7 +222,7 @@ def _host_port(address: str) -> tuple[str, int]:
 async def _post_all(
     target: Target, path: str, bodies: Iterable[Any], *, at_once: int, headers: dict[str, str] | None = None
 ) -> None:
-    """Post all bodies (JSON, or bytes as they are) with the attacker's key; answers and failures are dropped."""
+    """Post all bodies (JSON, or bytes as they are) with the attacker's key; responses and failures are dropped."""
     gate = asyncio.Semaphore(at_once)
     own = {
         "Authorization": f"Bearer {target.attacker_key}",
@@ -246,7 +246,7 @@ async def _post_all(
 
 
 async def _hold_unread(target: Target, path: str, bodies: list[dict[str, Any]]) -> None:
-    """Send the requests over connections with small buffers, and read nothing for as long as the attack lasts."""
+    """Send the requests over connections with small buffers, and read nothing until the attack ends."""
     writers = []
     for body in bodies:
         data = json.dumps(body).encode()
@@ -269,7 +269,7 @@ async def _hold_unread(target: Target, path: str, bodies: list[dict[str, Any]]) 
 async def _hold_connections(
     addresses: Iterable[tuple[str, int]], beginnings: tuple[bytes, ...], seconds: float
 ) -> None:
-    """Open a connection to each address, send one of the beginnings, and hold them all."""
+    """Open a connection to each address, send one of the beginnings, and keep all connections open."""
     gate, writers = asyncio.Semaphore(100), list[asyncio.StreamWriter]()
 
     async def one(address: tuple[str, int], beginning: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Clients of a bad day: they ask over gRPC and HTTP, may leave at any moment, and know what the answer should be."""
+"""Clients of the chaos tests: they send requests over gRPC and HTTP, may disconnect, and check the answers."""
 
 import asyncio
 import json
@@ -19,19 +19,19 @@ from serving.grpc_errors import ERROR_KIND_KEY
 
 MODEL = "demo"
 CONNECTION = "connection"
-"""The kind of an error that the service did not say: its connection broke."""
+"""The kind of an error that the service did not report: the connection broke."""
 VOCABULARY = range(300, 1400)
 _GRPC_OPTIONS = [("grpc.max_reconnect_backoff_ms", 1000)]
 
 
 def pools(num_prefill: int, num_decode: int) -> tuple[str, ...]:
-    """Flags of a service whose streams can be compared token by token, under the name that clients ask for."""
+    """Return the flags of a service with float32, so that its streams can be compared token by token."""
     sizes = ("--prefill", str(num_prefill), "--decode", str(num_decode))
     return (*sizes, "--dtype", "float32", "--num-threads", "1", "--served-model-name", MODEL)
 
 
-class Way(StrEnum):
-    """How a client asks."""
+class Api(StrEnum):
+    """The API over which a client sends a request."""
 
     GRPC = "grpc"
     HTTP_STREAM = "http_stream"
@@ -40,7 +40,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True)
 class Question:
-    """One request, and how long its answer is. temperature 0 is greedy."""
+    """One request and the length of its answer. temperature 0 is greedy."""
 
     number: int
     prompt: tuple[int, ...]
@@ -49,7 +49,7 @@ class Question:
     seed: int
 
     def as_message(self, salt: str = "") -> pb.GenerateRequest:
-        """For gRPC."""
+        """Return the gRPC message."""
         sampling = pb.SamplingParams(
             temperature=self.temperature, seed=self.seed, max_tokens=self.max_tokens, ignore_eos=True
         )
@@ -57,7 +57,7 @@ class Question:
         return pb.GenerateRequest(token_ids=ids, sampling=sampling, cache_salt=salt)
 
     def as_body(self, *, stream: bool) -> dict[str, Any]:
-        """For ``POST /v1/completions``."""
+        """Return the body for ``POST /v1/completions``."""
         return {
             "model": MODEL,
             "prompt": list(self.prompt),
@@ -76,7 +76,7 @@ def draw_questions(
     prompts: tuple[int, int] = (10, 600),
     answers: tuple[int, int] = (20, 600),
 ) -> list[Question]:
-    """Greedy and seeded ones in turn; every third one begins like the one before it."""
+    """Draw greedy and seeded questions in turn; every third one shares a prefix with the one before it."""
     questions: list[Question] = []
     for number in range(count):
         prompt = [rng.choice(VOCABULARY) for _ in range(rng.randint(*prompts))]
@@ -92,10 +92,10 @@ def draw_questions(
 
 @dataclass
 class Answer:
-    """What a client got. ``token_ids`` over gRPC only; ``has_left``: it went away by itself."""
+    """The answer that a client received. ``token_ids``: gRPC only; ``has_left``: the client disconnected."""
 
     question: Question
-    way: Way
+    api: Api
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
@@ -105,41 +105,41 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """True when it ended with its tokens, not with an error."""
+        """True if it ended with its tokens, not with an error."""
         return bool(self.finish_reason) and not self.error_kind
 
 
 class Client:
-    """Asks one service in every way. Made by ``connected``."""
+    """Sends requests to one service over every API. Created by ``connected``."""
 
     def __init__(self, channel: grpc.aio.Channel, session: aiohttp.ClientSession, http: str) -> None:
         self._channel, self._session, self._http = channel, session, http
         self._stub: Any = inference_pb2_grpc.InferenceStub(channel)
 
     async def until_connected(self) -> None:
-        """Until gRPC has reached the service again: behind a broken connection it tries more and more seldom."""
+        """Wait until gRPC has reconnected; after a broken connection its attempts become rarer."""
         async with asyncio.timeout(30):
             await self._channel.channel_ready()
 
     async def ask(
         self,
         question: Question,
-        way: Way = Way.GRPC,
+        api: Api = Api.GRPC,
         *,
         timeout_seconds: float = 120,
         leave_after: int | None = None,
         salt: str = "",
     ) -> Answer:
-        """The answer, or as much of it as came before an error. leave_after: go away after so many events.
+        """Return the answer, or its beginning before an error. leave_after: disconnect after this number of events.
 
-        A request that does not end in time is an error here: TimeoutError.
+        Raises TimeoutError if the request does not end in time.
         """
-        answer = Answer(question, way)
+        answer = Answer(question, api)
         async with asyncio.timeout(timeout_seconds + 30):
             try:
-                if way is Way.GRPC:
+                if api is Api.GRPC:
                     await self._ask_grpc(answer, timeout_seconds, leave_after, salt)
-                elif way is Way.HTTP_STREAM:
+                elif api is Api.HTTP_STREAM:
                     await self._ask_stream(answer, leave_after)
                 else:
                     await self._ask_whole(answer)
@@ -206,7 +206,7 @@ class Client:
 
 @asynccontextmanager
 async def connected(http: str, grpc_address: str) -> AsyncIterator[Client]:
-    """A client of the service at these addresses."""
+    """Connect a client to the service at these addresses."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with (
@@ -242,8 +242,8 @@ def _cut_off(answer: Answer, reason: object) -> None:
     answer.error_kind, answer.error = CONNECTION, str(reason)
 
 
-async def undisturbed(client: Client, questions: Sequence[Question], at_once: int = 16) -> list[Answer]:
-    """The answers to hold others against, by the questions' numbers. Raises AssertionError for one that failed."""
+async def reference_answers(client: Client, questions: Sequence[Question], at_once: int = 16) -> list[Answer]:
+    """Return the reference answers, in the questions' order. Raises AssertionError if one fails."""
     gate = asyncio.Semaphore(at_once)
 
     async def one(question: Question) -> Answer:
@@ -255,13 +255,13 @@ async def undisturbed(client: Client, questions: Sequence[Question], at_once: in
     return await asyncio.gather(*(one(question) for question in questions))
 
 
-def what_is_wrong(answer: Answer, reference: Answer, *, may_break: bool = False) -> str | None:
-    """None for an answer that holds the promise: the same tokens to the end, or their beginning and one clear error.
+def mistake_in(answer: Answer, reference: Answer, *, may_break: bool = False) -> str | None:
+    """Return None for a correct answer: the same tokens to the end, or their beginning and one clear error.
 
-    A client that left may have got any beginning; so may one whose connection broke, where ``may_break``.
+    A client that disconnected may have any beginning; so may one whose connection broke, if ``may_break``.
     """
-    name = f"question {answer.question.number} by {answer.way}"
-    if answer.way is Way.GRPC and answer.token_ids != reference.token_ids[: len(answer.token_ids)]:
+    name = f"question {answer.question.number} by {answer.api}"
+    if answer.api is Api.GRPC and answer.token_ids != reference.token_ids[: len(answer.token_ids)]:
         place = _first_difference(answer.token_ids, reference.token_ids)
         return f"{name}: token {place} of {len(answer.token_ids)} is another one"
     if not reference.text.startswith(answer.text):

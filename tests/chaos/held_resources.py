@@ -1,4 +1,4 @@
-"""What processes still hold, read from outside: their /debug/state when nobody asks anything of them."""
+"""Resources that processes still hold when no request is running, read from their /debug/state."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ State = dict[str, Any]
 
 
 async def read_states(admins: Iterable[tuple[str, str]]) -> dict[str, State]:
-    """/debug/state by process name; ``admins`` are names with admin addresses."""
+    """Return /debug/state by process name; ``admins``: names with admin addresses."""
     states = {}
     async with aiohttp.ClientSession() as session:
         for name, admin in admins:
@@ -23,19 +23,19 @@ async def read_states(admins: Iterable[tuple[str, str]]) -> dict[str, State]:
 
 
 async def read_metrics(admin: str) -> str:
-    """The /metrics text of one process."""
+    """Return the /metrics text of one process."""
     async with aiohttp.ClientSession() as session, session.get(f"http://{admin}/metrics") as response:
         return await response.text()
 
 
 def count(metrics: list[str], name: str) -> float:
-    """The sum of a counter over all labels; 0 where it has no sample yet."""
+    """Return the sum of a counter over all labels; 0 if it has no sample yet."""
     has_sample = any(re.search(rf"^{name}[{{ ]", text, re.M) for text in metrics)
     return counter(metrics, name) if has_sample else 0.0
 
 
-def what_is_held(state: State) -> dict[str, Any]:
-    """Everything that a process without work should not have; empty when it is free."""
+def resources_held(state: State) -> dict[str, Any]:
+    """Return all that an idle process should not hold; empty if it is free."""
     held = _held_by_router(state) if "num_in_line" in state else _held_by_worker(state)
     return {name: value for name, value in held.items() if value}
 
@@ -68,7 +68,7 @@ def _held_by_worker(state: State) -> dict[str, Any]:
 
 
 def counted_things(state: State) -> dict[str, int]:
-    """Descriptors and tasks of a process (and of its engine's): what grows when something leaks."""
+    """Return the numbers of descriptors and tasks of a process and its engine: they grow when something leaks."""
     process = state["process"]
     things = {"fds": process["num_open_fds"], "tasks": process["num_asyncio_tasks"]}
     if engine := state.get("engine_process"):
@@ -82,16 +82,16 @@ async def until_free(
     *,
     at_most: dict[str, dict[str, int]] | None = None,
 ) -> dict[str, State]:
-    """The states once every process is free and counts no more things than ``at_most``, by process name.
+    """Return the states once every process is free and has no more of each resource than ``at_most``, by process name.
 
-    Raises AssertionError that says what is still held after ``timeout_seconds``.
+    Raises AssertionError with what is still held after ``timeout_seconds``.
     """
     left: dict[str, Any] = {}
     try:
         async with asyncio.timeout(timeout_seconds):
             while True:
                 states = await read()
-                left = {name: what_is_held(state) for name, state in states.items()}
+                left = {name: resources_held(state) for name, state in states.items()}
                 left |= {f"{name} counts": more for name, more in _grown(states, at_most or {}).items()}
                 left = {name: held for name, held in left.items() if held}
                 if not left:

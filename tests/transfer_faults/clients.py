@@ -1,4 +1,4 @@
-"""The router's part: each question goes to both workers, and again under a new attempt when one fails it."""
+"""The router's role: each question is sent to both workers, and again as a new attempt when one fails."""
 
 import asyncio
 import random
@@ -21,24 +21,24 @@ MAX_ANSWER = 10
 _DEADLINE_SECONDS = 60.0
 _MAX_PAUSE_SECONDS = 0.1
 _LOST_SHARE = 0.03
-_TOLD = ((Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.DECODE), (Role.PREFILL,), (Role.DECODE,))
+_NOTIFIED = ((Role.PREFILL, Role.DECODE), (Role.PREFILL, Role.DECODE), (Role.PREFILL,), (Role.DECODE,))
 _BUGS = frozenset({ErrorKind.INTERNAL, ErrorKind.INVALID_REQUEST})
-"""Kinds of errors that no fault of the outside world may cause."""
+"""Kinds of errors that no external fault may cause."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A prompt and the one right answer.
 
-    keeps_transfer: every attempt has the same transfer id. told: the worker that is notified of an abandoned attempt; the
-    other one has to find out by itself. lost: whose leg of the first attempt never arrives.
+    keeps_transfer: every attempt has the same transfer id. notified: the workers that get the end of an abandoned
+    attempt; others have to detect it. lost: the worker whose leg of the first attempt never arrives.
     """
 
     request_id: str
     prompt: list[int]
     answer: list[int]
     keeps_transfer: bool
-    told: tuple[Role, ...]
+    notified: tuple[Role, ...]
     lost: Role | None
 
     def transfer_id(self, attempt: int) -> str:
@@ -47,7 +47,7 @@ class Question:
 
 
 def draw_questions(rng: random.Random, schedule: int) -> list[Question]:
-    """A few prompts, many with a beginning in common."""
+    """Draw a few prompts, many with a common prefix."""
     families = [_tokens(rng, MAX_PROMPT_BLOCKS * LAYOUT.block_size) for _ in range(2)]
     return [_draw_question(rng, families, f"{schedule}-{number}") for number in range(rng.randint(1, 6))]
 
@@ -61,7 +61,7 @@ def _draw_question(rng: random.Random, families: Sequence[list[int]], name: str)
         prompt=prompt,
         answer=fake_answer(prompt, rng.randint(1, MAX_ANSWER)),
         keeps_transfer=rng.random() < 0.5,
-        told=rng.choice(_TOLD),
+        notified=rng.choice(_NOTIFIED),
         lost=rng.choice((Role.PREFILL, Role.DECODE)) if rng.random() < _LOST_SHARE else None,
     )
 
@@ -72,7 +72,7 @@ def _tokens(rng: random.Random, num: int) -> list[int]:
 
 @dataclass
 class Tally:
-    """The outcome of all requests. ``broken`` names each promise that was not kept."""
+    """The results of all requests. ``broken`` describes each violated promise."""
 
     num_whole: int = 0
     num_cancelled: int = 0
@@ -81,7 +81,7 @@ class Tally:
     broken: list[str] = field(default_factory=list)
 
     def add(self, other: "Tally", where: str) -> None:
-        """Take in another one; what it has broken was broken ``where``."""
+        """Add another tally; ``where`` is appended to its violations."""
         self.num_whole += other.num_whole
         self.num_cancelled += other.num_cancelled
         self.num_attempts += other.num_attempts
@@ -91,7 +91,7 @@ class Tally:
 
 @dataclass
 class _Attempt:
-    """The outcome of one attempt. ``over``: an error, or all that it was to bring."""
+    """The result of one attempt. ``over``: set after an error, or when all its tokens have come."""
 
     number: int
     tokens: dict[int, int] = field(default_factory=dict)
@@ -99,8 +99,8 @@ class _Attempt:
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class Asker:
-    """Asks one question until it is answered, cancelled, or its deadline is over.
+class RequestClient:
+    """Sends one question until it is answered or cancelled, or its deadline has passed.
 
     ``delivered``: the beginning of the answer that the client has. Legs of old attempts stay in ``legs`` until they end.
     """
@@ -115,7 +115,7 @@ class Asker:
         self._prefill, self._decode = prefill, decode
 
     async def ask(self) -> None:
-        """Until the question has come to its one end."""
+        """Run until the question has ended."""
         try:
             async with asyncio.timeout(_DEADLINE_SECONDS):
                 await self._until_answered()
@@ -207,13 +207,13 @@ class Asker:
         return len(self.delivered) + len(attempt.tokens) >= len(self.question.answer)
 
     def _deliver(self, attempt: _Attempt) -> None:
-        """Hand on index i after i - 1 only."""
+        """Deliver index i only after i - 1."""
         while (index := len(self.delivered)) in attempt.tokens:
             self.delivered.append(attempt.tokens[index])
 
     async def _abort(self, attempt: int | None) -> None:
         for worker in (self._prefill, self._decode):
-            if worker.role in self.question.told and worker.is_up.is_set():
+            if worker.role in self.question.notified and worker.is_up.is_set():
                 await worker.abort(self.question.request_id, attempt)
 
     def _break(self, what: str) -> None:
