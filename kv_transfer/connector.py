@@ -17,9 +17,8 @@ from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendTransfers
-from kv_transfer.links.link import PeerRef
+from kv_transfer.links.link import LinkSettings, PeerRef
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import LocalIdentity, Session
 from kv_transfer.protocol.orders import TransferMetadata

@@ -189,23 +189,25 @@ class FetchEffects:
     def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float, later: Later) -> None:
         """Send a message to the sender, or an event to the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
+        ending = incoming.fetch.ending
         match action:
-            case ev.SendRelease():  # after this worker's core is woken: the sender's core may take the processor
+            case ev.FetchNotice.RELEASE:
+                # After this worker's core is woken: the sender's core may take the processor.
                 later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
-            case ev.SendCancel():
+            case ev.FetchNotice.CANCEL:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
-            case ev.ReportPublished():
+            case ev.FetchNotice.PUBLISHED:
                 terms = self._peers.terms_of(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
-            case ev.ReportFailed():
-                if action.kind != NOT_NEEDED:
-                    self._worker.counters.add("transfer_failures_total", kind=action.kind)
-                self.events.append(Failed(incoming.key, action.kind, action.message))
-            case ev.ReportDrained():
+            case ev.FetchNotice.FAILED if ending is not None:
+                if ending.kind != NOT_NEEDED:
+                    self._worker.counters.add("transfer_failures_total", kind=ending.kind)
+                self.events.append(Failed(incoming.key, ending.kind, ending.message))
+            case ev.FetchNotice.DRAINED:
                 self.events.append(Drained(incoming.key))
-            case ev.ReportReceived():
+            case ev.FetchNotice.RECEIVED:
                 if incoming.source is not None:
                     self._peers.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)

@@ -15,9 +15,10 @@ from kv_transfer.control.incoming_transfer import IncomingTransfer, gauges_of, q
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import digest_seeds
-from kv_transfer.protocol.fetch_side import FetchState, advance_fetch
+from kv_transfer.protocol.fetch_side import FetchState, FetchStep, advance_fetch
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.reads import Source
 from kv_transfer.settings import LocalWorker
@@ -69,14 +70,16 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                self._apply(incoming, ev.Reserved(tuple(block_ids), num_cached_blocks))
+                self._apply(
+                    incoming, fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
+                )
 
     def cancel_fetch(self, key: str) -> bool:
         """See ``ReceiverConnector``. Withdraws events that were not taken yet."""
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                self._apply(incoming, ev.Cancelled())
+                self._apply(incoming, fetch_side.cancelled(incoming.fetch))
             is_free = incoming is None or incoming.fetch.state is FetchState.FREE
             kept = () if is_free else (Drained,)
             self._effects.events = [
@@ -92,7 +95,7 @@ class FetchTransfers(Transfers):
             if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
             received = Received(list(incoming.fetch.first_tokens or ()), incoming.report)
-            self._apply(incoming, ev.Acknowledged())
+            self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
             return received
 
     def take_events(self) -> list[TransferEvent]:
@@ -105,7 +108,7 @@ class FetchTransfers(Transfers):
             for event in taken:
                 incoming = self._incoming.get(event.key)
                 if incoming is not None and not isinstance(event, Published):
-                    self._apply(incoming, ev.Acknowledged())
+                    self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
             return taken
 
     def has_events(self) -> bool:
@@ -138,7 +141,7 @@ class FetchTransfers(Transfers):
             if isinstance(event, ev.JobFailed) and event.may_heal:
                 (steps, incoming.other) = self._peers.retries(incoming.ref, incoming.source)
                 event = replace(event, retry_steps=steps)
-            self._apply(incoming, event)
+            self._apply(incoming, advance_fetch(incoming.fetch, event))
             if isinstance(event, ev.JobFailed) and incoming.fetch.retry_steps != before:
                 logger.warning(
                     "%s; reading again over the %s", event.message, incoming.fetch.retry_steps[-1].words
@@ -165,7 +168,8 @@ class FetchTransfers(Transfers):
             source = self._peers.remove(ref)
             for incoming in self._incoming:
                 if incoming.ref == ref:
-                    self._apply(incoming, ev.SenderFailed(kind, message))
+                    failed = ev.SenderFailed(kind, message)
+                    self._apply(incoming, advance_fetch(incoming.fetch, failed))
         return source
 
     def on_message(self, ref: PeerRef, message: msg.SenderMessage) -> None:
@@ -183,7 +187,7 @@ class FetchTransfers(Transfers):
             incoming.use_terms(self._peers.terms_of(ref))
             event = incoming.event_of(message, now, reads_ahead=self._worker.is_single_rank)
             if event is not None:
-                self._apply(incoming, event)
+                self._apply(incoming, advance_fetch(incoming.fetch, event))
 
     def gauges(self) -> dict[str, float]:
         """See ``gauges_of``."""
@@ -206,8 +210,8 @@ class FetchTransfers(Transfers):
         if not isinstance(message, msg.TransferFailed):
             self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
 
-    def _apply(self, incoming: IncomingTransfer, event: ev.FetchEvent) -> None:
-        incoming.fetch, actions = advance_fetch(incoming.fetch, event)
+    def _apply(self, incoming: IncomingTransfer, step: FetchStep) -> None:
+        incoming.fetch, actions = step
         for action in actions:
             if isinstance(action, ev.FetchOrder):
                 self._effects.order(incoming, action, self._later)

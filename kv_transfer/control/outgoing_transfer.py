@@ -125,17 +125,17 @@ class OutgoingTransfer:
                 grants = grants_within(self.grants, first, end)
                 others = [other[first:end] for other in self.other_digests]
                 return msg.BlocksPublished(*wire, self.lease, first, list(digests), grants, others)
-            case ev.AnnounceStart():
+            case ev.SendNotice.START:
                 return msg.PromptStarted(*wire, self.lease)
             case ev.LayerRange(first, num_blocks, num_bytes):
                 grants = grants_within(self.grants, first, first + num_blocks)
                 return msg.LayersReadable(*wire, self.lease, first, num_blocks, num_bytes, grants)
-            case ev.AnnounceComplete():
-                return msg.TransferComplete(*wire, self.send.num_blocks, list(action.first_tokens))
+            case ev.SendNotice.COMPLETE if self.send.first_tokens is not None:
+                return msg.TransferComplete(*wire, self.send.num_blocks, list(self.send.first_tokens))
             case ev.Refuse():
                 return msg.TransferFailed(*wire, action.kind, action.message)
             case _:
-                raise InternalError(f"{type(action).__name__} stands for no message")
+                raise InternalError(f"{action} stands for no message")
 
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the transfer as plain data."""

@@ -15,10 +15,11 @@ from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol import send_side
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
-from kv_transfer.protocol.send_side import Send, SendState, advance_send
+from kv_transfer.protocol.send_side import Send, SendState, SendStep, advance_send
 from kv_transfer.settings import LocalWorker
 
 
@@ -72,7 +73,7 @@ class SendTransfers(Transfers):
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
-                self._apply(outgoing, ev.SendOpened(len(block_ids), self._clock()))
+                self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
             outgoing.request_blocks(num_cached_tokens, self._block_size)
             self._outgoing.add(outgoing)
@@ -87,7 +88,7 @@ class SendTransfers(Transfers):
         """See ``SenderConnector``."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            self._apply(outgoing, ev.SendFinished(tuple(first_tokens), self._clock()))
+            self._apply(outgoing, send_side.finished(outgoing.send, tuple(first_tokens), self._clock()))
             self._ports.look_by(outgoing.send.deadline)
 
     def abandon_send(self, key: str, kind: str, message: str) -> None:
@@ -95,7 +96,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get(key)
             if outgoing is not None:
-                self._apply(outgoing, ev.Abandoned(kind, message))
+                self._apply(outgoing, send_side.abandoned(outgoing.send, kind, message))
 
     def take_orders(self) -> list[PublishOrder]:
         """Return the orders for the blocks that the coming forward pass completes, each order once."""
@@ -104,7 +105,7 @@ class SendTransfers(Transfers):
             for outgoing in self._outgoing:
                 if outgoing.num_to_order:
                     orders.append(outgoing.order(self._worker))
-                    self._apply(outgoing, ev.Ordered(outgoing.num_requested))
+                    self._apply(outgoing, send_side.ordered(outgoing.send, outgoing.num_requested))
         return orders
 
     def has_orders(self) -> bool:
@@ -120,7 +121,7 @@ class SendTransfers(Transfers):
                 outgoing.note_range(event)
             elif isinstance(event, ev.LayerRange):
                 outgoing.note_layers(event)
-            self._apply(outgoing, event)
+            self._apply(outgoing, advance_send(outgoing.send, event))
 
     def end_expected(self, key: str, seconds: float) -> None:
         """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
@@ -135,7 +136,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get_by_wire((name.transfer_id, name.attempt))
             if outgoing is not None and outgoing.lease == name.lease:
-                self._apply(outgoing, ev.ReadersGone())
+                self._apply(outgoing, send_side.readers_gone(outgoing.send))
 
     def on_fetch(self, peer: str, message: msg.FetchBlocks) -> None:
         """Process a FETCH: announce, park, or refuse."""
@@ -147,7 +148,7 @@ class SendTransfers(Transfers):
             if refusal is not None:
                 self._post(peer, msg.TransferFailed(*wire_key, refusal.kind, refusal.message))
             elif outgoing is not None:
-                self._apply(outgoing, ev.FetchArrived(peer, message.from_block, now))
+                self._apply(outgoing, send_side.fetch_arrived(outgoing.send, peer, message.from_block, now))
             else:
                 self._park(peer, message, now)
 
@@ -156,19 +157,19 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.get_by_wire((message.transfer_id, message.attempt))
             if outgoing is not None:
-                self._apply(outgoing, ev.Released(peer))
+                self._apply(outgoing, send_side.released(outgoing.send, peer))
 
     def on_heartbeat(self, peer: str) -> None:
         """Renew the leases of a peer that is alive."""
-        self._apply_all(ev.Heartbeat(peer, self._clock()))
+        self._apply_all(partial(send_side.heartbeat, peer=peer, now=self._clock()))
 
     def on_peer_gone(self, peer: str, reason: str) -> None:
         """End the leases of a peer that died."""
-        self._apply_all(ev.PeerGone(peer, reason))
+        self._apply_all(partial(send_side.peer_gone, peer=peer, message=reason))
 
     def tick(self, now: float) -> float | None:
         """Expire overdue leases and parked fetches; return the next deadline."""
-        self._apply_all(ev.Tick(now))
+        self._apply_all(partial(send_side.tick, now=now))
         with self._lock:
             deadlines = [outgoing.send.deadline for outgoing in self._outgoing]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
@@ -195,14 +196,14 @@ class SendTransfers(Transfers):
         self._outgoing.add(parked)
         self._history.begin(parked.wire_key)
 
-    def _apply_all(self, event: ev.Heartbeat | ev.PeerGone | ev.Tick) -> None:
+    def _apply_all(self, rule: Callable[[Send], SendStep]) -> None:
         with self._acting():
             for outgoing in self._outgoing:
-                self._apply(outgoing, event)
+                self._apply(outgoing, rule(outgoing.send))
 
-    def _apply(self, outgoing: OutgoingTransfer, event: ev.SendEvent) -> None:
+    def _apply(self, outgoing: OutgoingTransfer, step: SendStep) -> None:
         before = outgoing.send.state
-        outgoing.send, actions = advance_send(outgoing.send, event)
+        outgoing.send, actions = step
         if outgoing.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
             self._worker.counters.add("leases_expired_total")
         for action in actions:
@@ -214,9 +215,9 @@ class SendTransfers(Transfers):
 
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
-            case ev.Revoke():
+            case ev.SendNotice.REVOKE:
                 self._later.append(partial(self._ports.release, outgoing.name))
-            case ev.ReportSent():
+            case ev.SendNotice.SENT:
                 if outgoing.key is not None:
                     self._completions.add_sent(outgoing.key)
                     self._later.append(self._worker.wake)

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from contract.errors import KvbatonError, TransferError
 from kv_transfer.links.framing import FrameBuffer, encode_frame
@@ -28,6 +29,36 @@ class PeerRef(NamedTuple):
 
     boot_id: str
     is_dialed: bool
+
+
+class LinkEvents(Protocol):
+    """The reports of the I/O thread to the control half; called in that thread only."""
+
+    def link_up(self, ref: PeerRef, session: Session) -> None:
+        """Take the session of a handshake that is complete."""
+
+    def link_message(self, ref: PeerRef, message: Message) -> None:
+        """Act on a message that arrived after the handshake."""
+
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
+        """Act on the end of a link that was up or was dialed; ``error`` is the reason."""
+
+    def tick(self, now: float) -> float | None:
+        """Act on the deadlines that have passed; return the next one."""
+
+    def thread_failed(self, thread: str, error: BaseException) -> None:
+        """End this worker: the I/O thread has ended because of a bug."""
+
+
+@dataclass(frozen=True)
+class LinkSettings:
+    """The address to listen on, and the limits of links."""
+
+    host: str
+    port: int
+    advertise_host: str | None
+    peer_timeout_seconds: float
+    max_frame_bytes: int
 
 
 class LinkClosedError(OSError):

@@ -13,11 +13,10 @@ from typing import Any
 
 from contract.errors import KvbatonError
 from kv_transfer.counters import Counters
-from kv_transfer.links.dialing import Dialer, Outcome, resolve
 from kv_transfer.links.framing import format_address
-from kv_transfer.links.link import PeerRef
+from kv_transfer.links.link import LinkEvents, LinkSettings, PeerRef
 from kv_transfer.links.listening import Listener, listen_on
-from kv_transfer.links.open_links import LinkEvents, LinkSettings, OpenLinks
+from kv_transfer.links.open_links import Dialer, OpenLinks, Outcome, resolve
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message
 

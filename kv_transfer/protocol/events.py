@@ -1,6 +1,6 @@
 """The events of a transfer, and the actions that its rules ask for. Plain data; see ``send_side`` and ``fetch_side``."""
 
-from enum import StrEnum
+from enum import Enum, StrEnum, auto
 
 import msgspec
 
@@ -34,30 +34,7 @@ class RetryStep(StrEnum):
         return self.value.replace("_", " ")
 
 
-class SendEvent(msgspec.Struct, frozen=True):
-    """The root of what happens to a ``Send``."""
-
-
-class SendAction(msgspec.Struct, frozen=True):
-    """The root of what a ``Send`` asks for."""
-
-
-class FetchEvent(msgspec.Struct, frozen=True):
-    """The root of what happens to a ``Fetch``."""
-
-
-class FetchOrder(msgspec.Struct, frozen=True):
-    """The root of what a ``Fetch`` asks of this worker's data half."""
-
-
-class FetchNotice(msgspec.Struct, frozen=True):
-    """The root of what a ``Fetch`` sends to the sender or reports to the scheduler."""
-
-
-FetchAction = FetchOrder | FetchNotice
-
-
-class BlockRange(SendEvent, SendAction, frozen=True, tag=True):
+class BlockRange(msgspec.Struct, frozen=True, tag=True):
     """Blocks of a transfer that can be read and verified.
 
     As an event: the sender's data half has computed, digested and lent them. As an action: announce them to the peer.
@@ -71,7 +48,7 @@ class BlockRange(SendEvent, SendAction, frozen=True, tag=True):
     others: tuple["BlockRange", ...] = ()
 
 
-class LayerRange(SendEvent, SendAction, FetchEvent, frozen=True):
+class LayerRange(msgspec.Struct, frozen=True):
     """Blocks of which the first ``num_bytes`` bytes can be read. Their digests follow in a ``BlockRange``.
 
     As an event: the sender's data half lends them, or the receiver learns so. As an action: announce them to the peer.
@@ -83,31 +60,7 @@ class LayerRange(SendEvent, SendAction, FetchEvent, frozen=True):
     grants: tuple[tuple[str, bytes], ...] = ()
 
 
-# Events of a Send.
-
-
-class SendOpened(SendEvent, frozen=True):
-    """The scheduler lends the prompt's blocks, for which a fetch was parked."""
-
-    num_blocks: int
-    now: float
-
-
-class FetchArrived(SendEvent, frozen=True):
-    """A receiver asks for the blocks from ``from_block`` on."""
-
-    peer: str
-    from_block: int
-    now: float
-
-
-class Ordered(SendEvent, frozen=True):
-    """The ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
-
-    num_blocks: int
-
-
-class RangeFailed(SendEvent, frozen=True, tag=True):
+class RangeFailed(msgspec.Struct, frozen=True, tag=True):
     """An ordered range could not be digested."""
 
     first_block: int
@@ -116,64 +69,7 @@ class RangeFailed(SendEvent, frozen=True, tag=True):
     message: str
 
 
-class SendFinished(SendEvent, frozen=True):
-    """The scheduler called ``finish_send``."""
-
-    first_tokens: tuple[FirstToken, ...]
-    now: float
-
-
-class Abandoned(SendEvent, frozen=True):
-    """The scheduler called ``abandon_send``."""
-
-    kind: str
-    message: str
-
-
-class Released(SendEvent, frozen=True):
-    """The receiver does not need the blocks any more."""
-
-    peer: str
-
-
-class PeerGone(SendEvent, frozen=True):
-    """The receiver died."""
-
-    peer: str
-    message: str
-
-
-class Heartbeat(SendEvent, frozen=True):
-    """The receiver is alive."""
-
-    peer: str
-    now: float
-
-
-class Tick(SendEvent, frozen=True):
-    """Time has passed."""
-
-    now: float
-
-
-class ReadersGone(SendEvent, frozen=True):
-    """The answer to one ``Revoke``: no thread reads the blocks."""
-
-
-# Actions of a Send.
-
-
-class AnnounceStart(SendAction, frozen=True):
-    """Announce to the fetching peer that the prompt is being computed."""
-
-
-class AnnounceComplete(SendAction, frozen=True):
-    """Announce to the fetching peer the end of the transfer, with the first token of every choice."""
-
-    first_tokens: tuple[FirstToken, ...]
-
-
-class Refuse(SendAction, frozen=True):
+class Refuse(msgspec.Struct, frozen=True):
     """Refuse ``peer`` the transfer, or the rest of it."""
 
     peer: str
@@ -181,50 +77,32 @@ class Refuse(SendAction, frozen=True):
     message: str
 
 
-class Revoke(SendAction, frozen=True):
-    """Serve no more reads of this lease; answered by one ``ReadersGone``."""
-
-
-class ReportSent(SendAction, frozen=True):
-    """Report the key in ``finished_sending``."""
-
-
-# Events of a Fetch.
-
-
-class Announced(FetchEvent, frozen=True):
+class Announced(msgspec.Struct, frozen=True):
     """The sender published these blocks."""
 
     blocks: BlockRange
     now: float
 
 
-class Started(FetchEvent, frozen=True):
+class Started(msgspec.Struct, frozen=True):
     """The sender computes the prompt, in blocks that it has: it will publish them without waiting for anything."""
 
 
-class Completed(FetchEvent, frozen=True):
+class Completed(msgspec.Struct, frozen=True):
     """The sender published everything."""
 
     num_blocks: int
     first_tokens: tuple[FirstToken, ...]
 
 
-class SenderFailed(FetchEvent, frozen=True):
+class SenderFailed(msgspec.Struct, frozen=True):
     """The sender gives up the transfer, or is dead."""
 
     kind: str
     message: str
 
 
-class Reserved(FetchEvent, frozen=True):
-    """The scheduler called ``receive_into``."""
-
-    block_ids: tuple[int, ...]
-    num_cached: int
-
-
-class PieceLanded(FetchEvent, frozen=True, tag=True):
+class PieceLanded(msgspec.Struct, frozen=True, tag=True):
     """All bytes of one posted pull are in place; the job goes on."""
 
     num_blocks: int
@@ -232,14 +110,14 @@ class PieceLanded(FetchEvent, frozen=True, tag=True):
     end: float
 
 
-class PieceVerified(FetchEvent, frozen=True, tag=True):
+class PieceVerified(msgspec.Struct, frozen=True, tag=True):
     """The digests of one posted pull match; the job is terminal."""
 
     num_blocks: int
     now: float
 
 
-class JobFailed(FetchEvent, frozen=True, tag=True):
+class JobFailed(msgspec.Struct, frozen=True, tag=True):
     """A posted pull or commit failed; the job is terminal. Pulls end in the order in which they were posted.
 
     may_heal: another read may succeed. retry_steps: those that are possible here, best first (set by ``FetchTransfers``).
@@ -251,32 +129,21 @@ class JobFailed(FetchEvent, frozen=True, tag=True):
     retry_steps: tuple[RetryStep, ...] = ()
 
 
-class ReadAheadOver(FetchEvent, frozen=True):
+class ReadAheadOver(msgspec.Struct, frozen=True):
     """A posted read ahead is terminal. copy: (begin, end) of what it copied; None if it failed."""
 
     copy: tuple[float, float] | None
 
 
-class JobStopped(FetchEvent, frozen=True, tag=True):
+class JobStopped(msgspec.Struct, frozen=True, tag=True):
     """A posted pull or commit was stopped; the job is terminal."""
 
 
-class CommitDone(FetchEvent, frozen=True, tag=True):
+class CommitDone(msgspec.Struct, frozen=True, tag=True):
     """The blocks are visible to the device; the job is terminal."""
 
 
-class Cancelled(FetchEvent, frozen=True):
-    """The scheduler called ``cancel_fetch``."""
-
-
-class Acknowledged(FetchEvent, frozen=True):
-    """The scheduler has taken the last event (or called ``take_received``)."""
-
-
-# Actions of a Fetch.
-
-
-class PullBlocks(FetchOrder, frozen=True):
+class PullBlocks(msgspec.Struct, frozen=True):
     """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them."""
 
     first_block: int
@@ -284,7 +151,7 @@ class PullBlocks(FetchOrder, frozen=True):
     digests: tuple[int, ...]
 
 
-class ReadAhead(FetchOrder, frozen=True):
+class ReadAhead(msgspec.Struct, frozen=True):
     """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks before they are announced; verify nothing."""
 
     first_block: int
@@ -293,44 +160,58 @@ class ReadAhead(FetchOrder, frozen=True):
     end_byte: int
 
 
-class ReadAgain(FetchOrder, frozen=True):
+class ReadAgain(msgspec.Struct, frozen=True):
     """Read by this step from now on: a retry begins, and no read is posted any more."""
 
     retry_step: RetryStep
 
 
-class CommitBlocks(FetchOrder, frozen=True):
+class CommitBlocks(msgspec.Struct, frozen=True):
     """Post a commit of these blocks."""
 
     block_ids: tuple[int, ...]
 
 
-class StopReads(FetchOrder, frozen=True):
+class StopReads(msgspec.Struct, frozen=True):
     """Make every posted job of this fetch terminal soon."""
 
 
-class SendRelease(FetchNotice, frozen=True):
-    """Send to the sender that everything is verified."""
+class SendNotice(Enum):
+    """An action of a ``Send`` without data.
+
+    START: announce to the fetching peer that the prompt is being computed. COMPLETE: announce the end of the transfer, with
+    the first token of every choice. REVOKE: serve no more reads of this lease; answered by one call of ``readers_gone``.
+    SENT: report the key in ``finished_sending``.
+    """
+
+    START = auto()
+    COMPLETE = auto()
+    REVOKE = auto()
+    SENT = auto()
 
 
-class SendCancel(FetchNotice, frozen=True):
-    """Send to the sender that nothing more is needed."""
+class FetchNotice(Enum):
+    """A message to the sender, or a report to the scheduler.
+
+    RELEASE: everything is verified. CANCEL: nothing more is needed. PUBLISHED, FAILED, DRAINED: report the event of that
+    name, with the ``ending``. RECEIVED: report the key in ``finished_recving``.
+    """
+
+    RELEASE = auto()
+    CANCEL = auto()
+    PUBLISHED = auto()
+    FAILED = auto()
+    DRAINED = auto()
+    RECEIVED = auto()
 
 
-class ReportPublished(FetchNotice, frozen=True):
-    """Report ``Published`` to the scheduler."""
-
-
-class ReportFailed(FetchNotice, frozen=True):
-    """Report ``Failed`` to the scheduler."""
-
-    kind: str
-    message: str
-
-
-class ReportDrained(FetchNotice, frozen=True):
-    """Report ``Drained`` to the scheduler."""
-
-
-class ReportReceived(FetchNotice, frozen=True):
-    """Report the key in ``finished_recving``."""
+SendEvent = BlockRange | LayerRange | RangeFailed
+"""A report of the sender's data half. What its scheduler and its peers do are the functions of ``send_side``."""
+SendAction = BlockRange | LayerRange | Refuse | SendNotice
+FetchEvent = (Announced | LayerRange | Started | Completed | SenderFailed) | (
+    PieceLanded | PieceVerified | JobFailed | JobStopped | ReadAheadOver | CommitDone
+)
+"""A message of the sender, or a report of the receiver's data half."""
+FetchOrder = PullBlocks | ReadAhead | ReadAgain | CommitBlocks | StopReads
+"""A call of the receiver's data half."""
+FetchAction = FetchOrder | FetchNotice

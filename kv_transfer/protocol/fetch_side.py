@@ -134,7 +134,7 @@ def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
 
 
 def _report_published(fetch: Fetch) -> FetchStep:
-    return replace(fetch, is_published=True), [] if fetch.is_published else [ev.ReportPublished()]
+    return replace(fetch, is_published=True), [] if fetch.is_published else [ev.FetchNotice.PUBLISHED]
 
 
 def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
@@ -187,17 +187,18 @@ def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
     return _fail(fetch, event.kind, event.message)
 
 
-def _reserved(fetch: Fetch, event: ev.Reserved) -> FetchStep:
-    if len(event.block_ids) != fetch.num_blocks or not 0 <= event.num_cached <= fetch.num_blocks:
+def reserved(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchStep:
+    """Read into these blocks: the scheduler called ``receive_into``."""
+    if len(block_ids) != fetch.num_blocks or not 0 <= num_cached <= fetch.num_blocks:
         raise ImpossibleEventError(
-            f"{len(event.block_ids)} blocks reserved, {event.num_cached} cached; the prompt has {fetch.num_blocks}"
+            f"{len(block_ids)} blocks reserved, {num_cached} cached; the prompt has {fetch.num_blocks}"
         )
     fetch = replace(
         _enter(fetch, FetchState.RESERVED),
-        block_ids=event.block_ids,
+        block_ids=block_ids,
         is_reserved=True,
-        num_cached=event.num_cached,
-        num_pulled=event.num_cached,
+        num_cached=num_cached,
+        num_pulled=num_cached,
     )
     return _pull(fetch)
 
@@ -288,7 +289,7 @@ def _receive(fetch: Fetch) -> FetchStep:
     """Let the request run once its blocks are visible and the token after its prompt is known."""
     if not fetch.is_visible or fetch.first_tokens is None:
         return fetch, []
-    return _enter(fetch, FetchState.COMMITTED), [ev.ReportReceived(), ev.SendRelease()]
+    return _enter(fetch, FetchState.COMMITTED), [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE]
 
 
 def _count_down(fetch: Fetch) -> Fetch:
@@ -307,21 +308,21 @@ def _job_over(fetch: Fetch) -> FetchStep:
 def _fail(fetch: Fetch, kind: str, message: str) -> FetchStep:
     fetch = replace(fetch, ending=EndReason(kind, message))
     if fetch.num_posted:
-        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.SendCancel()]
+        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.FetchNotice.CANCEL]
     state = FetchState.QUARANTINED if fetch.is_reserved else FetchState.FREE
-    return _enter(fetch, state), [ev.SendCancel(), ev.ReportFailed(kind, message)]
+    return _enter(fetch, state), [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
 
 
 def _drained(fetch: Fetch) -> FetchStep:
     if fetch.num_posted:
         return fetch, []
     fetch = _enter(fetch, FetchState.QUARANTINED)
-    if fetch.is_cancelled or fetch.ending is None:
-        return fetch, [ev.ReportDrained()]
-    return fetch, [ev.ReportFailed(fetch.ending.kind, fetch.ending.message)]
+    is_cancelled = fetch.is_cancelled or fetch.ending is None
+    return fetch, [ev.FetchNotice.DRAINED if is_cancelled else ev.FetchNotice.FAILED]
 
 
-def _cancelled(fetch: Fetch, _event: ev.Cancelled) -> FetchStep:
+def cancelled(fetch: Fetch) -> FetchStep:
+    """End the fetch: the scheduler called ``cancel_fetch``."""
     if fetch.state is FetchState.QUARANTINED and fetch.is_cancelled:
         return fetch, []  # the Drained event is on its way
     fetch = replace(fetch, is_cancelled=True)
@@ -330,11 +331,12 @@ def _cancelled(fetch: Fetch, _event: ev.Cancelled) -> FetchStep:
     if fetch.state in (FetchState.QUARANTINED, FetchState.COMMITTED):
         return _enter(fetch, FetchState.FREE), []
     if fetch.num_posted:
-        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.SendCancel()]
-    return _enter(fetch, FetchState.FREE), [ev.SendCancel()]
+        return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.FetchNotice.CANCEL]
+    return _enter(fetch, FetchState.FREE), [ev.FetchNotice.CANCEL]
 
 
-def _acknowledged(fetch: Fetch, _event: ev.Acknowledged) -> FetchStep:
+def acknowledged(fetch: Fetch) -> FetchStep:
+    """Free the blocks: the scheduler has taken the last event (or called ``take_received``)."""
     return (fetch if fetch.state is FetchState.FREE else _enter(fetch, FetchState.FREE)), []
 
 
@@ -344,13 +346,10 @@ _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
     ev.LayerRange: _layers_announced,
     ev.Completed: _sender_completed,
     ev.SenderFailed: _sender_failed,
-    ev.Reserved: _reserved,
     ev.PieceLanded: _piece_landed,
     ev.PieceVerified: _piece_verified,
     ev.JobFailed: _job_failed,
     ev.JobStopped: _job_stopped,
     ev.ReadAheadOver: _read_ahead_over,
     ev.CommitDone: _commit_done,
-    ev.Cancelled: _cancelled,
-    ev.Acknowledged: _acknowledged,
 }

@@ -148,9 +148,7 @@ class Dialing:
         unproved = Prove(
             "", me.model_fingerprint, me.layout, list(me.transports), me.timeout_seconds, me.num_ranks
         )
-        prove = self._transcript.proved(_PROVE, unproved)
-        self._transcript.add(prove)
-        return prove
+        return self._transcript.proved(_PROVE, unproved)
 
     def _check_target(self, found: Challenge) -> None:
         """Raise WorkerLostError if another worker, or another incarnation, answers at the address."""
@@ -221,9 +219,7 @@ class Accepting:
         _common_protocol(hello, f"worker {hello.worker_id}")
         self._hello = hello
         self._transcript.add(hello)
-        challenge = self._transcript.proved(_CHALLENGE, Challenge(*_introduction(self._me), proof=""))
-        self._transcript.add(challenge)
-        return challenge
+        return self._transcript.proved(_CHALLENGE, Challenge(*_introduction(self._me), proof=""))
 
     def _welcome_for(self, prove: Prove, hello: Hello) -> Welcome:
         me = self._me
@@ -244,7 +240,6 @@ class Accepting:
             protocol, me.model_fingerprint, me.layout, offers, me.timeout_seconds, me.num_ranks
         )
         welcome = self._transcript.proved(_WELCOME, unproved)
-        self._transcript.add(welcome)
         self.session = Session(
             hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, (), self._transcript.token()
         )

@@ -230,8 +230,10 @@ class Transcript:
         self._messages.append(message)
 
     def proved(self, label: str, message: _P) -> _P:
-        """Return the message with its proof: over all that was added, and the rest of it."""
-        return replace(message, proof=self._proof(label, message))
+        """Return the message with its proof, over all that was added and the rest of it; cover it by every later proof."""
+        message = replace(message, proof=self._proof(label, message))
+        self.add(message)
+        return message
 
     def is_proved(self, label: str, message: _P) -> bool:
         """Compare the message's proof, in constant time."""

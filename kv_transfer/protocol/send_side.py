@@ -1,6 +1,6 @@
 """The sender's side of a transfer: its states, its record and its rules. Pure: no I/O, no clock, no thread.
 
-Production runs exactly these rules. ``advance_send`` takes a transfer and an event, and returns the transfer afterwards and
+Production runs exactly these rules. A rule takes a transfer and what happened to it, and returns the transfer afterwards and
 the actions to carry out now, in order; ``fetch_side`` does so for the receiver. An event is *dropped* (no change, no
 action) where correct processes can race: a second fetch by the same peer, a peer that does not hold the lease, messages
 of the sender after the receiver ended the transfer. Any other event that does not fit raises ImpossibleEventError.
@@ -88,7 +88,7 @@ SendStep = tuple[Send, list[ev.SendAction]]
 
 
 def advance_send(send: Send, event: ev.SendEvent) -> SendStep:
-    """Return the transfer after ``event``, and what to do. Raises ImpossibleEventError."""
+    """Return the transfer after a report of the data half, and what to do. Raises ImpossibleEventError."""
     return _SEND_RULES[type(event)](send, event)
 
 
@@ -98,11 +98,12 @@ def _enter(send: Send, state: SendState) -> Send:
     return replace(send, state=state)
 
 
-def _opened(send: Send, event: ev.SendOpened) -> SendStep:
-    opened = replace(_enter(send, SendState.OPEN), num_blocks=event.num_blocks, is_opened=True)
-    if send.peer is not None and (refusal := _wrong_start(opened, send.peer, send.from_block)):
-        return replace(opened, peer=None, from_block=0, deadline=None), [refusal]
-    return replace(opened, deadline=event.now + send.lease_seconds), []
+def opened(send: Send, num_blocks: int, now: float) -> SendStep:
+    """Lend the prompt's blocks, for which a fetch was parked."""
+    send = replace(_enter(send, SendState.OPEN), num_blocks=num_blocks, is_opened=True)
+    if send.peer is not None and (refusal := _wrong_start(send, send.peer, send.from_block)):
+        return replace(send, peer=None, from_block=0, deadline=None), [refusal]
+    return replace(send, deadline=now + send.lease_seconds), []
 
 
 def _wrong_start(send: Send, peer: str, from_block: int) -> ev.Refuse | None:
@@ -112,20 +113,17 @@ def _wrong_start(send: Send, peer: str, from_block: int) -> ev.Refuse | None:
     return ev.Refuse(peer, ErrorKind.TRANSFER_FAILED, message)
 
 
-def _fetch_arrived(send: Send, event: ev.FetchArrived) -> SendStep:
+def fetch_arrived(send: Send, peer: str, from_block: int, now: float) -> SendStep:
+    """Announce the blocks from ``from_block`` on to a receiver that asks for them, or refuse it."""
     if send.ending is not None:
-        return send, [ev.Refuse(event.peer, send.ending.kind, send.ending.message)]
-    if send.peer == event.peer:
+        return send, [ev.Refuse(peer, send.ending.kind, send.ending.message)]
+    if send.peer == peer:
         return send, []
     if send.peer is not None:
-        return send, [
-            ev.Refuse(event.peer, ErrorKind.TRANSFER_FAILED, "another worker fetches this transfer")
-        ]
-    if refusal := _wrong_start(send, event.peer, event.from_block):
+        return send, [ev.Refuse(peer, ErrorKind.TRANSFER_FAILED, "another worker fetches this transfer")]
+    if refusal := _wrong_start(send, peer, from_block):
         return send, [refusal]
-    send = replace(
-        send, peer=event.peer, from_block=event.from_block, deadline=event.now + send.lease_seconds
-    )
+    send = replace(send, peer=peer, from_block=from_block, deadline=now + send.lease_seconds)
     return send, _announce_start(send) + _announce(send, 0) + _announce_complete(send)
 
 
@@ -139,22 +137,23 @@ def _announce(send: Send, first_block: int) -> list[ev.SendAction]:
 def _announce_complete(send: Send) -> list[ev.SendAction]:
     if send.peer is None or send.state is not SendState.COMPLETE or send.first_tokens is None:
         return []
-    return [ev.AnnounceComplete(send.first_tokens)]
+    return [ev.SendNotice.COMPLETE]
 
 
 def _announce_start(send: Send) -> list[ev.SendAction]:
     """Let the peer reserve its blocks before there is something to read. A hint."""
     is_news = send.num_ordered > 0 and not send.digests and not send.has_ended
-    return [ev.AnnounceStart()] if is_news and send.peer is not None else []
+    return [ev.SendNotice.START] if is_news and send.peer is not None else []
 
 
-def _ordered(send: Send, event: ev.Ordered) -> SendStep:
-    if send.has_ended or not send.num_ordered < event.num_blocks <= send.num_blocks:
+def ordered(send: Send, num_blocks: int) -> SendStep:
+    """Note that the ranks are ordered to digest the blocks up to ``num_blocks`` after their forward pass."""
+    if send.has_ended or not send.num_ordered < num_blocks <= send.num_blocks:
         raise ImpossibleEventError(
-            f"{event.num_blocks} of {send.num_blocks} blocks ordered after {send.num_ordered}"
+            f"{num_blocks} of {send.num_blocks} blocks ordered after {send.num_ordered}"
         )
     is_first = send.num_ordered == 0
-    send = replace(send, num_ordered=event.num_blocks)
+    send = replace(send, num_ordered=num_blocks)
     return send, _announce_start(send) if is_first else []
 
 
@@ -174,7 +173,7 @@ def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
 def _layers_ready(send: Send, event: ev.LayerRange) -> SendStep:
     """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
-        return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
+        return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
     if send.peer is None or event.first_block < send.from_block:
         return send, []
     return send, [event]
@@ -200,7 +199,7 @@ def _digesting_over(send: Send) -> SendStep:
     """Revoke again before reporting: what was digested after the end may have been made readable once more."""
     if send.is_digesting:
         return send, []
-    return replace(send, num_revokes=send.num_revokes + 1), [ev.Revoke()]
+    return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
 
 
 def _completed(send: Send) -> Send:
@@ -209,25 +208,27 @@ def _completed(send: Send) -> Send:
     return _enter(send, SendState.COMPLETE)
 
 
-def _finished(send: Send, event: ev.SendFinished) -> SendStep:
+def finished(send: Send, first_tokens: tuple[FirstToken, ...], now: float) -> SendStep:
+    """Note the first tokens: the scheduler called ``finish_send``."""
     if send.is_finished:
         raise ImpossibleEventError("a transfer was finished twice")
-    send = replace(send, is_finished=True, first_tokens=event.first_tokens)
+    send = replace(send, is_finished=True, first_tokens=first_tokens)
     if send.has_ended:
         return _report(send)
     if send.num_ordered != send.num_blocks:
         raise ImpossibleEventError(f"finished with {send.num_ordered} of {send.num_blocks} blocks published")
     if send.peer is None:
-        send = replace(send, deadline=event.now + send.lease_seconds)
+        send = replace(send, deadline=now + send.lease_seconds)
     send = _completed(send)
     return send, _announce_complete(send)
 
 
-def _abandoned(send: Send, event: ev.Abandoned) -> SendStep:
+def abandoned(send: Send, kind: str, message: str) -> SendStep:
+    """End the transfer: the scheduler called ``abandon_send``."""
     send = replace(send, is_finished=True)
     if send.has_ended:
         return _report(send)
-    return _end(send, SendState.NOT_NEEDED, EndReason(event.kind, event.message))
+    return _end(send, SendState.NOT_NEEDED, EndReason(kind, message))
 
 
 def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool = True) -> SendStep:
@@ -237,32 +238,36 @@ def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool 
         actions.append(ev.Refuse(send.peer, ending.kind, ending.message))
     if send.is_opened:
         send = replace(send, num_revokes=send.num_revokes + 1)
-        actions.append(ev.Revoke())
+        actions.append(ev.SendNotice.REVOKE)
     return send, actions
 
 
-def _released(send: Send, event: ev.Released) -> SendStep:
-    if send.has_ended or send.peer != event.peer:
+def released(send: Send, peer: str) -> SendStep:
+    """End the transfer: the receiver does not need the blocks any more."""
+    if send.has_ended or send.peer != peer:
         return send, []
     ending = EndReason(ErrorKind.TRANSFER_FAILED, "the transfer was released")
     return _end(send, SendState.RELEASED, ending, is_announced=False)
 
 
-def _peer_gone(send: Send, event: ev.PeerGone) -> SendStep:
-    if send.has_ended or send.peer != event.peer:
+def peer_gone(send: Send, peer: str, message: str) -> SendStep:
+    """End the transfer if its receiver died."""
+    if send.has_ended or send.peer != peer:
         return send, []
-    ending = EndReason(ErrorKind.PEER_UNREACHABLE, event.message)
+    ending = EndReason(ErrorKind.PEER_UNREACHABLE, message)
     return _end(send, SendState.EXPIRED, ending, is_announced=False)
 
 
-def _heartbeat(send: Send, event: ev.Heartbeat) -> SendStep:
-    if send.has_ended or send.peer != event.peer or send.state is SendState.PARKED:
+def heartbeat(send: Send, peer: str, now: float) -> SendStep:
+    """Renew the lease if its receiver is alive."""
+    if send.has_ended or send.peer != peer or send.state is SendState.PARKED:
         return send, []
-    return replace(send, deadline=event.now + send.lease_seconds), []
+    return replace(send, deadline=now + send.lease_seconds), []
 
 
-def _tick(send: Send, event: ev.Tick) -> SendStep:
-    if send.deadline is None or event.now < send.deadline:
+def tick(send: Send, now: float) -> SendStep:
+    """Expire an overdue lease or parked fetch."""
+    if send.deadline is None or now < send.deadline:
         return send, []
     is_parked = send.state is SendState.PARKED
     what = "the prompt was not computed here" if is_parked else "its lease was not renewed"
@@ -270,7 +275,8 @@ def _tick(send: Send, event: ev.Tick) -> SendStep:
     return _end(send, SendState.EXPIRED, ending)
 
 
-def _readers_gone(send: Send, _event: ev.ReadersGone) -> SendStep:
+def readers_gone(send: Send) -> SendStep:
+    """Take the answer to one ``REVOKE``: no thread reads the blocks."""
     if send.num_revokes == 0:
         raise ImpossibleEventError("readers were reported gone of a lease that was not revoked")
     return _report(replace(send, num_revokes=send.num_revokes - 1))
@@ -280,21 +286,11 @@ def _report(send: Send) -> SendStep:
     is_read = send.num_revokes > 0 or send.is_digesting
     if send.is_reported or is_read or not send.is_finished:
         return send, []
-    return replace(send, is_reported=True), [ev.ReportSent()]
+    return replace(send, is_reported=True), [ev.SendNotice.SENT]
 
 
 _SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {
-    ev.SendOpened: _opened,
-    ev.FetchArrived: _fetch_arrived,
-    ev.Ordered: _ordered,
     ev.BlockRange: _blocks_ready,
     ev.LayerRange: _layers_ready,
     ev.RangeFailed: _range_failed,
-    ev.SendFinished: _finished,
-    ev.Abandoned: _abandoned,
-    ev.Released: _released,
-    ev.PeerGone: _peer_gone,
-    ev.Heartbeat: _heartbeat,
-    ev.Tick: _tick,
-    ev.ReadersGone: _readers_gone,
 }

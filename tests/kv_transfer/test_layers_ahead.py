@@ -13,6 +13,7 @@ from kv_transfer.counters import Counters
 from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side, send_side
 from kv_transfer.protocol.digests import RunningDigests
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.handshake import Session
@@ -175,8 +176,8 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 def moving(**changes: object) -> Fetch:
     """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
-    for event in (ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0), ev.Reserved(tuple(range(8)), 2)):
-        fetch, _ = advance_fetch(fetch, event)
+    fetch, _ = advance_fetch(fetch, ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0))
+    fetch, _ = fetch_side.reserved(fetch, tuple(range(8)), 2)
     assert fetch.state is FetchState.MOVING
     return fetch
 
@@ -210,28 +211,28 @@ def test_a_hint_reserves_nothing() -> None:
 def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
     """Law 2: the first read has ended, the one ahead has not."""
     fetch, _ = advance_fetch(moving(), ev.LayerRange(3, 5, 100))
-    fetch, _ = advance_fetch(fetch, ev.Cancelled())
+    fetch, _ = fetch_side.cancelled(fetch)
     assert fetch.state is FetchState.DRAINING
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert (fetch.state, actions) == (FetchState.DRAINING, [])
     fetch, actions = advance_fetch(fetch, ev.ReadAheadOver(None))
-    assert (fetch.state, actions) == (FetchState.QUARANTINED, [ev.ReportDrained()])
+    assert (fetch.state, actions) == (FetchState.QUARANTINED, [ev.FetchNotice.DRAINED])
 
 
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
     assert advance_send(send, ready) == (send, []), "nobody is there"
-    send, _ = advance_send(send, ev.FetchArrived("peer", 0, 0.0))
+    send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
     assert advance_send(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
 
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
-    send, _ = advance_send(send, ev.PeerGone("peer", "gone"))
+    send, _ = send_side.peer_gone(send, "peer", "gone")
     after, actions = advance_send(send, ev.LayerRange(2, 6, 64))
-    assert (actions, after.num_revokes) == ([ev.Revoke()], send.num_revokes + 1)
+    assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 
 
 @pytest.mark.parametrize("is_over", [True, False])

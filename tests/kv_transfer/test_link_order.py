@@ -11,9 +11,8 @@ from contract.errors import KvbatonError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.links.link import Link, PeerRef
+from kv_transfer.links.link import Link, LinkSettings, PeerRef
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.links.open_links import LinkSettings
 from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET

@@ -15,6 +15,7 @@ from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol import send_side
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.reads import Source
@@ -83,23 +84,23 @@ def test_a_fetch_of_an_older_attempt_is_refused() -> None:
 
 
 def test_a_transfer_has_one_reader() -> None:
-    send, _ = advance_send(LENDING, ev.FetchArrived("a", 0, 1.0))
-    send, actions = advance_send(send, ev.FetchArrived("b", 0, 2.0))
+    send, _ = send_side.fetch_arrived(LENDING, "a", 0, 1.0)
+    send, actions = send_side.fetch_arrived(send, "b", 0, 2.0)
     assert send.peer == "a"
     assert [action.peer for action in actions if isinstance(action, ev.Refuse)] == ["b"]
 
 
 def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     """Law 2: its own reads count too; what it makes readable after the end is revoked again first."""
-    send, _ = advance_send(LENDING, ev.Ordered(2))
-    send, actions = advance_send(send, ev.Abandoned("cancelled", "aborted"))
-    assert actions == [ev.Revoke()]
-    send, actions = advance_send(send, ev.ReadersGone())
+    send, _ = send_side.ordered(LENDING, 2)
+    send, actions = send_side.abandoned(send, "cancelled", "aborted")
+    assert actions == [ev.SendNotice.REVOKE]
+    send, actions = send_side.readers_gone(send)
     assert actions == []
     send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
-    assert actions == [ev.Revoke()]
-    send, actions = advance_send(send, ev.ReadersGone())
-    assert actions == [ev.ReportSent()]
+    assert actions == [ev.SendNotice.REVOKE]
+    send, actions = send_side.readers_gone(send)
+    assert actions == [ev.SendNotice.SENT]
 
 
 def test_a_worker_that_was_started_again_is_a_stranger() -> None:

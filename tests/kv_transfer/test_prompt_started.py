@@ -3,8 +3,10 @@
 import pytest
 
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side, send_side
+from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
-from kv_transfer.protocol.send_side import Send, SendState, advance_send
+from kv_transfer.protocol.send_side import Send, SendState
 from tests.kv_transfer.builders import TOKENS, pair_of, prompt_of
 
 NUM_BLOCKS = 13
@@ -13,16 +15,16 @@ SOURCE_IDS, TARGET_IDS = list(range(1, 1 + NUM_BLOCKS)), list(range(40, 40 + NUM
 
 def test_it_is_told_once() -> None:
     send = Send(state=SendState.OPEN, lease_seconds=9.0, num_blocks=8, peer="peer")
-    send, actions = advance_send(send, ev.Ordered(2))
-    assert actions == [ev.AnnounceStart()]
-    assert advance_send(send, ev.Ordered(8))[1] == []
+    send, actions = send_side.ordered(send, 2)
+    assert actions == [ev.SendNotice.START]
+    assert send_side.ordered(send, 8)[1] == []
 
 
 @pytest.mark.parametrize(
     ("num_ordered", "digests", "words"),
     [
         (0, (), []),
-        (4, (), [ev.AnnounceStart()]),
+        (4, (), [ev.SendNotice.START]),
         (4, (11, 12), [ev.BlockRange(0, (11, 12))]),
     ],
     ids=["waits", "is computed", "is published"],
@@ -32,14 +34,14 @@ def test_who_asks_later_hears_how_far_it_is(
 ) -> None:
     state = SendState.PUBLISHING if digests else SendState.OPEN
     send = Send(state=state, lease_seconds=9.0, num_blocks=8, num_ordered=num_ordered, digests=digests)
-    assert advance_send(send, ev.FetchArrived("peer", 0, 1.0))[1] == words
+    assert send_side.fetch_arrived(send, "peer", 0, 1.0)[1] == words
 
 
 def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
     fetch, actions = advance_fetch(Fetch(num_blocks=3), ev.Started())
-    assert actions == [ev.ReportPublished()]
+    assert actions == [ev.FetchNotice.PUBLISHED]
     assert advance_fetch(fetch, ev.Started())[1] == []
-    fetch, actions = advance_fetch(fetch, ev.Reserved((4, 5, 6), 0))
+    fetch, actions = fetch_side.reserved(fetch, (4, 5, 6), 0)
     assert (fetch.state, actions) == (FetchState.RESERVED, [])
     fetch, actions = advance_fetch(fetch, ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0))
     assert actions == [ev.PullBlocks(0, (4, 5, 6), (1, 2, 3))]
@@ -47,10 +49,11 @@ def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
 
 def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> None:
     fetch, _ = advance_fetch(Fetch(num_blocks=1), ev.Started())
-    fetch, _ = advance_fetch(fetch, ev.Reserved((4,), 0))
+    fetch, _ = fetch_side.reserved(fetch, (4,), 0)
     fetch, actions = advance_fetch(fetch, ev.SenderFailed("cancelled", "the client left"))
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.SendCancel(), ev.ReportFailed("cancelled", "the client left")]
+    assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
+    assert fetch.ending == EndReason("cancelled", "the client left")
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])

@@ -36,7 +36,8 @@ def test_a_job_is_terminal_when_it_is_so_on_every_rank(ends: list[str]) -> None:
     failures = [name for name in ends if name in ("failed", "lost")]
     if failures:
         assert isinstance(end, ev.JobFailed)
-        assert end.message == ENDS[failures[0]].message  # type: ignore[attr-defined]
+        first = ENDS[failures[0]]
+        assert isinstance(first, ev.JobFailed) and end.message == first.message
         assert end.may_heal == ("lost" not in failures)
     elif "stopped" in ends:
         assert end == ev.JobStopped()

@@ -1,18 +1,21 @@
 """The receiver's rules for a failed read: blocks are read again a bounded number of times, after all reads are terminal."""
 
+from collections.abc import Callable
+
 import pytest
 from msgspec.structs import replace
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.events import RetryStep
-from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
+from kv_transfer.protocol import fetch_side
+from kv_transfer.protocol.events import EndReason, RetryStep
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep, advance_fetch
 
 
 def pulled(*lengths: int) -> Fetch:
     """Return a fetch whose blocks were announced in ranges of these lengths, with a read posted for each."""
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
-    fetch, _ = advance_fetch(fetch, ev.Reserved(tuple(range(100, 100 + sum(lengths))), 0))
+    fetch, _ = fetch_side.reserved(fetch, tuple(range(100, 100 + sum(lengths))), 0)
     for length in lengths:
         fetch, (*_, pull) = advance_fetch(fetch, ev.Announced(ev.BlockRange(first, (7,) * length), 1.0))
         assert isinstance(pull, ev.PullBlocks)
@@ -40,7 +43,8 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert fetch.state is FetchState.QUARANTINED
-    assert actions == [ev.SendCancel(), ev.ReportFailed("transfer_failed", "digest")]
+    assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
+    assert fetch.ending == EndReason("transfer_failed", "digest")
 
 
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
@@ -54,11 +58,17 @@ def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
     )
 
 
-@pytest.mark.parametrize("word", [ev.SenderFailed("worker_lost", "died"), ev.Cancelled()])
-def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(word: ev.FetchEvent) -> None:
+@pytest.mark.parametrize(
+    "end",
+    [lambda fetch: advance_fetch(fetch, ev.SenderFailed("worker_lost", "died")), fetch_side.cancelled],
+    ids=["failed", "cancelled"],
+)
+def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(
+    end: Callable[[Fetch], FetchStep],
+) -> None:
     fetch, _ = advance_fetch(pulled(1, 1), BROKEN)
-    fetch, actions = advance_fetch(fetch, word)
-    assert (fetch.state, actions) == (FetchState.DRAINING, [ev.StopReads(), ev.SendCancel()])
+    fetch, actions = end(fetch)
+    assert (fetch.state, actions) == (FetchState.DRAINING, [ev.StopReads(), ev.FetchNotice.CANCEL])
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert fetch.state is FetchState.QUARANTINED
     assert not any(isinstance(action, (ev.PullBlocks, ev.ReadAgain)) for action in actions)

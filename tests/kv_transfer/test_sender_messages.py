@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from tests.soak_settings import machine_settings
 
@@ -28,7 +29,7 @@ def test_no_message_of_a_sender_is_impossible(
     fetch = Fetch(num_blocks=3)
     for position, word in enumerate(words):
         if position == reserve_after and fetch.state is FetchState.WAITING and fetch.is_published:
-            fetch, _ = advance_fetch(fetch, ev.Reserved((4, 5, 6), num_cached))
+            fetch, _ = fetch_side.reserved(fetch, (4, 5, 6), num_cached)
         fetch, _ = advance_fetch(fetch, word)
         assert fetch.num_posted <= 4 + sum(isinstance(each, ev.LayerRange) for each in words)
         assert fetch.state not in (FetchState.COMMITTED, FetchState.LANDED)

@@ -10,9 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side, send_side
 from kv_transfer.protocol.events import NOT_NEEDED, ImpossibleEventError, RetryStep
-from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, advance_fetch
-from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, advance_send
+from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, FetchStep, advance_fetch
+from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, SendStep, advance_send
 
 BLOCKS = 4
 
@@ -39,9 +40,9 @@ class SendMachine(RuleBasedStateMachine):
         self.num_reports = 0
         self.num_completes = 0
 
-    def apply(self, event: ev.SendEvent) -> None:
+    def apply(self, step: SendStep) -> None:
         before = self.send.state
-        self.send, actions = advance_send(self.send, event)
+        self.send, actions = step
         assert self.send.state in reachable(SEND_EDGES, before)
         for action in actions:
             self.act(action)
@@ -53,12 +54,12 @@ class SendMachine(RuleBasedStateMachine):
                 assert action.first_block == self.announced
                 self.announced += len(action.digests)
                 assert self.announced <= self.send.num_digested
-            case ev.AnnounceComplete():
+            case ev.SendNotice.COMPLETE:
                 self.num_completes += 1
                 assert self.announced == BLOCKS
-            case ev.Revoke():
+            case ev.SendNotice.REVOKE:
                 self.pending_revokes += 1
-            case ev.ReportSent():
+            case ev.SendNotice.SENT:
                 self.num_reports += 1
                 assert self.pending_revokes == 0
                 assert not self.send.is_digesting
@@ -66,7 +67,7 @@ class SendMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.send.has_ended and self.send.num_ordered < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def order(self, count: int) -> None:
-        self.apply(ev.Ordered(min(BLOCKS, self.send.num_ordered + count)))
+        self.apply(send_side.ordered(self.send, min(BLOCKS, self.send.num_ordered + count)))
 
     @precondition(lambda self: self.send.is_digesting)
     @rule(count=st.integers(1, BLOCKS), works=st.booleans())
@@ -74,45 +75,46 @@ class SendMachine(RuleBasedStateMachine):
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
         failure = ev.RangeFailed(first, count, "internal", "bug")
-        self.apply(ev.BlockRange(first, tuple(range(count))) if works else failure)
+        event = ev.BlockRange(first, tuple(range(count))) if works else failure
+        self.apply(advance_send(self.send, event))
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
-        self.apply(ev.FetchArrived(peer, 0, self.now))
+        self.apply(send_side.fetch_arrived(self.send, peer, 0, self.now))
 
     @precondition(
         lambda self: not self.send.is_finished and (self.send.has_ended or self.send.num_ordered == BLOCKS)
     )
     @rule()
     def finish(self) -> None:
-        self.apply(ev.SendFinished((), self.now))
+        self.apply(send_side.finished(self.send, (), self.now))
 
     @rule()
     def abandon(self) -> None:
-        self.apply(ev.Abandoned(NOT_NEEDED, "ended at token 0"))
+        self.apply(send_side.abandoned(self.send, NOT_NEEDED, "ended at token 0"))
 
     @rule(peer=st.sampled_from(["a", "b"]), how=st.sampled_from(["let go", "gone", "heard"]))
     def peer_acts(self, peer: str, how: str) -> None:
         before = self.send
-        events: dict[str, ev.SendEvent] = {
-            "let go": ev.Released(peer),
-            "gone": ev.PeerGone(peer, "died"),
-            "heard": ev.Heartbeat(peer, self.now),
+        steps: dict[str, SendStep] = {
+            "let go": send_side.released(self.send, peer),
+            "gone": send_side.peer_gone(self.send, peer, "died"),
+            "heard": send_side.heartbeat(self.send, peer, self.now),
         }
-        self.apply(events[how])
+        self.apply(steps[how])
         if before.peer != peer:
             assert self.send == before
 
     @rule(seconds=st.floats(0.1, 20))
     def wait(self, seconds: float) -> None:
         self.now += seconds
-        self.apply(ev.Tick(self.now))
+        self.apply(send_side.tick(self.send, self.now))
 
     @precondition(lambda self: self.pending_revokes > 0)
     @rule()
     def readers_leave(self) -> None:
         self.pending_revokes -= 1
-        self.apply(ev.ReadersGone())
+        self.apply(send_side.readers_gone(self.send))
 
     @invariant()
     def reported_at_most_once(self) -> None:
@@ -148,9 +150,9 @@ class FetchMachine(RuleBasedStateMachine):
         self.rungs: list[RetryStep] = []
         self.verified: set[int] = set()
 
-    def apply(self, event: ev.FetchEvent) -> None:
+    def apply(self, step: FetchStep) -> None:
         before = self.fetch.state
-        self.fetch, actions = advance_fetch(self.fetch, event)
+        self.fetch, actions = step
         assert self.fetch.state in reachable(FETCH_EDGES, before)
         for action in actions:
             match action:
@@ -170,35 +172,39 @@ class FetchMachine(RuleBasedStateMachine):
                     self.jobs.append(action)
                 case ev.StopReads():
                     self.is_stopped = True
-                case ev.ReportFailed():
+                case ev.FetchNotice.FAILED:
                     self.told.append("failed")
-                case ev.ReportDrained():
+                case ev.FetchNotice.DRAINED:
                     self.told.append("drained")
-                case ev.ReportReceived():
+                case ev.FetchNotice.RECEIVED:
                     self.told.append("received")
 
     @precondition(lambda self: len(self.fetch.digests) < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = len(self.fetch.digests)
-        self.apply(ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0))
+        self.apply(
+            advance_fetch(
+                self.fetch, ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0)
+            )
+        )
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(ev.Announced(ev.BlockRange(first, (7,) * count), 1.0))
+        self.apply(advance_fetch(self.fetch, ev.Announced(ev.BlockRange(first, (7,) * count), 1.0)))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(ev.Completed(num_blocks, (FirstToken(1),)))
+        self.apply(advance_fetch(self.fetch, ev.Completed(num_blocks, (FirstToken(1),))))
 
     @rule()
     def sender_fails(self) -> None:
-        self.apply(ev.SenderFailed("worker_lost", "died"))
+        self.apply(advance_fetch(self.fetch, ev.SenderFailed("worker_lost", "died")))
 
     @precondition(lambda self: self.fetch.state is FetchState.WAITING)
     @rule(num_cached=st.integers(0, BLOCKS))
     def reserve(self, num_cached: int) -> None:
-        self.apply(ev.Reserved(tuple(range(100, 100 + BLOCKS)), num_cached))
+        self.apply(fetch_side.reserved(self.fetch, tuple(range(100, 100 + BLOCKS)), num_cached))
 
     @precondition(lambda self: any(isinstance(job, ev.PullBlocks) for job in self.jobs[:1]))
     @rule()
@@ -206,7 +212,7 @@ class FetchMachine(RuleBasedStateMachine):
         job = self.jobs[0]
         if isinstance(job, ev.PullBlocks) and job not in self.landed:
             self.landed.append(job)
-            self.apply(ev.PieceLanded(len(job.block_ids), 0.0, 1.0))
+            self.apply(advance_fetch(self.fetch, ev.PieceLanded(len(job.block_ids), 0.0, 1.0)))
 
     @precondition(lambda self: self.jobs)
     @rule(how=st.sampled_from(["done", "done", "failed", "broken", "broken", "stopped"]), rungs=RUNGS)
@@ -228,20 +234,20 @@ class FetchMachine(RuleBasedStateMachine):
         }
         self.committed = self.committed or (how == "done" and isinstance(job, ev.CommitBlocks))
         before = self.fetch.num_verified
-        self.apply(outcomes[how])
+        self.apply(advance_fetch(self.fetch, outcomes[how]))
         if isinstance(job, ev.PullBlocks) and self.fetch.num_verified > before:
             self.verified.update(job.block_ids)
 
     @rule()
     def cancel(self) -> None:
-        self.apply(ev.Cancelled())
+        self.apply(fetch_side.cancelled(self.fetch))
         if self.fetch.state is FetchState.FREE:
             assert self.jobs == []
 
     @precondition(lambda self: self.told)
     @rule()
     def take(self) -> None:
-        self.apply(ev.Acknowledged())
+        self.apply(fetch_side.acknowledged(self.fetch))
 
     @invariant()
     def terminal_words_mean_that_no_read_is_posted(self) -> None:
@@ -283,12 +289,12 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
 @pytest.mark.parametrize(
     "act",
     [
-        lambda: advance_send(OPEN, ev.SendOpened(BLOCKS, 0.0)),
-        lambda: advance_send(OPEN, ev.Ordered(BLOCKS + 1)),
+        lambda: send_side.opened(OPEN, BLOCKS, 0.0),
+        lambda: send_side.ordered(OPEN, BLOCKS + 1),
         lambda: advance_send(OPEN, ev.BlockRange(0, (1,))),
-        lambda: advance_send(OPEN, ev.SendFinished((), 0.0)),
-        lambda: advance_send(OPEN, ev.ReadersGone()),
-        lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.Reserved((1,), 0)),
+        lambda: send_side.finished(OPEN, (), 0.0),
+        lambda: send_side.readers_gone(OPEN),
+        lambda: fetch_side.reserved(Fetch(num_blocks=BLOCKS), (1,), 0),
         lambda: advance_fetch(Fetch(num_blocks=BLOCKS), ev.CommitDone()),
     ],
 )
@@ -303,16 +309,16 @@ def test_either_leg_may_come_first(order: list[str]) -> None:
     """A parked fetch and an opened transfer end in the same state."""
     if order[0] == "fetch":
         send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
-        send, _ = advance_send(send, ev.SendOpened(BLOCKS, 1.0))
+        send, _ = send_side.opened(send, BLOCKS, 1.0)
     else:
-        send, _ = advance_send(OPEN, ev.FetchArrived("d", 0, 1.0))
+        send, _ = send_side.fetch_arrived(OPEN, "d", 0, 1.0)
     assert (send.state, send.peer, send.deadline) == (SendState.OPEN, "d", 11.0)
 
 
 def test_a_parked_fetch_expires_and_says_so() -> None:
     send = Send(state=SendState.PARKED, lease_seconds=10, is_opened=False, peer="d", deadline=5.0)
-    assert advance_send(send, ev.Tick(4.9)) == (send, [])
-    send, actions = advance_send(send, ev.Tick(5.0))
+    assert send_side.tick(send, 4.9) == (send, [])
+    send, actions = send_side.tick(send, 5.0)
     assert send.state is SendState.EXPIRED
     assert send.is_done
     assert [action.kind for action in actions if isinstance(action, ev.Refuse)] == ["deadline"]
@@ -322,7 +328,8 @@ def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
     fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
     assert fetch.state is FetchState.FREE
-    assert [action.kind for action in actions if isinstance(action, ev.ReportFailed)] == ["transfer_failed"]
+    assert ev.FetchNotice.FAILED in actions
+    assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
 
 
 def test_times_are_split_at_the_last_announcement() -> None:
@@ -333,12 +340,17 @@ def test_times_are_split_at_the_last_announcement() -> None:
     assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
 
 
+def reserved() -> Fetch:
+    """Return a fetch of one block, which is announced at 5.0 and being read."""
+    fetch, _ = advance_fetch(Fetch(num_blocks=1), ev.Announced(ev.BlockRange(0, (7,)), 5.0))
+    fetch, _ = fetch_side.reserved(fetch, (3,), 0)
+    return fetch
+
+
 def test_the_first_token_is_no_announcement() -> None:
     """The first token may come long after the last range: what was exposed before it stays exposed."""
-    fetch = Fetch(num_blocks=1)
+    fetch = reserved()
     for event in (
-        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
-        ev.Reserved((3,), 0),
         ev.PieceLanded(1, 5.0, 6.0),
         ev.PieceVerified(1, 6.5),
         ev.Completed(1, (FirstToken(1),)),
@@ -349,14 +361,8 @@ def test_the_first_token_is_no_announcement() -> None:
 
 def visible_before_first_token() -> Fetch:
     """Return a fetch with all blocks verified and visible, before the sender's first token arrives."""
-    fetch, actions = Fetch(num_blocks=1), list[ev.FetchAction]()
-    for event in (
-        ev.Announced(ev.BlockRange(0, (7,)), 5.0),
-        ev.Reserved((3,), 0),
-        ev.PieceLanded(1, 5.0, 6.0),
-        ev.PieceVerified(1, 6.5),
-    ):
-        fetch, actions = advance_fetch(fetch, event)
+    fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
+    fetch, actions = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
     assert actions == [ev.CommitBlocks((3,))]
     fetch, actions = advance_fetch(fetch, ev.CommitDone())
     assert (fetch.state, actions) == (FetchState.VERIFIED, [])
@@ -366,15 +372,16 @@ def visible_before_first_token() -> Fetch:
 def test_blocks_become_visible_before_the_first_token_arrives() -> None:
     """The request can run as soon as the first token arrives."""
     fetch, actions = advance_fetch(visible_before_first_token(), ev.Completed(1, (FirstToken(1),)))
-    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.ReportReceived(), ev.SendRelease()])
+    assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE])
 
 
 def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
     """Its blocks are here, but the answer cannot continue without the first token."""
     fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
-    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.ReportFailed("worker_lost", "died"))
+    assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.FetchNotice.FAILED)
+    assert fetch.ending == ev.EndReason("worker_lost", "died")
 
 
 def test_a_request_that_is_cancelled_before_token_0_has_its_blocks_at_once() -> None:
-    fetch, actions = advance_fetch(visible_before_first_token(), ev.Cancelled())
-    assert (fetch.state, actions) == (FetchState.FREE, [ev.SendCancel()])
+    fetch, actions = fetch_side.cancelled(visible_before_first_token())
+    assert (fetch.state, actions) == (FetchState.FREE, [ev.FetchNotice.CANCEL])

@@ -17,12 +17,11 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.links.dialing import Endpoint, Outcome, numeric, resolve
 from kv_transfer.links.framing import parse_address
-from kv_transfer.links.link import PeerRef
+from kv_transfer.links.link import LinkSettings, PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
-from kv_transfer.links.open_links import LinkSettings
+from kv_transfer.links.open_links import Endpoint, Outcome, resolve
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.leases import Sessions
@@ -209,9 +208,9 @@ def test_a_look_up_that_takes_too_long_or_fails_is_reported() -> None:
 
 
 def test_numbers_need_no_look_up() -> None:
-    assert numeric("127.0.0.1", 5) == Endpoint(socket.AF_INET, ("127.0.0.1", 5))
-    assert numeric("::1", 5) == Endpoint(socket.AF_INET6, ("::1", 5, 0, 0))
-    assert numeric("localhost", 5) is None
+    assert resolve("127.0.0.1", 5, socket.AI_NUMERICHOST) == Endpoint(socket.AF_INET, ("127.0.0.1", 5))
+    assert resolve("::1", 5, socket.AI_NUMERICHOST) == Endpoint(socket.AF_INET6, ("::1", 5, 0, 0))
+    assert isinstance(resolve("localhost", 5, socket.AI_NUMERICHOST), OSError)
     assert isinstance(resolve("x" * 300, 5), UnicodeError)
 
 
