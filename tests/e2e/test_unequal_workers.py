@@ -9,6 +9,7 @@ import pytest
 
 from contract.errors import UnavailableError
 from contract.identity import Role
+from engine.distributed import rank_program
 from tests.chaos.fleet import ROUTER, Fleet, running_fleet
 from tests.chaos.held_resources import count, read_metrics, until_free
 from tests.e2e.prompts import golden_requests
@@ -49,11 +50,7 @@ async def test_different_block_sizes_give_the_same_tokens(
 def ranks_of(fleet: Fleet, name: str) -> list[psutil.Process]:
     """Return the rank processes of a worker, in rank order."""
     below = psutil.Process(fleet.children[name].pid).children(recursive=True)
-    ranks = [
-        process
-        for process in below
-        if any("engine.distributed.program" in part for part in process.cmdline())
-    ]
+    ranks = [process for process in below if any(rank_program.__name__ in part for part in process.cmdline())]
     return sorted(ranks, key=lambda process: process.pid)
 
 
