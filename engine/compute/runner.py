@@ -5,6 +5,7 @@ half of the connector. Rank 0 of several samples the tokens and shares them, so 
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -157,18 +158,16 @@ class ModelRunner:
         self._model.forward.capture(self.memory.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
-        """Set the rank's half of the connector and start it on the pool."""
-        rank.start(self.memory)
+        """Set the rank's half of the connector and start it on the pool. One that does not start is closed."""
+        with ExitStack() as undo:
+            undo.callback(rank.close)
+            rank.start(self.memory)
+            undo.pop_all()
         self._connector = rank
 
     def open_connector(self, plans: list[RankConnectorPlan]) -> None:
         """Open this rank's half of a connector by its own plan of ``plans`` (rank by rank), and start it on the pool."""
-        half = plans[self._group.rank].open()
-        try:
-            self.set_connector(half)
-        except BaseException:
-            half.close()
-            raise
+        self.set_connector(plans[self._group.rank].open())
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step: ``begin`` it, and wait."""

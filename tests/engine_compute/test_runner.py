@@ -100,6 +100,19 @@ def test_a_step_without_tokens_runs_no_forward_pass(folder: Path) -> None:
     assert connector.calls[2:] == ["close"]
 
 
+def test_a_connector_that_does_not_start_is_closed_once(folder: Path) -> None:
+    class BrokenConnector(RecordingConnector):
+        def start(self, memory: KVMemory) -> None:
+            raise SettingError("no device", param="transports")
+
+    driver, connector = Driver(folder), BrokenConnector()
+    with pytest.raises(SettingError, match="no device"):
+        driver.executor.set_connector(SingleRankConnector(connector))
+    assert connector.calls == ["close"]
+    driver.executor.shutdown()
+    assert connector.calls == ["close"]
+
+
 def test_orders_reach_the_connector_after_the_forward_pass(folder: Path) -> None:
     """B19: the results of a step are in the pool before the connector executes the step's orders."""
     driver, connector = Driver(folder), RecordingConnector()
