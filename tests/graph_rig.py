@@ -1,4 +1,4 @@
-"""The same model with and without captured decode steps, for comparison."""
+"""A model that runs twice, with and without captured decode steps, so that tests compare the results."""
 
 import torch
 

@@ -190,7 +190,7 @@ class GraphedForward:
         return lambda: states
 
     def interrupt(self) -> None:
-        """See ForwardPass. It goes on to its end."""
+        """See ForwardPass. Do nothing: the pass runs to its end."""
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

@@ -55,7 +55,7 @@ class PlainForward:
         return lambda: states
 
     def interrupt(self) -> None:
-        """See ForwardPass. It goes on to its end."""
+        """See ForwardPass. Do nothing: the pass runs to its end."""
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""

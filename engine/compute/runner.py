@@ -245,7 +245,7 @@ class ModelRunner:
             batch,
             partial(self._model.sampler.logits, hidden),
             self.model_info.vocab_size,
-            is_teller=self._group.rank == 0,
+            makes_lists=self._group.rank == 0,
         ).of_step(inputs, drawing.states)
         output = drawing.spread(self._model.sampler.sample_step(logits, drawing))
         output.prompt_logprobs_dict = prompt_logprobs

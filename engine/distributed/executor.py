@@ -97,7 +97,7 @@ class RanksExecutor:
         return output
 
     def interrupt(self) -> None:
-        """See Executor. Ranks go on to the end: they have to agree on what they compute."""
+        """See Executor. Do nothing: the ranks have to agree on what they compute."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor."""

@@ -129,7 +129,7 @@ class LocalRanksExecutor:
         return partial(self.execute_model, scheduled)
 
     def interrupt(self) -> None:
-        """See Executor. A step goes on to its end."""
+        """See Executor. Do nothing: a step runs to its end."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """See Executor. Ranks in this process end with it."""

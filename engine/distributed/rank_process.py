@@ -79,7 +79,7 @@ class RankProcess:
 
     @property
     def owes_step(self) -> bool:
-        """A step was announced whose answer is not written."""
+        """True while a step is announced whose answer is not written."""
         return self.num_answered < self._last_step_call
 
     def announce(self, is_step: bool) -> None:

@@ -10,7 +10,7 @@ from engine.hosting.processor_time import processor_nanoseconds
 from engine.hosting.watching import RANK_CALLS, EngineWatch, LivenessTimeouts
 
 logger = logging.getLogger(__name__)
-_LOOKS_PER_PATIENCE = 6
+_CHECKS_PER_TIMEOUT = 6
 
 
 class Watched(Protocol):
@@ -30,7 +30,7 @@ class Watched(Protocol):
 
     @property
     def owes_step(self) -> bool:
-        """A step runs there, or waits."""
+        """True while a step runs there, or waits."""
 
     def kill(self, reason: str) -> None:
         """Kill the process."""
@@ -52,21 +52,21 @@ class CallCount:
 class RankWatch(threading.Thread):
     """A thread that kills each rank that does not run, or whose step neither ends nor computes.
 
-    A rank that waits for its engine, or for another rank, runs now and then all the same (``beat``), so running is no sign
-    that its step goes on. Calls other than steps have time limits of their own (``RanksExecutor``).
+    A rank that waits for its engine, or for another rank, also runs now and then (``beat``), so running is no sign that its
+    step advances. Calls other than steps have time limits of their own (``RanksExecutor``).
     """
 
     def __init__(
         self,
         ranks: Sequence[Watched],
-        patience: LivenessTimeouts,
+        timeouts: LivenessTimeouts,
         runtime: Callable[[int], int | None] = processor_nanoseconds,
     ) -> None:
         super().__init__(name="rank-watch", daemon=True)
         self._ranks = ranks
         self._runtime = runtime
-        self._interval = min(patience.stopped_seconds, patience.hung_seconds) / _LOOKS_PER_PATIENCE
-        self._patience = patience
+        self._interval = min(timeouts.stopped_seconds, timeouts.hung_seconds) / _CHECKS_PER_TIMEOUT
+        self._timeouts = timeouts
         self._is_over = threading.Event()
 
     def stop(self) -> None:
@@ -76,26 +76,26 @@ class RankWatch(threading.Thread):
 
     def run(self) -> None:
         """See the class."""
-        looked_at = time.monotonic()
-        watches = [(rank, EngineWatch(self._patience, looked_at), CallCount()) for rank in self._ranks]
+        checked_at = time.monotonic()
+        watches = [(rank, EngineWatch(self._timeouts, checked_at), CallCount()) for rank in self._ranks]
         while not self._is_over.wait(self._interval):
             now = time.monotonic()
             for rank, watch, calls in watches:
-                if now - looked_at > 2 * self._interval:
+                if now - checked_at > 2 * self._interval:
                     watch.was_away(now)
                 watch.ran(self._runtime(rank.pid), now)
                 watch.answered({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)
                 if (reason := watch.complaint(now)) is not None:
                     logger.error("%s is killed: %s", rank.name, reason)
                     rank.kill(reason)
-            looked_at = now
+            checked_at = now
 
 
 def beat(stopped_seconds: float, is_over: threading.Event) -> threading.Thread:
     """Start a thread in a rank's process that runs often enough to show that the process runs."""
 
     def run() -> None:
-        while not is_over.wait(stopped_seconds / _LOOKS_PER_PATIENCE / 2):
+        while not is_over.wait(stopped_seconds / _CHECKS_PER_TIMEOUT / 2):
             pass
 
     thread = threading.Thread(target=run, name="rank-beat", daemon=True)

@@ -44,7 +44,7 @@ class Executor(Protocol):
         """
 
     def interrupt(self) -> None:
-        """Ask the running step to end without results (``was_interrupted``), from any thread. It may go on all the same."""
+        """Ask the running step to end without results (``was_interrupted``), from any thread. It may run to its end."""
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call ``wake``, from any thread, when a rank has ended by itself: the next step then raises. Called once."""

@@ -91,7 +91,7 @@ class KernelDecoder:
         num_tokens = inputs.num_tokens
         self._buffers.reserve(num_tokens)
         pool = self._find(null_caches(self._config, self._block_size) if caches is None else caches)
-        heard = _Heard(watch)
+        reports = _WatchCallback(watch)
         step = CStep(
             num_tokens,
             inputs.num_reqs,
@@ -108,7 +108,7 @@ class KernelDecoder:
             pool.block_stride,
             *self._buffers.addresses,
             self._weights.pointer,
-            heard.callback,
+            reports.callback,
             may_be_interrupted,
         )
         self._kernels.launch(self._threads, step)
@@ -116,10 +116,10 @@ class KernelDecoder:
         def finish() -> Tensor | None:
             is_whole = self._kernels.wait(self._threads)
             self._in_flight = None
-            heard.check()
+            reports.check()
             return self._buffers.normed[:num_tokens] if is_whole else None
 
-        self._in_flight = inputs, caches, step, heard
+        self._in_flight = inputs, caches, step, reports
         return finish
 
     def interrupt(self) -> None:
@@ -169,7 +169,7 @@ class _Buffers:
         self.reserve(1)
 
     def reserve(self, num_rows: int) -> None:
-        """Make sure that there are ``num_rows`` rows. What more rows replace is lost."""
+        """Make sure that there are ``num_rows`` rows. If there were fewer, their content is lost."""
         if num_rows <= self._num_rows:
             return
         self._num_rows = num_rows
@@ -224,20 +224,20 @@ class _Pool:
     block_stride: int
 
 
-class _Heard:
+class _WatchCallback:
     """Passes stored layers to a watch, and keeps its error: C cannot propagate it."""
 
     def __init__(self, watch: LayerWatch | None) -> None:
         self._watch = watch
         self._error: BaseException | None = None
-        self.callback = Stored() if watch is None else Stored(self._hear)
+        self.callback = Stored() if watch is None else Stored(self._report)
 
     def check(self) -> None:
         """Raise the error that the watch raised, if any."""
         if self._error is not None:
             raise self._error
 
-    def _hear(self, num_layers: int) -> None:
+    def _report(self, num_layers: int) -> None:
         if self._watch is None or self._error is not None:
             return
         try:

@@ -16,16 +16,16 @@ _MAX_ELEMENTS_AT_ONCE = 2**24
 class PromptLogprobs:
     """The log probabilities of a step's prompt tokens, for the requests that require them.
 
-    logits: computes the logits of some rows of the step's tokens; every rank calls it alike. is_teller: this rank makes the
-    lists.
+    logits: computes the logits of some rows of the step's tokens; every rank calls it alike. makes_lists: True on the
+    rank that returns log probabilities; the others return empty lists.
     """
 
     def __init__(
-        self, batch: InputBatch, logits: Callable[[IntVector], Tensor], vocab_size: int, *, is_teller: bool
+        self, batch: InputBatch, logits: Callable[[IntVector], Tensor], vocab_size: int, *, makes_lists: bool
     ) -> None:
         self._batch = batch
         self._logits = logits
-        self._is_teller = is_teller
+        self._makes_lists = makes_lists
         self._rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // vocab_size)
 
     def of_step(self, inputs: PreparedInputs, states: list[RequestState]) -> dict[str, LogprobsLists]:
@@ -48,7 +48,7 @@ class PromptLogprobs:
         for start in range(0, len(rows), self._rows_at_once):
             part = slice(start, start + self._rows_at_once)
             logits = self._logits(rows[part])
-            if self._is_teller:
+            if self._makes_lists:
                 piece = token_logprobs(logits, targets[part], [num_alternatives] * len(logits))
                 lists.logprob_token_ids.extend(piece.logprob_token_ids)
                 lists.logprobs.extend(piece.logprobs)

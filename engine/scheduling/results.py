@@ -98,7 +98,7 @@ class Results:
             request.milestones.prefilled = self._clock()
 
     def _index_computed(self, request: Request) -> None:
-        """Let other requests find the full blocks that are computed by now (law 1)."""
+        """Let other requests find all full blocks that are computed (law 1)."""
         num_full = request.num_computed_tokens // self._pool.block_size
         if num_full > request.num_indexed_blocks:
             start = request.num_indexed_blocks

@@ -37,7 +37,7 @@ class Totals(msgspec.Struct, kw_only=True):
 
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
-    held_seconds: by which steps were delayed, or restarted, for requests that join them.
+    held_seconds: the time by which steps were delayed, or restarted, so that requests could join them.
     """
 
     num_requests: int = 0
