@@ -8,7 +8,7 @@ other requests start (``Admission``).
 from collections.abc import Callable
 
 from engine.options import BatchingOptions
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.outputs import SchedulerOutput
 from engine.scheduling.admission import Admission
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.drafts import Drafts
@@ -63,15 +63,6 @@ class Batcher:
         """Prepare the next step while ``scheduled`` is computed, for the case that all its requests continue alone."""
         if self.fair_steps.may_hold_all(self._queues.running):
             self.drafts.prepare(scheduled)
-
-    def plan_early(self, output: ModelRunnerOutput) -> StepPlan | None:
-        """Return the next step before ``output`` is processed, if that cannot change it; else None, and nothing changed."""
-        return self.drafts.take_if_all_continue(output)
-
-    def seconds_to_pause(self) -> float:
-        """Return how long the next step is delayed, see ``FairSteps.seconds_to_pause``."""
-        queues = self._queues
-        return self.fair_steps.seconds_to_pause(queues.running, queues.arrived, queues.waiting)
 
     def _budget(self) -> int:
         """Return the tokens of the coming step: beside answers that continue, prompts get a smaller part of it."""

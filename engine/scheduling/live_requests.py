@@ -1,6 +1,8 @@
-"""The requests that have not finished, and the one way in which all of them finish."""
+"""The requests that have not finished: how they are added, and the one way in which all of them finish."""
 
+from contract.errors import InvalidRequestError
 from contract.outputs import TokenLogprobs
+from contract.requests import EngineRequest
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.deadlines import Deadline, Deadlines
 from engine.scheduling.finish import Finish
@@ -39,8 +41,22 @@ class LiveRequests:
         self._waits = waits
         self._remote_kv = remote_kv
 
+    def check(self, asked: EngineRequest) -> None:
+        """Raise InvalidRequestError for a key or a transfer that is in use; see also ``RemoteKV.check``."""
+        is_live = any(key in self.by_key for key in asked.keys)
+        is_lent = asked.key in self._remote_kv.leases
+        if is_live or is_lent or self._pool.is_quarantined(asked.key):
+            raise InvalidRequestError(f"request {asked.key} is here already; a replay needs a higher attempt")
+        self._remote_kv.check(asked, self.index)
+
+    def start(self, request: Request) -> None:
+        """Add a new request, which waits or is queued. Raises what a wait stage raises; then it was not added."""
+        if not self._waits.start(request):
+            self._queues.waiting.add(request)
+        self.register(request)
+
     def register(self, request: Request) -> None:
-        """Add a new request, with the deadline of its whole life."""
+        """Add a request that waits or is queued already, with the deadline of its whole life."""
         self.by_key[request.key] = request
         self.index.add(request.asked, request.dismissed)
         self.deadlines.add(Deadline(request.expires, request.key, request.asked.deadline_seconds))

@@ -50,7 +50,8 @@ class Load:
 
     def seconds_to_pause(self) -> float:
         """Return how long the next step is delayed, so that other clients find the machine idle."""
-        return self._batcher.seconds_to_pause()
+        queues = self._queues
+        return self._batcher.fair_steps.seconds_to_pause(queues.running, queues.arrived, queues.waiting)
 
     def next_deadline(self) -> float | None:
         """Return when, on the clock, a step is needed even if nothing happens before."""

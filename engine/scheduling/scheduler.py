@@ -85,9 +85,7 @@ class Scheduler:
         self.live = LiveRequests(
             pool, self.queues, self.waits, self.remote_kv, deadlines, Outbox(self.totals)
         )
-        self._intake = Intake(
-            self.live, pool, self.queues, self.waits, self.remote_kv, grammars, self.totals, limits, clock
-        )
+        self._intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
         self._results = Results(self.live, pool, self.queues, self.remote_kv, self.totals, limits, clock)
         self.load = Load(self.live, self.queues, self.batcher, pool, self.waits, self.remote_kv, self.totals)
 
@@ -112,7 +110,7 @@ class Scheduler:
         has_moved = output.finished_sending or output.finished_recving
         if has_moved or self.load.has_changes() or self.live.deadlines.is_due():
             return None
-        plan = self.batcher.plan_early(output)
+        plan = self.batcher.drafts.take_if_all_continue(output)
         return self._order(plan) if plan else None
 
     def draft_next(self, scheduled: SchedulerOutput) -> None:
