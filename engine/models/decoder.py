@@ -106,13 +106,13 @@ class Decoder(nn.Module):
         states: Tensor = self.embed_tokens(input_ids)
         turn = rotation(self.frequencies, positions, states.dtype)
         for index, layer in enumerate(self.layers):
-            stored = _nobody if watch is None else partial(watch.stored, index + 1)
+            stored = _ignore if watch is None else partial(watch.stored, index + 1)
             states = layer(states, turn, step, None if caches is None else caches[index], stored)
         normed: Tensor = self.norm(states)
         return normed
 
 
-def _nobody() -> None:
+def _ignore() -> None:
     """Do nothing: no one watches the layers."""
 
 
