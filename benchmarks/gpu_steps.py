@@ -92,7 +92,7 @@ class RandomModel:
 
     @cached_property
     def fused(self) -> LanguageModel:
-        """Return the model as an engine computes it with Triton's or FlashInfer's attention."""
+        """The model as an engine computes it with Triton's or FlashInfer's attention."""
         return fused(self.model, self.shape.config(self.max_length), "triton")
 
     def caches(self, num_blocks: int) -> list[Tensor]:

@@ -247,7 +247,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--chunks", default="64,128,256,512", help="chunk sizes to try with the aggregated worker"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of each load")
     parser.add_argument(
         "--rounds", type=int, default=4, help="rounds at the rate of comparison, after the sweep"
     )

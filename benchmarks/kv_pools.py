@@ -40,7 +40,7 @@ class Shape:
 
     @property
     def layout(self) -> KVLayout:
-        """Return a layout whose blocks have this size."""
+        """A layout whose blocks have this size."""
         return KVLayout(
             num_layers=1,
             num_kv_heads=1,
@@ -91,7 +91,7 @@ class Job:
 
     @property
     def source_view(self) -> memoryview:
-        """Return the memory from which memcpy copies."""
+        """The memory from which memcpy copies."""
         return self.source.pool_view if self.lent is None else self.lent
 
     def pull(self, where: Source) -> PullJob:

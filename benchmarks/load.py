@@ -55,7 +55,7 @@ async def quiet_run(server: Server, load: Load, max_repeats: int) -> Outcome:
     num_dropped = 0
     while not outcome.is_quiet and num_dropped < max_repeats:
         outcome = await run_load(server, load)
-        num_dropped = num_dropped + 1
+        num_dropped += 1
     return replace(outcome, figures={**outcome.figures, "num_dropped": num_dropped})
 
 

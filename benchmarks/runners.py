@@ -93,11 +93,11 @@ class Runner:
 
     @property
     def peak_bytes(self) -> int:
-        """Return its peak memory."""
+        """The peak memory of the engine's processes."""
         return peak_bytes(self._process.pid)
 
     def close(self) -> None:
-        """Stop it and its children."""
+        """Stop the engine and its children."""
         started = _children(self._process.pid)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -132,7 +132,7 @@ class Runner:
         return answer
 
     def _stop(self) -> None:
-        """Block until it has stopped or ended: a signal is delivered asynchronously."""
+        """Block until the engine has stopped or ended: a signal is delivered asynchronously."""
         self._signal(signal.SIGSTOP)
         with suppress(ChildProcessError):
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

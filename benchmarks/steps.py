@@ -60,7 +60,7 @@ class Watch:
         self._steps: list[tuple[float, float, float, float]] = []
         self._launched: tuple[float, float] | None = None
         self._still_since = self._still = self._inside = self._drawing = 0.0
-        self._is_under_way = False
+        self._is_computing = False
 
     def take(self) -> list[tuple[float, float, float, float]]:
         """Return the times and reset; call it while no step runs."""
@@ -82,7 +82,7 @@ class Watch:
                 python = used - used_before - self._inside
                 self._steps.append((1000 * (now - began), 1000 * still, 1000 * self._drawing, 1000 * python))
             self._launched = (now, used)
-            self._is_under_way = True
+            self._is_computing = True
             self._still = self._inside = self._drawing = 0.0
             return call(*arguments)
 
@@ -95,12 +95,12 @@ class Watch:
         def watched(*arguments: Any) -> Any:
             begin = time.perf_counter()
             used = time.thread_time()
-            if not self._is_under_way:
+            if not self._is_computing:
                 self._still += begin - self._still_since
             result = call(*arguments)
             self._inside += time.thread_time() - used
             self._still_since = time.perf_counter()
-            self._is_under_way = False
+            self._is_computing = False
             return result
 
         return watched

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,6 +26,7 @@ from text.tokenizer import Tokenizer
 _MAX_AT_ONCE = 1024
 A = TypeVar("A")
 T = TypeVar("T")
+R = TypeVar("R", GenerationRequest, EmbeddingRequest)
 
 
 @dataclass(frozen=True)
@@ -41,38 +42,37 @@ def check_all(
     pipeline: Pipeline, card: ModelCard, makers: Iterable[Callable[[], GenerationRequest]]
 ) -> list[CheckedRequest]:
     """Make and check every request. Raises InvalidRequestError that names the first invalid prompt."""
-    requests = []
-    for index, make in enumerate(makers):
-        try:
-            request = make()
-            token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
-        except InvalidRequestError as error:
-            raise named(error, f"prompt {index}: ") from error
-        text = _text(request, token_ids, card.tokenizer)
-        requests.append(CheckedRequest(replace(request, prompt=token_ids), token_ids, text))
-    return requests
-
-
-def _text(request: GenerationRequest, token_ids: tuple[int, ...], tokenizer: Tokenizer) -> str | None:
-    """Return the text that the model reads; of a chat the rendered template."""
-    if isinstance(request.prompt, Chat):
-        return tokenizer.decode(token_ids, skip_special_tokens=False)
-    return request.prompt if isinstance(request.prompt, str) else None
+    return [
+        CheckedRequest(
+            replace(request, prompt=token_ids), token_ids, _text(request, token_ids, card.tokenizer)
+        )
+        for request, token_ids in _checked(pipeline, makers)
+    ]
 
 
 def check_embeddings(
     pipeline: Pipeline, makers: Iterable[Callable[[], EmbeddingRequest]]
 ) -> list[EmbeddingRequest]:
-    """Make and check every embedding request, with its prompt as token ids."""
-    requests = []
+    """Make and check every request, like ``check_all``; return them with token ids as their prompts."""
+    return [replace(request, prompt=token_ids) for request, token_ids in _checked(pipeline, makers)]
+
+
+def _checked(pipeline: Pipeline, makers: Iterable[Callable[[], R]]) -> Iterator[tuple[R, tuple[int, ...]]]:
+    """Yield each request, made and checked, and its prompt's token ids."""
     for index, make in enumerate(makers):
         try:
             request = make()
             token_ids = tuple(pipeline.preparer.check(request).prompt_token_ids)
         except InvalidRequestError as error:
             raise named(error, f"prompt {index}: ") from error
-        requests.append(replace(request, prompt=token_ids))
-    return requests
+        yield request, token_ids
+
+
+def _text(request: GenerationRequest, token_ids: tuple[int, ...], tokenizer: Tokenizer) -> str | None:
+    """Return the text that the model reads, for a chat the rendered template; None for token ids."""
+    if isinstance(request.prompt, Chat):
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+    return request.prompt if isinstance(request.prompt, str) else None
 
 
 async def run_all(

@@ -41,7 +41,7 @@ class ClientSettings(LocalSettings):
 
     @property
     def keeps_files(self) -> bool:
-        """Return False: another service may use the folder that the environment names."""
+        """False: another service may use the folder that the environment names."""
         return False
 
     def refuse_contradictions(self) -> None:

@@ -87,7 +87,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
 
     @property
     def keeps_files(self) -> bool:
-        """Return whether the service may keep files and batches: False if it runs for one command only."""
+        """True if the service may keep files and batches; False if it runs for one command only."""
         return True
 
     @model_validator(mode="after")

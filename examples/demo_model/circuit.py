@@ -49,7 +49,7 @@ class RecallCircuit:
             self._plant_matching(*self._heads(model, 1))
 
     def _heads(self, model: LlamaForCausalLM, layer: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Views by head: query, key and value ``[num_heads, 32, hidden]``, output ``[hidden, num_heads, 32]``."""
+        """Return views by head: query, key and value ``[num_heads, 32, hidden]``, output ``[hidden, num_heads, 32]``."""
         attention = model.model.layers[layer].self_attn
         hidden = self._config.hidden_size
         query, key, value = (

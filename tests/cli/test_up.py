@@ -202,8 +202,8 @@ async def test_chat_starts_its_own_service_by_a_file_and_leaves_nothing_behind(
 
 async def test_demo_shows_two_answers_and_their_latency_breakdown(model: Path) -> None:
     async with kvbaton("demo", *FREE_PORTS, "--model", str(model)) as command:
-        await command.wait_for("OpenAI HTTP asked")
-        await command.wait_for("gRPC Generate asked")
+        await command.wait_for("OpenAI HTTP question:")
+        await command.wait_for("gRPC Generate question:")
         await command.wait_for("Latency in ms")
         await command.wait_for("kvbaton is ready")
         assert await command.end(signal.SIGINT) == 0

@@ -1,4 +1,4 @@
-"""The same faults on whole workers with a model: every answer through a router equals the undisturbed one."""
+"""Injects the same faults into whole workers with a model; every answer through a router equals the undisturbed one."""
 
 import asyncio
 import random
