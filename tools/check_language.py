@@ -7,7 +7,6 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TypeGuard
 
 from tools.check_sizes import own_files
 
@@ -52,8 +51,10 @@ def problems_of_code(source: str, is_test: bool) -> Iterator[Problem]:
     """Yield (line, what is wrong) for one Python file; tests may name a fixture by a noun."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _problems_of_docstring(node, is_test)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_test:
+            yield from _problems_of_first_word(node)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            yield from _problems_of_docstring(node.lineno, node.value.value)
         elif isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _logs_or_helps(node)):
             for line, text in _texts(node):
                 yield from _refused_words(line, text, REFUSED_WORDS)
@@ -85,28 +86,28 @@ def is_verb(word: str) -> bool:
     return not VERBS.isdisjoint(bases)
 
 
-def _problems_of_docstring(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, is_test: bool
-) -> Iterator[Problem]:
-    text = ast.get_docstring(node)
-    if not text:
-        return
-    line = node.body[0].lineno
-    first = re.split(r"[\s,.:;]", text, maxsplit=1)[0]
-    if first.lower() in FRAGMENT_STARTS:
-        yield line, f"a docstring begins with {first!r}; write a sentence"
-    elif _must_begin_with_verb(node) and not is_test and first not in HTTP_METHODS and not is_verb(first):
+def _problems_of_docstring(line: int, text: object) -> Iterator[Problem]:
+    """Check a string that is a statement: the docstring of a module, class or function, or that of a constant or field."""
+    if isinstance(text, str):
+        first = _first_word(text)
+        if first.lower() in FRAGMENT_STARTS:
+            yield line, f"a docstring begins with {first!r}; write a sentence"
+        yield from _refused_words(line, text, REFUSED_WORDS)
+
+
+def _problems_of_first_word(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Problem]:
+    first = _first_word(ast.get_docstring(node) or "")
+    is_property = any("property" in ast.unparse(decorator) for decorator in node.decorator_list)
+    is_allowed = first.lower() in FRAGMENT_STARTS or first in ("", *HTTP_METHODS) or is_verb(first)
+    if not is_property and not is_allowed:
         yield (
-            line,
+            node.body[0].lineno,
             f"the docstring of {node.name} begins with {first!r}, which is no verb of docstring_verbs.txt",
         )
-    yield from _refused_words(line, text, REFUSED_WORDS)
 
 
-def _must_begin_with_verb(node: ast.AST) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not any(
-        "property" in ast.unparse(decorator) for decorator in node.decorator_list
-    )
+def _first_word(text: str) -> str:
+    return re.split(r"[\s,.:;]", text.strip(), maxsplit=1)[0]
 
 
 def _logs_or_helps(call: ast.Call) -> bool:

@@ -50,10 +50,10 @@ class Converter:
                 rest = buffer
                 sources: dict[int, tuple[int, memoryview]] = {}
                 for share in job.shares:
-                    num_bytes = len(blocks) * plan.theirs.layout.block_bytes
+                    size = plan.theirs.layout.block_bytes
+                    num_bytes = len(blocks) * size
                     content = rest[:num_bytes]
                     rest = rest[num_bytes:]
-                    size = plan.theirs.layout.block_bytes
                     staged = [content[start : start + size] for start in range(0, num_bytes, size)]
                     self._read(job, share, blocks.start, staged)
                     sources[share.rank] = (blocks.start, content)
@@ -68,9 +68,8 @@ class Converter:
         num_bytes = num_blocks * conversion.source_bytes
         self._counters.add(_IN_USE, num_bytes)
         try:
-            yield memoryview(
-                mmap.mmap(-1, num_bytes)
-            )  # anonymous: its pages are allocated only as they are filled
+            # Anonymous: its pages are allocated only as they are filled.
+            yield memoryview(mmap.mmap(-1, num_bytes))
         finally:
             self._counters.add(_IN_USE, -num_bytes)
 

@@ -87,7 +87,9 @@ class Publisher:
 
     def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
         is_new = order.key not in self._unfinished
-        unfinished = self._unfinished.setdefault(order.key, UnfinishedBlocks(order.block_ids, order.seeds))
+        if is_new:
+            self._unfinished[order.key] = UnfinishedBlocks(order.block_ids, order.seeds)
+        unfinished = self._unfinished[order.key]
         try:
             unfinished.advance(self._memory, num_bytes)
             for start, end in self._ranges(order):

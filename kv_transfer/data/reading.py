@@ -29,7 +29,7 @@ FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
 
 Copied = tuple[float, float]
-"""When a copy began and ended, without the time that verifying took."""
+"""The times at which a copy began and ended, without the time that verifying took."""
 
 
 class DigestViews:

@@ -20,7 +20,7 @@ from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, Message, decode_m
 
 _READ_BYTES = 262144
 _MAX_WAITING_FRAMES = 8
-"""How many frames of the largest size may wait for a peer that does not read."""
+"""Limit of the bytes that wait for a peer that does not read, in frames of the largest size."""
 _PINGS_PER_TIMEOUT = 3
 
 

@@ -20,7 +20,7 @@ MAX_UNAUTHENTICATED = 256
 _MIN_UNAUTHENTICATED = 8
 _DESCRIPTOR_SHARE = 8
 _BACKLOG = 1024
-"""When the backlog is full, the kernel drops connection attempts, and the dialer tries again after seconds."""
+"""The kernel drops connection attempts while the backlog is full, and their dialers try again after seconds."""
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _PAUSE_SECONDS = 0.2
 _ACCEPTS_AT_ONCE = 4

@@ -249,7 +249,7 @@ class RankHalf:
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
         """See DataReports."""
-        logger.critical("thread %s has ended by a bug; this worker must end", thread, exc_info=error)
+        logger.critical("thread %s has ended because of a bug; this worker must end", thread, exc_info=error)
         self._socket.send(messages.ThreadFailed(thread, repr(error)))
 
     def _receive(self) -> None:

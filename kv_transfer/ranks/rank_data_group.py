@@ -89,7 +89,7 @@ class RankDataGroup:
     """
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self.num_ranks = num_ranks
+        self._num_ranks = num_ranks
         self.chooser = Chooser({}, counters)
         self.chooser.attach(self.post_pull)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
@@ -132,7 +132,7 @@ class RankDataGroup:
         if job.part is not None or job.ahead is not None:
             raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
         key = self._jobs.begin(job.key)
-        for rank in range(self.num_ranks):
+        for rank in range(self._num_ranks):
             self._connected.send(rank, replace(job.in_rank(rank), key=key))
         job.read.when_stopped(partial(self._stop, key))
 
@@ -160,7 +160,7 @@ class RankDataGroup:
     def debug_state(self) -> dict[str, Any]:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
-            "num_ranks": self.num_ranks,
+            "num_ranks": self._num_ranks,
             "transports": self.startup.readers,
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),

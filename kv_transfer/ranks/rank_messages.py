@@ -134,7 +134,7 @@ class Progress(RankMessage, frozen=True):
 
 
 class ThreadFailed(RankMessage, frozen=True):
-    """A thread has ended by a bug."""
+    """A thread has ended because of a bug."""
 
     thread: str
     error: str

@@ -194,7 +194,7 @@ NUM_SLOTS = 65536
 """64-bit counters in a table. Slot 0 belongs to no lease: its value proves that the right table is read."""
 TABLE_BYTES = NUM_SLOTS * SLOT_BYTES
 _F_SEAL_FUTURE_WRITE = 0x10
-"""Linux: nobody gets a new writable mapping of the file or can write() to it; existing mappings stay writable."""
+"""Linux: the file can neither be written to nor be mapped writable from now on; existing mappings stay writable."""
 _N = TypeVar("_N", np.int64, np.int32)
 
 

@@ -81,7 +81,7 @@ class TransportContext:
 
     on_idle: see ``SenderTransport.release``; called from any thread. shm_dir: see ``TransferSettings``.
     is_auto: the transport is one of several that ``auto`` opens. on_thread_failed: called in a thread of the transport that
-    ends by a bug and serves nothing any more.
+    ends because of a bug and serves nothing any more.
     """
 
     host: str

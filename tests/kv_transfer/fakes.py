@@ -16,7 +16,7 @@ from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 
 NUM_EARLY_CHECKS = 3
-"""How often the ``shm`` receiver checks for a stop, up to and including its first block."""
+"""Number of times that the ``shm`` receiver checks for a stop, up to and including its first block."""
 
 
 class ByteMemory:

@@ -48,6 +48,8 @@ class TcpRelay:
         self._is_closing = True
         self._wake_out.send(b"\0")
         self._thread.join()
+        for sock in (self._wake_in, self._wake_out):  # not in the thread, which may end before it is woken
+            sock.close()
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -59,8 +61,7 @@ class TcpRelay:
                     assert isinstance(sock, socket.socket)
                     self._serve(selector, sock)
             self._break_all(selector)
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
+        self._listener.close()
 
     def _serve(self, selector: selectors.BaseSelector, sock: socket.socket) -> None:
         if sock is self._wake_in:

@@ -18,7 +18,7 @@ from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 SHARE = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
-"""What each of two ranks has of ``LAYOUT``."""
+"""The layout of each of two ranks that share ``LAYOUT``."""
 
 
 _MAX_BYTES = 2**20

@@ -1,4 +1,4 @@
-"""A thread of the connector that ends by a bug ends the engine: a worker must not look healthy and hand nothing over."""
+"""A bug that ends a thread of the connector ends the engine: a worker must not look healthy and hand nothing over."""
 
 import socket
 from collections.abc import Sequence

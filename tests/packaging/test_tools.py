@@ -92,6 +92,8 @@ def test_generated_code_hidden_folders_and_builds_are_left_out(tmp_path: Path) -
         'def f():\n    """Whether it is open."""\n',
         'class A:\n    """What a worker is made of."""\n',
         '"""Of one request."""\n',
+        'LIMIT = 3\n"""How many may wait."""\n',
+        'class A:\n    limit: int = 3\n    """The most requests that one worker is told of."""\n',
         'def f():\n    """Return who was told."""\n',
         "x = 1  # the sender hears of it\n",
         'logger.info("nobody is attached")\n',
@@ -113,6 +115,7 @@ def test_code_that_must_be_translated_is_refused(source: str) -> None:
         'def f():\n    """Read a file; ``told`` is a parameter."""\n',
         'class A:\n    @property\n    def f(self):\n        """The number of free blocks."""\n',
         'def f():\n    """GET /v1/models: list them."""\n',
+        'LIMIT = 3\n"""The number of requests that may wait."""\n',
     ],
 )
 def test_plain_code_passes(source: str) -> None:

@@ -47,7 +47,7 @@ _NEXT: dict[tuple[type, int], type[Message]] = {
     (Accepting, 2): Prove,
     (Dialing, 3): Welcome,
 }
-"""What a side takes next, by how many messages it has sent and received."""
+"""The message that a side takes next, by how many messages it has sent and received."""
 _MAX_ROUNDS = 6
 
 

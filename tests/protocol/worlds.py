@@ -37,7 +37,7 @@ SMALL = [
     struck(CHUNKED, "spoil"),
     *(struck(LAYERS, fault) for fault in ("corrupt", "break")),
 ]
-"""What every test run exhausts."""
+"""Worlds that every test run exhausts."""
 LARGE = [
     *(struck(ONE, fault) for fault in ("deaf", "late", "doubt")),
     *(struck(CHUNKED, fault) for fault in ("crash", "repeat", "leave")),
@@ -45,13 +45,13 @@ LARGE = [
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
 ]
-"""What is exhausted in minutes."""
+"""Worlds that are exhausted in minutes."""
 HUGE = [
     struck(TWO_LEASE_ALONE, "starve_read"),
     replace(struck(ONE, "crash"), name="two prefill workers; crash", num_prefill=2),
     replace(TWO, name="two requests that share a prefix", caches_prefixes=True, shares_prompt=True),
 ]
-"""What is explored as far as ``MAX_WORLDS``, nearest first."""
+"""Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000
 LADDER = replace(
     struck(ONE, "sever", 2),
@@ -82,4 +82,4 @@ WALKED = [
     )
     for how, is_one_sided in (("", False), ("; one-sided reads", True))
 ]
-"""What is too large to exhaust: walked at random."""
+"""Worlds that are too large to exhaust: walked at random."""
