@@ -19,7 +19,7 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     model: Path
     """Folder of a Hugging Face checkpoint."""
     device: str = "cpu"
-    """Where the model runs: auto, cpu, cuda or cuda:INDEX."""
+    """The device of the model: auto, cpu, cuda or cuda:INDEX."""
     cores: tuple[int, ...] = ()
     """The cores that compute threads are kept to, one each; empty: any. The caller pins the process itself."""
     rank_timeout_seconds: float = Field(default=60.0, gt=0)

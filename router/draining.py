@@ -17,7 +17,7 @@ from router.request_tracker import RequestTracker
 logger = logging.getLogger(__name__)
 
 _ERROR_SECONDS = 1.0
-"""How long requests that are ended may take to send their error."""
+"""The time in which ended requests may send their error."""
 
 
 class Drain:

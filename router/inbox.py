@@ -12,7 +12,7 @@ from protos import worker_pb2 as pb
 Event = pb.TokenEntry | KvbatonError
 Item = TypeVar("Item")
 _FULL_ANSWERS = 4
-"""How many answers of one request may be unread up to the bound of a single answer, all together."""
+"""The number of full answers of one request that may be unread, all together."""
 
 
 class UnreadAccount:

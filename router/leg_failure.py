@@ -9,7 +9,7 @@ from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 
 _FIRST_TOKEN_SECONDS = 1.0
-"""How long the failure of a leg waits for an earlier leg's token, which may end the answer."""
+"""The time for which a leg's failure waits for an earlier leg's token, which may end the answer."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from router.throttling import pause_seconds
 RECENT_SECONDS = 1.0
 """For how long after its last request a client counts as active."""
 _FACTOR = 2
-"""How many times as long as the loop was busy since the last round the pause before the next one is."""
+"""The pause before the next round, as a multiple of the time for which the loop was busy since the last one."""
 
 
 class RoundRobin:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from router.recent_clients import RecentClients
 
 RECENT_SECONDS = 10.0
-"""How long a client counts as active after its last request."""
+"""The time after its last request in which a client counts as active."""
 
 
 @dataclass

@@ -5,7 +5,7 @@ import math
 import time
 
 WORK_FACTOR = 3
-"""How many times as long as the work a pause is."""
+"""The length of a pause, as a multiple of the work before it."""
 MAX_PAUSE_SECONDS = 0.02
 """The longest pause between two requests of one client."""
 

@@ -9,7 +9,7 @@ from router.attached_worker import AttachedWorker
 FIRST_PAUSE_SECONDS = 2.0
 LAST_PAUSE_SECONDS = 60.0
 _PROBE_SECONDS = 10.0
-"""How long the one request that tries a pair again may take to show that the pair works."""
+"""The time in which the one request that retries a pair must show that the pair works."""
 
 Pair = tuple[str, str]
 

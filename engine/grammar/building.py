@@ -9,8 +9,8 @@ from llguidance import LLTokenizer
 
 from contract.requests import EngineRequest
 from contract.sampling import Grammar
-from engine.grammar.library_form import build_matcher
 from engine.grammar.live_machines import LiveMachines
+from engine.grammar.llguidance_matcher import build_matcher
 from engine.grammar.machine import Machine
 from engine.grammar.matcher import GrammarMatcher
 from engine.grammar.memory import HeapTrimmer, heap_meter

@@ -9,9 +9,9 @@ from engine.grammar.machine import Machine
 
 Compiled = Future[Machine | KvbatonError]
 ENTRY_BYTES = 2**14
-"""What an entry counts for at least: its objects on both sides of the library."""
+"""The minimum bytes of an entry: its objects on both sides of the library."""
 BYTES_PER_CHARACTER = 16
-"""What a character of a grammar counts for at least: its text as a key, and what is made of it."""
+"""The minimum bytes for a character of a grammar: the text as a key, and what is compiled from it."""
 
 
 class CompiledGrammars:

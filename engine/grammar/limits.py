@@ -21,9 +21,9 @@ GRAMMAR_LIMITS = LLParserLimits(
 MAX_CACHED = 64
 MAX_CACHED_BYTES = 2**25
 MAX_ENTRY_BYTES = 2**24
-"""Of compiled grammars that are kept for further requests: all, and one."""
+"""Bounds of the compiled grammars that are cached: all together, and one."""
 HEAVY_BYTES = 2**23
 MAX_HEAVY_BYTES = 3 * 2**24
 """Grammars that were measured to build HEAVY_BYTES or more: together, those that answers follow at the same time."""
 MAX_LIVE_BYTES = 2**32
-"""Of compiled grammars in use and kept; above, no other one is compiled."""
+"""The bound of compiled grammars in use and cached; above it no other grammar is compiled."""

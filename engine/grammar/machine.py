@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 GROWTH_PER_SECOND = 150e6
 """Bytes for a second of a mask's processor time; 90e6 to 450e6 were measured."""
 _MOST_GROWTH = 3
-"""How much more than the estimate the first mask of an answer may have built."""
+"""The largest factor by which the first mask of an answer may exceed the estimate."""
 GROWTH_PER_TOKEN = 4_000
 """Bytes for a token whose mask was fast; up to 16,000 were measured, and 0 where no state is new."""
 FAST_SECONDS = 0.5e-3

@@ -20,7 +20,7 @@ from engine.stepping.dispatch import Inbox
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
 _SWITCH_SECONDS = 0.00005
-"""How long a thread may keep Python's lock while another waits: one that moves KV takes it again and again."""
+"""The longest time in which a thread may hold the GIL while another waits; a thread that moves KV takes it repeatedly."""
 
 
 def engine_main(plan: EnginePlan, addresses: Addresses) -> None:

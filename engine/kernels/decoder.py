@@ -65,7 +65,7 @@ class KernelDecoder:
         self._buffers = _Buffers(config, kernels.scratch_bytes(self._weights.model) * num_threads)
         self._pool: _Pool | None = None
         self._in_flight: Any = None
-        """What the kernels read of a step, for as long as they do."""
+        """Keeps the inputs of a running step alive while the kernels read them."""
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None

@@ -68,7 +68,7 @@ MAX_LAYERS = 4096
 """Layers are objects of their own, made before their weights are looked for; models have 130 of them at most."""
 MAX_SIZE = 2**31 - 1
 _FEW_LAYERS = 128
-"""So many are made at no cost worth a check."""
+"""Up to this number, layers cost too little for a check."""
 _NUM_LAYERS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers"})
 _COUNTS = ("layer", "expert", "head", "block")
 _SIZES = frozenset(
@@ -82,7 +82,7 @@ _SIZES = frozenset(
         "max_position_embeddings",
     }
 )
-"""Where a library's own words about a wrong one do not name it."""
+"""Fields that a library's own error message would not name."""
 
 
 def check_counts(raw: RawConfig, num_tensors: int) -> None:

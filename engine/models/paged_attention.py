@@ -39,7 +39,7 @@ _WITHOUT_MEANING = frozenset(
 _FAR = 2**20
 
 MaskFunction = Callable[..., Any]
-"""Of tensors: batch, head, the query's position, the key's."""
+"""A function of tensors: batch, head, query position, key position."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 
 _STEPS = ((7, 3), (4, 5), (1, 1))
-"""How many tokens of the two prompts each step computes."""
+"""The number of tokens of each of the two prompts in each step."""
 _LENGTHS = [sum(counts) for counts in zip(*_STEPS, strict=True)]
 _BLOCK_SIZE = 4
 _BLOCKS = ([3, 1, 5], [2, 6, 4])
@@ -30,7 +30,7 @@ _FLOAT32_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 0.25
 """24 random layers come to 0.04, with experts to 0.11; what is computed wrongly lies near 1."""
 _HALF_SHARE = 0.75
-"""Of the tokens that must be within the tolerance in 16 bits, where rounding may send a token to another expert."""
+"""The share of tokens within the tolerance in 16 bits, in which rounding may send a token to another expert."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Any token for a row of NaN, and where none may be drawn.
 
 _WEIGHT_SCALE = 2.0**40
 _MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
-"""Of scores that are looked at together: on the host they stay in the caches, on a device one call has enough to do."""
+"""The number of scores processed together: on the host they stay in the caches, on a device one call has enough work."""
 _LOW_BITS = 27
 _LOW_TOTAL_BITS = 29
 

@@ -17,7 +17,7 @@ from engine.scheduling.request import Request
 from engine.scheduling.row_limit import MIN_ROWS, RowLimit
 
 RECENT_SECONDS = 1.0
-"""How long after its last step a client counts as one that others must leave room for."""
+"""The time after its last step in which other clients must leave room for a client."""
 _PAUSE = 3
 """Length of the pause between steps of one limited client's answers alone, in steps."""
 

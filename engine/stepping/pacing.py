@@ -11,7 +11,7 @@ from collections.abc import Callable
 _MAX_STEPS_AHEAD = 8
 """Steps to an arrival above which no step is delayed: estimates are not that exact."""
 _GRACE = 0.15
-"""How much later than expected a request may arrive, in steps."""
+"""The accepted delay of a request after its expected arrival, in steps."""
 _MAX_LAST_DELAY = 0.5
 """The longest delay, in steps, for a request that would arrive during the coming step."""
 _LATEST_INTERRUPT = 0.5

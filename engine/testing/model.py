@@ -31,7 +31,7 @@ from engine.models.language_model import Head, LanguageModel
 
 _NUM_HEADS = 3
 _GAIN = 8.0
-"""Added to an attention score for each step by which a key is nearer to the wanted one."""
+"""Added to an attention score for each step by which a key is nearer to the intended one."""
 _LOGIT_GAIN = 128.0
 _CLEAN = 0.99
 _SHAPE = LayerShape(scale=1.0, sliding_window=None)

@@ -21,9 +21,9 @@ from router.batches.run_context import RunContext
 logger = logging.getLogger(__name__)
 
 _MAX_LATE_STARTS = 20
-"""How often one request may reach its deadline before its first token, while it waits for others."""
+"""The number of times that one request may reach its deadline before its first token, while it waits for others."""
 _MAX_LOST = 2
-"""How often one request may lose the last worker: the service may be stopping, or the request may be the cause."""
+"""The number of times that one request may lose the last worker: the service may be stopping, or the request may be the cause."""
 
 
 @dataclass

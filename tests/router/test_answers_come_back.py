@@ -30,9 +30,9 @@ CONCATENATING = (
     "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %};{% endfor %}"
 )
-"""Wants the arguments of calls as text."""
+"""A template that needs the arguments of calls as text."""
 SIMPLE = "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '</>' }}{% endfor %}"
-"""Knows contents alone, as strings."""
+"""A template for contents only, as strings."""
 TEMPLATES = {"items": TEMPLATE, "text": CONCATENATING, "simple": SIMPLE}
 ARGUMENTS = [
     '{"city": "Paris"}',

@@ -44,7 +44,7 @@ ORDER = {
     BatchStatus.CANCELLING: 2,
     BatchStatus.FINALIZING: 2,
 }
-"""How far a status is; one that is not here is the last one."""
+"""The rank of each status; one that is not listed is the last."""
 
 
 @dataclass

@@ -66,7 +66,7 @@ ECHO = {
     "safety_identifier": None,
     "user": "u",
 }
-"""Of the request in ``test_the_whole_object``."""
+"""The fields of the request in ``test_the_whole_object``."""
 
 
 async def events_of(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -45,7 +45,7 @@ from wire.legs import embed_to_proto
 ENCODE = "encode"
 TOKENS = [11, 12, 13, 14]
 SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
-"""What the encoder sends comes first."""
+"""A prefill that is slower than the encoder."""
 
 
 def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:

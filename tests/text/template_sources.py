@@ -28,7 +28,7 @@ NULL_CONTENT = (
     "{% if m.role == 'assistant' and m.content is not none %}{{ '<A>' + m.content.split('</think>')[-1] + '</A>' }}{% endif %}"
     "{% if m.role == 'tool' %}{{ '<T>' + m.content + '</T>' }}{% endif %}{% endfor %}<A>"
 )
-"""As DeepSeek-R1-Distill: calls are written only beside null, and text beside calls is not."""
+"""Like DeepSeek-R1-Distill: calls are written only beside null, and text beside calls is not."""
 READS_THINKING = (
     "{% for m in messages %}<{{ m.role }}>{% if m.thinking %}[{{ m.thinking }}]{% endif %}{{ m.content or '' }}"
     "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
@@ -44,7 +44,7 @@ DROPS_REASONING = (
     "{% for c in m.tool_calls or [] %}{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}{% endfor %}"
     "{% endfor %}<assistant>"
 )
-"""As Qwen3: reasoning is written after the last question only."""
+"""Like Qwen3: reasoning is written after the last question only."""
 TRAP = (
     "{% set developer_preamble = 'Be good.' %}{{ developer_preamble }}{% for m in messages %}"
     "{% if m.role in ('system', 'user', 'assistant') %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
@@ -65,7 +65,7 @@ NO_SYSTEM = (
     "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
     "<{{ 'model' if m.role == 'assistant' else m.role }}>{{ m.content | trim }}{% endfor %}<model>"
 )
-"""As Gemma."""
+"""Like Gemma."""
 SHORT_IDS = (
     "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% set rest = messages[1:] %}"
     "{% else %}{% set rest = messages %}{% endif %}{% for m in rest %}{% if m.role == 'user' %}"
@@ -77,7 +77,7 @@ SHORT_IDS = (
     "{% elif m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('length 9!') }}{% endif %}"
     '[TOOL_RESULTS]{"content": {{ m.content | tojson }}, "call_id": "{{ m.tool_call_id }}"}[/TOOL_RESULTS]{% endif %}{% endfor %}'
 )
-"""As Mistral."""
+"""Like Mistral."""
 GOES_THROUGH_ARGUMENTS = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}<function={{ c.function.name }}>"
     "{% for k, v in c.function.arguments | items %}<parameter={{ k }}>{{ v }}</parameter>{% endfor %}</function>{% endfor %}"

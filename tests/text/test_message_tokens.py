@@ -60,7 +60,7 @@ LAST_QUESTION = (
     "{% else %}<|assistant|>{% if loop.index0 > 2 * ns.last %}[{{ m.reasoning_content }}]{% endif %}{{ m.content }}"
     "{% endif %}<|end|>{% endfor %}<|assistant|>"
 )
-"""As Qwen 3: what a user's message begins with decides whether earlier reasoning is shown."""
+"""Like Qwen 3: what a user's message begins with decides whether earlier reasoning is shown."""
 DROPS_REASONING = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1].lstrip() }}<|end|>"
     "{% endfor %}<|assistant|>"

@@ -40,26 +40,26 @@ CALLS_BY_ID = (
     "{% if c.function.arguments is string %}{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}"
     "{% endif %}{% endfor %}{% endfor %}<assistant>"
 )
-"""As Kimi K2."""
+"""Like Kimi K2."""
 READS_DESCRIPTIONS = (
     "{% if tools %}namespace functions {\n{% for t in tools %}{{ '// ' + t.function.description + '\n' }}"
     "type {{ t.function.name }} = (_: {{ t.function.parameters.properties | tojson }}) => any;\n{% endfor %}}{% endif %}"
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls %}<to={{ c.function.name }}>"
     "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}<assistant>"
 )
-"""As gpt-oss."""
+"""Like gpt-oss."""
 ONE_CALL = (
     "{% for m in messages %}{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}"
     "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
     "<call>{{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments | tojson }}"
     "{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}<assistant>"
 )
-"""As Llama 3."""
+"""Like Llama 3."""
 NEEDS_TOOLS = (
     "<tools>{% for t in tools %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}<assistant>"
 )
-"""As tool_use of Hermes 2 Pro."""
+"""Like tool_use of Hermes 2 Pro."""
 NEEDS_DOCUMENTS = (
     "{% for d in documents %}<{{ d.title }}>{{ d.text }}{% endfor %}"
     "{% for m in messages %}{% for p in m.content %}<{{ m.role }}>{{ p.text }}{% endfor %}{% endfor %}<assistant>"
@@ -70,7 +70,7 @@ READS_FIRST_PART = (
     "{% for c in m.tool_calls %}<{{ c.function.name }}>{{ c.function.arguments | tojson }}{% endfor %}"
     "{% endfor %}<assistant>"
 )
-"""As Command A Reasoning: an empty content has no first element."""
+"""Like Command A Reasoning: an empty content has no first element."""
 RESULT_PARTS = (
     "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{{ p.text }}{% endfor %}{% endif %}{% for c in m.tool_calls %}{{ c.function.name }}"
@@ -82,7 +82,7 @@ SWITCHES = (
     "{{ m.content.replace('/no_think', '').rstrip() or 'default' }}{% else %}{{ m.content }}{% endif %}"
     "{% endfor %}<assistant>"
 )
-"""As SmolLM3."""
+"""Like SmolLM3."""
 
 
 def call(call_id: str, arguments: str = '{"city": "Paris"}', name: str = "get_weather") -> dict[str, Any]:

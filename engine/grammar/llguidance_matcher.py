@@ -1,4 +1,4 @@
-"""Grammars in the form that the library compiles."""
+"""Build llguidance's matcher of a grammar of any kind."""
 
 import re
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ _GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 def build_matcher(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
     """Return the library's matcher at the start of the grammar. Raises InvalidRequestError with the library's reason."""
     try:
-        machine = LLMatcher(vocabulary, _library_form(grammar), log_level=0, limits=GRAMMAR_LIMITS)
+        machine = LLMatcher(vocabulary, _llguidance_text(grammar), log_level=0, limits=GRAMMAR_LIMITS)
     except ValueError as error:
         raise _not_compiled(grammar, str(error)) from error
     if machine.is_error():
@@ -45,7 +45,7 @@ def _not_compiled(grammar: Grammar, reason: str) -> InvalidRequestError:
     return InvalidRequestError(f"the {grammar.kind} does not compile: {reason}", param="grammar")
 
 
-def _library_form(grammar: Grammar) -> str:
+def _llguidance_text(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             plain = plain_schema(grammar.text)
