@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MAX_LATE_STARTS = 20
 """The number of times that one request may reach its deadline before its first token, while it waits for others."""
 _MAX_LOST = 2
-"""The number of times that one request may lose the last worker: the service may be stopping, or the request may be the cause."""
+"""The number of times that one request may lose the last worker: the service stops, or the request is the cause."""
 
 
 @dataclass
