@@ -31,6 +31,8 @@ from router.reservation import Reservation
 from router.tasks import TaskSet
 from wire.tokens import output_from_proto
 
+_FAILED = (FinishReason.ERROR, FinishReason.ABORT)
+
 
 class Attempt:
     """Owns the legs of one attempt, and what they have sent.
@@ -91,7 +93,7 @@ class Attempt:
 
     def _receive(self, leg: Leg, event: Event) -> None:
         """Process an event of a leg when it arrives. Tokens that are due wait in the inbox for the client."""
-        if leg.is_over or not self.legs.is_open(leg):
+        if not self.legs.is_open(leg):
             return
         if isinstance(event, KvbatonError):
             self._fail(Failure(event, leg.worker, frozenset({leg.worker})), leg)
@@ -123,7 +125,7 @@ class Attempt:
             is_last_token = leg.first_index >= self.task.request.sampling.max_tokens
             self._postponed = PostponedFailure(failure, leg, self._end_with, is_last_token=is_last_token)
             if not leg.may_hold:
-                leg.unbind()
+                self.legs.unbind(leg)
 
     def _end_with(self, failure: Failure) -> None:
         self._settle()
@@ -134,7 +136,7 @@ class Attempt:
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> None:
         """Take an entry of a leg: its tokens, what it reports, and its end."""
         output = output_from_proto(entry)
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if output.finish_reason in _FAILED:
             leg.may_hold = False
             raise error_of(output, leg.worker.name)
         if output.token_ids and output.first_index > leg.next_index:
@@ -142,11 +144,11 @@ class Attempt:
                 f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
         self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
+        if output.token_ids and not leg.has_emitted:
+            self.legs.take_over(leg)
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
         if output.finish_reason:
             self._take_end(leg, output)
-        if output.token_ids:
-            self.legs.take_over(leg)
         self._output.add(output, size_of(entry))
         self.legs.unbind_finished()
 

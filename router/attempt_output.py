@@ -33,11 +33,12 @@ class AttemptOutput:
 
     def release(self) -> None:
         """Pass the tokens that are due on to the client, and with the last ones the end of the answer."""
-        batch = TokenBatch(self._due)
         if self._end and self.is_complete:
             reason = self._end.finish_reason or FinishReason.STOP
             batch = TokenBatch(self._due, reason, self._end.stop_reason, self._end.pooled or ())
-        elif not self._due:
+        elif self._due:
+            batch = TokenBatch(self._due)
+        else:
             return
         self._due = []
         num_bytes = self._num_bytes
