@@ -17,6 +17,11 @@ class AttemptOutput:
         self._end: EngineOutput | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer that were passed on to the client, those of earlier attempts included."""
+        return self._delivery.next_index
+
+    @property
     def is_complete(self) -> bool:
         """True if the end of the answer and all tokens before it have arrived."""
         return self._end is not None and self._delivery.is_complete
