@@ -178,8 +178,8 @@ class FetchEffects:
                     later.append(partial(self._ports.pull, job))
                 else:
                     self._ports.pull(job)
-            case ev.ReadAgain():
-                self._read_again(incoming, action.retry_step)
+            case RetryStep():
+                self._read_again(incoming, action)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)
                 later.append(partial(self._ports.commit, commit))  # it may be reported within the call

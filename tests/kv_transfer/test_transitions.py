@@ -164,9 +164,9 @@ class FetchMachine(RuleBasedStateMachine):
                     assert not reading.intersection(action.block_ids), "read twice at once"
                     assert self.verified.isdisjoint(action.block_ids), "a verified block is written again"
                     self.jobs.append(action)
-                case ev.ReadAgain():
+                case RetryStep():
                     assert self.jobs == []
-                    self.rungs.append(action.retry_step)
+                    self.rungs.append(action)
                     self.is_stopped = False
                 case ev.CommitBlocks():
                     self.jobs.append(action)
@@ -183,23 +183,19 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = len(self.fetch.digests)
-        self.apply(
-            advance_fetch(
-                self.fetch, ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0)
-            )
-        )
+        self.apply(fetch_side.announced(self.fetch, first, (7,) * min(count, BLOCKS - first), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(advance_fetch(self.fetch, ev.Announced(ev.BlockRange(first, (7,) * count), 1.0)))
+        self.apply(fetch_side.announced(self.fetch, first, (7,) * count, 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(advance_fetch(self.fetch, ev.Completed(num_blocks, (FirstToken(1),))))
+        self.apply(fetch_side.completed(self.fetch, num_blocks, (FirstToken(1),)))
 
     @rule()
     def sender_fails(self) -> None:
-        self.apply(advance_fetch(self.fetch, ev.SenderFailed("worker_lost", "died")))
+        self.apply(fetch_side.sender_failed(self.fetch, "worker_lost", "died"))
 
     @precondition(lambda self: self.fetch.state is FetchState.WAITING)
     @rule(num_cached=st.integers(0, BLOCKS))
@@ -326,7 +322,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
-    fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
+    fetch, actions = fetch_side.completed(Fetch(num_blocks=1, digests=(7,)), 1, ())
     assert fetch.state is FetchState.FREE
     assert ev.FetchNotice.FAILED in actions
     assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
@@ -342,20 +338,16 @@ def test_times_are_split_at_the_last_announcement() -> None:
 
 def reserved() -> Fetch:
     """Return a fetch of one block, which is announced at 5.0 and being read."""
-    fetch, _ = advance_fetch(Fetch(num_blocks=1), ev.Announced(ev.BlockRange(0, (7,)), 5.0))
+    fetch, _ = fetch_side.announced(Fetch(num_blocks=1), 0, (7,), 5.0)
     fetch, _ = fetch_side.reserved(fetch, (3,), 0)
     return fetch
 
 
 def test_the_first_token_is_no_announcement() -> None:
     """The first token may come long after the last range: what was exposed before it stays exposed."""
-    fetch = reserved()
-    for event in (
-        ev.PieceLanded(1, 5.0, 6.0),
-        ev.PieceVerified(1, 6.5),
-        ev.Completed(1, (FirstToken(1),)),
-    ):
-        fetch, _ = advance_fetch(fetch, event)
+    fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
+    fetch, _ = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
+    fetch, _ = fetch_side.completed(fetch, 1, (FirstToken(1),))
     assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
@@ -371,13 +363,13 @@ def visible_before_first_token() -> Fetch:
 
 def test_blocks_become_visible_before_the_first_token_arrives() -> None:
     """The request can run as soon as the first token arrives."""
-    fetch, actions = advance_fetch(visible_before_first_token(), ev.Completed(1, (FirstToken(1),)))
+    fetch, actions = fetch_side.completed(visible_before_first_token(), 1, (FirstToken(1),))
     assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE])
 
 
 def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
     """Its blocks are here, but the answer cannot continue without the first token."""
-    fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
+    fetch, actions = fetch_side.sender_failed(visible_before_first_token(), "worker_lost", "died")
     assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.FetchNotice.FAILED)
     assert fetch.ending == ev.EndReason("worker_lost", "died")
 
