@@ -94,7 +94,8 @@ class FetchTransfers(Transfers):
             incoming = self._incoming.get(key)
             if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
-            received = Received(list(incoming.fetch.first_tokens or ()), incoming.report)
+            fetch = incoming.fetch
+            received = Received(list(fetch.first_tokens or ()), fetch.report(incoming.num_bytes))
             self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
             return received
 

@@ -7,7 +7,6 @@ from typing import Any
 from msgspec.structs import replace
 
 from contract.errors import ErrorKind, InternalError, TransferError
-from contract.outputs import TransferReport
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -68,18 +67,6 @@ class IncomingTransfer:
     def wire_key(self) -> WireKey:
         """See ``WireKey``."""
         return self.ref, self.transfer_id, self.attempt
-
-    @property
-    def report(self) -> TransferReport:
-        """The measurements of a finished fetch."""
-        fetch = self.fetch
-        return TransferReport(
-            fetch.exposed_seconds,
-            fetch.hidden_seconds,
-            self.num_bytes,
-            len(fetch.copies),
-            fetch.copying_seconds,
-        )
 
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the fetch as plain data."""
@@ -157,15 +144,15 @@ class IncomingTransfer:
             is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
 
-    def ahead_job(self, action: ev.ReadAhead) -> PullJob:
+    def ahead_job(self, pull: ev.PullBlocks) -> PullJob:
         """Return the job that reads a part of each block, once ``source`` is known."""
-        first = action.first_block
-        end = action.first_block + len(action.block_ids)
+        first = pull.first_block
+        end = first + len(pull.block_ids)
         known = self._ahead_of(first, end)
         if known is None:
             known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
             self.ahead.append(known)
-        return replace(self._job(first, end, action.block_ids), ahead=known, part=action.part)
+        return replace(self._job(first, end, pull.block_ids), ahead=known, part=pull.part)
 
     def read_again(self, retry_step: RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""

@@ -117,19 +117,15 @@ class CommitDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullBlocks(msgspec.Struct, frozen=True):
-    """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them."""
+    """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them.
+
+    part: read only this part of each block, before their digests are announced, and verify nothing.
+    """
 
     first_block: int
     block_ids: tuple[int, ...]
     digests: tuple[int, ...]
-
-
-class ReadAhead(msgspec.Struct, frozen=True):
-    """Post a read of this part of each block before they are announced; verify nothing."""
-
-    first_block: int
-    block_ids: tuple[int, ...]
-    part: BlockPart
+    part: BlockPart | None = None
 
 
 class CommitBlocks(msgspec.Struct, frozen=True):
@@ -172,10 +168,10 @@ class FetchNotice(Enum):
 
 
 SendEvent = BlockRange | LayerRange | RangeFailed
-"""A report of the sender's data half. What its scheduler and its peer do are functions of ``send_side``."""
+"""A report of the sender's data half."""
 SendAction = BlockRange | LayerRange | Refuse | SendNotice
 FetchEvent = PieceLanded | PieceVerified | JobFailed | JobStopped | ReadAheadOver | CommitDone
 """A report of the receiver's data half. What its scheduler and the sender do are functions of ``fetch_side``."""
-FetchOrder = PullBlocks | ReadAhead | RetryStep | CommitBlocks | StopReads
+FetchOrder = PullBlocks | RetryStep | CommitBlocks | StopReads
 """A call of the receiver's data half."""
 FetchAction = FetchOrder | FetchNotice

@@ -8,6 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorKind
+from contract.outputs import TransferReport
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.events import EndReason, ImpossibleEventError, RetryStep
@@ -89,20 +90,15 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
         """True if no message of the sender matters any more."""
         return self.state in _FETCH_ABORT
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds between the sender's last announcement and the last verified block."""
-        return max(0.0, self.verified_at - self.announced_at)
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Seconds of copying before the last announcement."""
-        return sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies)
-
-    @property
-    def copying_seconds(self) -> float:
-        """The sum of the copies' seconds, also of those that overlapped."""
-        return sum(end - begin for begin, end in self.copies)
+    def report(self, num_bytes: int) -> TransferReport:
+        """Return the measurements of a finished fetch that read ``num_bytes``."""
+        return TransferReport(
+            exposed_seconds=max(0.0, self.verified_at - self.announced_at),
+            hidden_seconds=sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies),
+            num_bytes=num_bytes,
+            num_pieces=len(self.copies),
+            copying_seconds=sum(end - begin for begin, end in self.copies),
+        )
 
 
 FetchStep = tuple[Fetch, list[ev.FetchAction]]
@@ -171,7 +167,7 @@ def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes:
     ahead[first_block] = num_bytes
     fetch = replace(fetch, ahead=tuple(ahead.items()), num_posted=fetch.num_posted + 1)
     part = BlockPart(start, num_bytes - start)
-    return fetch, [ev.ReadAhead(first_block, fetch.block_ids[first_block:end], part)]
+    return fetch, [ev.PullBlocks(first_block, fetch.block_ids[first_block:end], (), part)]
 
 
 def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:

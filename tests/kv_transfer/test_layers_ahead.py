@@ -20,7 +20,7 @@ from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import BlockPart, Read, ReadRequest, Source
-from kv_transfer.protocol.send_side import Send, SendState, advance_send
+from kv_transfer.protocol.send_side import Send, SendState
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
@@ -184,11 +184,11 @@ def moving(**changes: object) -> Fetch:
 
 def test_only_what_is_new_is_read_ahead() -> None:
     fetch, actions = fetch_side.layers_announced(moving(), 3, 5, 100)
-    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), BlockPart(0, 100))]
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(0, 100))]
     fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 100)
     assert actions == []
     fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 300)
-    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), BlockPart(100, 200))]
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(100, 200))]
     assert fetch.num_posted == 3
 
 
@@ -222,16 +222,16 @@ def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
-    assert advance_send(send, ready) == (send, []), "nobody is there"
+    assert send_side.layers_ready(send, ready) == (send, []), "nobody is there"
     send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
-    assert advance_send(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
+    assert send_side.layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
 
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
     send, _ = send_side.peer_gone(send, "peer", "gone")
-    after, actions = advance_send(send, ev.LayerRange(2, 6, 64))
+    after, actions = send_side.layers_ready(send, ev.LayerRange(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 
 

@@ -13,7 +13,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side, send_side
 from kv_transfer.protocol.events import NOT_NEEDED, ImpossibleEventError, RetryStep
 from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, FetchStep, advance_fetch
-from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, SendStep, advance_send
+from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, SendStep
 
 BLOCKS = 4
 
@@ -74,9 +74,10 @@ class SendMachine(RuleBasedStateMachine):
     def digest(self, count: int, works: bool) -> None:
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
-        failure = ev.RangeFailed(first, count, "internal", "bug")
-        event = ev.BlockRange(first, tuple(range(count))) if works else failure
-        self.apply(advance_send(self.send, event))
+        if works:
+            self.apply(send_side.blocks_ready(self.send, ev.BlockRange(first, tuple(range(count)))))
+        else:
+            self.apply(send_side.range_failed(self.send, ev.RangeFailed(first, count, "internal", "bug")))
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
@@ -287,7 +288,7 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
     [
         lambda: send_side.opened(OPEN, BLOCKS, 0.0),
         lambda: send_side.ordered(OPEN, BLOCKS + 1),
-        lambda: advance_send(OPEN, ev.BlockRange(0, (1,))),
+        lambda: send_side.blocks_ready(OPEN, ev.BlockRange(0, (1,))),
         lambda: send_side.finished(OPEN, (), 0.0),
         lambda: send_side.readers_gone(OPEN),
         lambda: fetch_side.reserved(Fetch(num_blocks=BLOCKS), (1,), 0),
@@ -333,7 +334,8 @@ def test_times_are_split_at_the_last_announcement() -> None:
     fetch = Fetch(
         num_blocks=2, announced_at=5.0, verified_at=7.5, copies=((1.0, 2.0), (4.0, 6.0), (6.0, 7.0))
     )
-    assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
+    report = fetch.report(0)
+    assert (report.hidden_seconds, report.exposed_seconds) == (2.0, 2.5)
 
 
 def reserved() -> Fetch:
@@ -348,7 +350,7 @@ def test_the_first_token_is_no_announcement() -> None:
     fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
     fetch, _ = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
     fetch, _ = fetch_side.completed(fetch, 1, (FirstToken(1),))
-    assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
+    assert (fetch.state, fetch.report(0).exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
 def visible_before_first_token() -> Fetch:
