@@ -4,7 +4,10 @@ End tokens are hidden, stop strings cut, reasoning and tool calls separated from
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import structs
 
 from contract.outputs import FinishReason, TokenLogprobs
 from router.delivery import Token, TokenBatch
@@ -58,8 +61,7 @@ class Prompt:
         return [Token(index, *both) for index, both in enumerate(zip(self.token_ids, logprobs, strict=True))]
 
 
-@dataclass(kw_only=True)
-class Delta:
+class Delta(msgspec.Struct, kw_only=True):
     """The part of a choice that one batch of tokens adds.
 
     text: empty while a character or a stop string is unfinished. reasoning, calls: in chats, the parts that are not text
@@ -71,11 +73,11 @@ class Delta:
     index: int = 0
     text: str = ""
     reasoning: str = ""
-    calls: list[CallPiece] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
-    tokens: list[Token] = field(default_factory=list)
+    calls: list[CallPiece] = []
+    pieces: list[Piece] = []
+    tokens: list[Token] = []
     num_reasoning_tokens: int = 0
-    prompt: "Prompt | None" = None
+    prompt: Prompt | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     usage: Usage | None = None
@@ -144,7 +146,7 @@ class Answer:
 
     def _push_token(self, token: Token, delta: Delta) -> None:
         text, offset = self._texts.push(token)
-        delta.tokens.append(replace(token, text_offset=offset))
+        delta.tokens.append(structs.replace(token, text_offset=offset))
         self.num_tokens += 1
         was_reasoning = self._parser.is_reasoning
         # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once

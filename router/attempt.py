@@ -5,12 +5,13 @@
    slowly the client reads.
 3. ``next`` returns the tokens. After a hand-over the first one comes from the prefill worker, the others from the decode
    worker.
-4. ``close`` unbinds the legs and cancels them on the workers that may still hold something.
+4. ``close``, or the request's deadline, unbinds the legs and cancels them on the workers that may still hold something.
 
 How one leg takes over from another follows from their order and from the table of kinds (``router/legs.py``).
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
@@ -23,13 +24,15 @@ from router.bound_leg import Leg, start
 from router.capacity import CreditHold
 from router.delivery import Delivery, TokenBatch
 from router.inbox import Event, Inbox, UnreadAccount, size_of
-from router.leg_failure import Failure, PostponedFailure
+from router.leg_failure import Failure, PostponedFailure, deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask, error_of, leg_request, transfers_of
 from router.legs import Result
 from router.reservation import Reservation
 from router.tasks import TaskSet
 from wire.tokens import output_from_proto
+
+_FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
 class Attempt:
@@ -54,6 +57,7 @@ class Attempt:
         self._output = AttemptOutput(Delivery(task.number, len(task.delivered)), inbox)
         self._report = report
         self._postponed: PostponedFailure | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def is_decoding(self) -> bool:
@@ -61,8 +65,11 @@ class Attempt:
         return self.legs.last.has_emitted
 
     def bind(self, holds: Sequence[CreditHold]) -> None:
-        """Bind the legs to their workers, with the credit that was reserved there."""
+        """Bind the legs to their workers, with the credit that was reserved there, until the deadline at the latest."""
         self.legs.bind(self.task.key, self._receive, holds)
+        seconds = max(0.0, self.task.request.deadline - time.monotonic())
+        # one timer for the attempt: ``asyncio.timeout`` around the wait for each token takes 4 to 5 µs
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def fail_unstarted(self, lost: Sequence[AttachedWorker]) -> None:
         """End the attempt before its legs are started: these workers were lost after they had been chosen."""
@@ -79,19 +86,21 @@ class Attempt:
     async def next(self) -> TokenBatch:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
-        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread.
+        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError.
         """
         return await self._output.next()
 
     def _settle(self) -> None:
         """Release the workers."""
+        if self._timer:
+            self._timer.cancel()
         if self._postponed:
             self._postponed.cancel()
         self.legs.release(self.task.request.request_id)
 
     def _receive(self, leg: Leg, event: Event) -> None:
         """Process an event of a leg when it arrives. Tokens that are due wait in the inbox for the client."""
-        if leg.is_over or not self.legs.is_open(leg):
+        if not self.legs.is_open(leg):
             return
         if isinstance(event, KvbatonError):
             self._fail(Failure(event, leg.worker, frozenset({leg.worker})), leg)
@@ -123,7 +132,7 @@ class Attempt:
             is_last_token = leg.first_index >= self.task.request.sampling.max_tokens
             self._postponed = PostponedFailure(failure, leg, self._end_with, is_last_token=is_last_token)
             if not leg.may_hold:
-                leg.unbind()
+                self.legs.unbind(leg)
 
     def _end_with(self, failure: Failure) -> None:
         self._settle()
@@ -131,10 +140,15 @@ class Attempt:
             self.failure = failure
             self._output.fail(failure.error)
 
+    def _expire(self) -> None:
+        """End the attempt at the deadline. No worker has failed, so no other attempt follows."""
+        self._settle()
+        self._output.fail(deadline_error(self._output.num_tokens))
+
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> None:
         """Take an entry of a leg: its tokens, what it reports, and its end."""
         output = output_from_proto(entry)
-        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+        if output.finish_reason in _FAILED:
             leg.may_hold = False
             raise error_of(output, leg.worker.name)
         if output.token_ids and output.first_index > leg.next_index:
@@ -142,11 +156,11 @@ class Attempt:
                 f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
         self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
+        if output.token_ids and not leg.has_emitted:
+            self.legs.take_over(leg)
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
         if output.finish_reason:
             self._take_end(leg, output)
-        if output.token_ids:
-            self.legs.take_over(leg)
         self._output.add(output, size_of(entry))
         self.legs.unbind_finished()
 

@@ -1,6 +1,7 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from router.attached_worker import AttachedWorker, LegKey
@@ -15,7 +16,7 @@ from router.tasks import TaskSet
 class AttemptLegs:
     """Owns the legs of one attempt, in the order in which one takes over from the other.
 
-    A leg is open from ``bind`` until ``release``.
+    A leg is open from ``bind`` until it is unbound.
     """
 
     def __init__(self, legs: Sequence[Leg], tasks: TaskSet) -> None:
@@ -37,7 +38,7 @@ class AttemptLegs:
         """The leg that ends the attempt."""
         return self._legs[-1]
 
-    @property
+    @cached_property
     def hand_over(self) -> tuple[AttachedWorker, AttachedWorker] | None:
         """The workers that send and receive the prompt's KV; None if no KV is handed over."""
         for sender, receiver in pairwise(self._legs):
@@ -60,15 +61,19 @@ class AttemptLegs:
         return not any(each.is_awaited for each in self._before(leg))
 
     def take_over(self, leg: Leg) -> None:
-        """Record that ``leg`` has emitted tokens: it has read what earlier legs computed, and their lease has ended."""
+        """Record that ``leg`` emits its first token: it has read what earlier legs computed, and their lease has ended."""
         for earlier in self._before(leg):
             earlier.done()
 
     def unbind_finished(self) -> None:
         """Release the legs whose workers have no more work for them, however slowly the client reads."""
-        for leg in self._open:
-            if leg.is_over:
-                leg.unbind()
+        for leg in [leg for leg in self._open if leg.is_over]:
+            self.unbind(leg)
+
+    def unbind(self, leg: Leg) -> None:
+        """Release an open leg whose worker holds nothing of it."""
+        self._open.remove(leg)
+        leg.unbind()
 
     def holding_workers(self, leg: Leg) -> frozenset[AttachedWorker]:
         """Return the workers that may hold the request, and the one of ``leg``."""

@@ -17,6 +17,11 @@ class AttemptOutput:
         self._end: EngineOutput | None = None
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the answer that were passed on to the client, those of earlier attempts included."""
+        return self._delivery.next_index
+
+    @property
     def is_complete(self) -> bool:
         """True if the end of the answer and all tokens before it have arrived."""
         return self._end is not None and self._delivery.is_complete
@@ -33,11 +38,12 @@ class AttemptOutput:
 
     def release(self) -> None:
         """Pass the tokens that are due on to the client, and with the last ones the end of the answer."""
-        batch = TokenBatch(self._due)
         if self._end and self.is_complete:
             reason = self._end.finish_reason or FinishReason.STOP
             batch = TokenBatch(self._due, reason, self._end.stop_reason, self._end.pooled or ())
-        elif not self._due:
+        elif self._due:
+            batch = TokenBatch(self._due)
+        else:
             return
         self._due = []
         num_bytes = self._num_bytes

@@ -2,8 +2,9 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import fsum
+
+from msgspec import structs
 
 from router.answer import Delta
 
@@ -24,8 +25,8 @@ def choose_best(deltas: Sequence[Delta], num_chosen: int, num_choices: int) -> l
             place = start // num_choices * num_chosen + rank
             *earlier, last = answers[index]
             usage = last.usage if rank or not usages else sum(usages[num_chosen:], start=usages[0])
-            chosen += [replace(delta, index=place) for delta in earlier]
-            chosen.append(replace(last, index=place, usage=usage))
+            chosen += [structs.replace(delta, index=place) for delta in earlier]
+            chosen.append(structs.replace(last, index=place, usage=usage))
     return chosen
 
 

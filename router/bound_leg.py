@@ -49,8 +49,9 @@ class Leg:
     @property
     def is_over(self) -> bool:
         """True if nothing that happens to the worker matters to the request any more."""
-        has_result = self._is_done if self.kind.result is Result.NONE else self.has_emitted
-        return has_result and not self.may_hold
+        if self.may_hold:
+            return False
+        return self._is_done if self.kind.result is Result.NONE else self.has_emitted
 
     def bind(self, key: LegKey, on_event: "Callable[[Leg, Event], None]", hold: CreditHold) -> None:
         """Pass what the worker sends for it to ``on_event``. The leg releases ``hold`` when it is unbound."""

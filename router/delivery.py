@@ -1,13 +1,13 @@
 """The tokens of one choice, in order and each once, in whichever order they arrive."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from contract.outputs import EngineOutput, FinishReason, TokenLogprobs
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """One token of an answer, at ``index`` from its beginning.
 
     text_offset: characters of the answer's text that are certain before it; set once the token is detokenized.
@@ -19,8 +19,7 @@ class Token:
     text_offset: int = 0
 
 
-@dataclass(frozen=True)
-class TokenBatch:
+class TokenBatch(msgspec.Struct, frozen=True):
     """Tokens that are due now, in order. ``finish_reason`` is set with the answer's last ones, or with its embedding."""
 
     tokens: list[Token]

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from contract.errors import KvbatonError
+from contract.errors import DeadlineError, KvbatonError
 from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 
@@ -23,6 +23,11 @@ class Failure:
     def after(self, earlier: "Failure") -> "Failure":
         """Return this failure with the failed workers of an earlier one of the same attempt."""
         return replace(self, failed_workers=self.failed_workers | earlier.failed_workers)
+
+
+def deadline_error(num_delivered: int) -> DeadlineError:
+    """Return the error of a request whose deadline has passed."""
+    return DeadlineError(f"the request ran into its deadline with {num_delivered} tokens delivered")
 
 
 class PostponedFailure:

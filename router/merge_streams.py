@@ -35,8 +35,7 @@ async def _merge(streams: Sequence[AsyncGenerator[Delta, None]]) -> AsyncGenerat
             else:
                 yield item
     finally:
-        await _cancel([starting])
-        await _cancel(tasks)
+        await _cancel([*tasks, starting])
 
 
 async def _start(
@@ -59,7 +58,10 @@ async def _forward(index: int, stream: AsyncGenerator[Delta, None], items: _Item
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancel the tasks, last one first: those that hold a worker would let those that wait for it begin."""
+    """Cancel the tasks, last one first: those that hold a worker would let those that wait for it begin.
+
+    A second cancellation of the caller must not spare any of them.
+    """
     left = iter(reversed(tasks))
     try:
         async for task in cooperatively(left):

@@ -2,6 +2,7 @@
 
 import secrets
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from msgspec import structs
 
@@ -113,17 +114,10 @@ def prepare(
         num_choices=request.num_choices,
     ).check(card.vocab_size)
     return PreparedRequest(
-        request_id=request.request_id,
-        prompt_token_ids=prompt_ids,
+        **_shared_fields(request, prompt_ids, timeout_seconds),
         sampling=sampling,
         stop=stop or StopAutomaton(request.stop),
         eos_token_ids=card.eos_token_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        arrival=request.arrival,
-        tenant=request.tenant,
-        family=request.family or request.request_id,
-        deadline=request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
         fills_model=request.max_tokens is None and request.default_max_tokens is None,
         chat=request.prompt if isinstance(request.prompt, Chat) else None,
         include_stop_str_in_output=request.include_stop_str_in_output,
@@ -155,17 +149,23 @@ def prepare_embedding(
     if not prompt_ids:
         raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
     check_token_ids(prompt_ids, card.vocab_size, param="input")
-    return PreparedRequest(
-        request_id=request.request_id,
-        prompt_token_ids=prompt_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        arrival=request.arrival,
-        tenant=request.tenant,
-        family=request.family or request.request_id,
-        deadline=request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
-        plan=EMBEDDING,
-    )
+    return PreparedRequest(**_shared_fields(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
+
+
+def _shared_fields(
+    request: GenerationRequest | EmbeddingRequest, prompt_ids: list[int], timeout_seconds: float
+) -> dict[str, Any]:
+    """Return the fields of ``PreparedRequest`` that answers and embeddings have in common."""
+    return {
+        "request_id": request.request_id,
+        "prompt_token_ids": prompt_ids,
+        "priority": request.priority,
+        "cache_salt": request.cache_salt,
+        "arrival": request.arrival,
+        "deadline": request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
+        "tenant": request.tenant,
+        "family": request.family or request.request_id,
+    }
 
 
 def _check_priority(priority: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from contract.errors import DeadlineError, KvbatonError, UnavailableError
+from contract.errors import KvbatonError, UnavailableError
 from contract.identity import Role
 from router.admission_queue import AdmissionQueue
 from router.attempt import Attempt, begin
@@ -20,6 +20,7 @@ from router.delivery import TokenBatch
 from router.failures import Failures
 from router.fair_queue import QueueOrder
 from router.inbox import UnreadAccount, UnreadBytes
+from router.leg_failure import deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import LEG_KINDS, LegKind
@@ -105,13 +106,7 @@ class RequestRun:
 
     async def next(self) -> TokenBatch:
         """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure."""
-        try:
-            async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
-                batch = await self._next()
-        except TimeoutError:
-            raise DeadlineError(
-                f"the request ran into its deadline with {len(self._delivered)} tokens delivered"
-            ) from None
+        batch = await self._next()
         self._delivered += [token.token_id for token in batch.tokens]
         if self._attempt and self._attempt.is_decoding:
             self._failures.progress(self._attempt)
@@ -128,6 +123,14 @@ class RequestRun:
                 self.tracked.replayed(error, len(self._delivered))
 
     async def _begin(self) -> Attempt:
+        """Begin the next attempt. Raises DeadlineError if the deadline passes before that."""
+        try:
+            async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
+                return await self._begin_after_pause()
+        except TimeoutError:
+            raise deadline_error(len(self._delivered)) from None
+
+    async def _begin_after_pause(self) -> Attempt:
         """Begin the next attempt. The first attempts of all choices of a prompt begin together."""
         if pause := self._failures.pause_seconds:
             await asyncio.sleep(pause)

@@ -50,9 +50,9 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         choice=entry.choice,
         attempt=entry.attempt,
         first_index=entry.first_index,
-        token_ids=list(entry.token_ids),
-        logprobs=[logprobs_from_proto(one) for one in entry.logprobs] or None,
-        prompt_logprobs=[logprobs_from_proto(one) for one in entry.prompt_logprobs] or None,
+        token_ids=entry.token_ids[:],
+        logprobs=_all_logprobs(entry.logprobs) if entry.logprobs else None,
+        prompt_logprobs=_all_logprobs(entry.prompt_logprobs) if entry.prompt_logprobs else None,
         finish_reason=FinishReason(entry.finish_reason) if entry.finish_reason else None,
         stop_reason=entry.stop_reason if entry.HasField("stop_reason") else None,
         num_cached_tokens=entry.num_cached_tokens if entry.HasField("num_cached_tokens") else None,
@@ -60,7 +60,7 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         error_kind=entry.error_kind or None,
         error_message=entry.error_message or None,
         error_param=entry.error_param or None,
-        pooled=list(entry.pooled) or None,
+        pooled=entry.pooled[:] if entry.pooled else None,
     )
 
 
@@ -84,6 +84,10 @@ def logprobs_from_proto(message: pb.PositionLogprobs) -> TokenLogprobs:
         top_token_ids=tuple(message.top_token_ids),
         top_logprobs=tuple(message.top_logprobs),
     )
+
+
+def _all_logprobs(messages: Iterable[pb.PositionLogprobs]) -> list[TokenLogprobs]:
+    return [logprobs_from_proto(message) for message in messages]
 
 
 def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:

@@ -179,18 +179,22 @@ class Store:
 
 
 class Upload:
-    """A file that is being uploaded. Owns its data until ``finish`` or ``abort``."""
+    """A file that is being uploaded. Owns its data from ``create`` until ``finish`` or ``abort``."""
 
     def __init__(self, store: Store, owner: str) -> None:
-        """Create the file. Raises PayloadTooLargeError if the folder is full, OSError."""
-        store.quota.check_records(owner)
-        store.quota.check_bytes(owner)
         self._store = store
         self._owner = owner
         self._id = new_id(FILE_PREFIX)
         self._num_bytes = 0
-        self._descriptor: int | None = store.disk.create(store.folder.data(self._id))
-        store.quota.add_records(owner, 1)  # a running upload counts as a file
+        self._descriptor: int | None = None
+
+    def create(self) -> None:
+        """Create the file. Raises PayloadTooLargeError if the folder is full, OSError."""
+        quota = self._store.quota
+        quota.check_records(self._owner)
+        quota.check_bytes(self._owner)
+        self._descriptor = self._store.disk.create(self._store.folder.data(self._id))
+        quota.add_records(self._owner, 1)  # a running upload counts as a file
 
     def write(self, chunk: bytes) -> None:
         """Write the next bytes. Raises PayloadTooLargeError, OSError."""
@@ -214,7 +218,7 @@ class Upload:
         return file
 
     def abort(self) -> None:
-        """Remove the data, unless the upload is finished. Raises OSError."""
+        """Remove the data, unless the upload is finished or was not created. Raises OSError."""
         if self._descriptor is not None:
             self._release()
             self._store.folder.remove(self._id)
@@ -222,7 +226,7 @@ class Upload:
     @property
     def _open(self) -> int:
         if self._descriptor is None:
-            raise AssertionError("the upload is over")
+            raise AssertionError("the upload is not open")
         return self._descriptor
 
     def _release(self) -> None:

@@ -1,8 +1,8 @@
 """The messages of ``Embed``: parsed into the pipeline's requests, and made of its deltas."""
 
-from contract.errors import InvalidRequestError
 from protos import inference_pb2 as pb
 from router.answer import Delta
+from router.grpc.prompts import prompt_of
 from router.request import EmbeddingRequest, for_prompts
 
 
@@ -10,7 +10,7 @@ def embedding_requests(
     request: pb.EmbedRequest, request_id: str, tenant: str, time_remaining: float | None
 ) -> list[EmbeddingRequest]:
     """Return one request for each input. time_remaining: seconds to the client's deadline. Raises InvalidRequestError."""
-    first, *others = (_prompt(each, number) for number, each in enumerate(request.inputs))
+    first, *others = (prompt_of(each, f"inputs[{number}]") for number, each in enumerate(request.inputs))
     one = EmbeddingRequest(
         request_id=request_id,
         prompt=first,
@@ -35,15 +35,3 @@ def embed_response(name: str, found: list[Delta]) -> pb.EmbedResponse:
             cached_tokens=sum(usage.num_cached_tokens for usage in usages),
         ),
     )
-
-
-def _prompt(given: pb.EmbedInput, number: int) -> str | tuple[int, ...]:
-    match given.WhichOneof("prompt"):
-        case "text":
-            return given.text
-        case "token_ids":
-            return tuple(given.token_ids.ids)
-        case _:
-            raise InvalidRequestError(
-                f"inputs[{number}] has neither text nor token_ids", param=f"inputs[{number}]"
-            )

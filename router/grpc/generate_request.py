@@ -8,6 +8,7 @@ from contract.errors import InvalidRequestError
 from contract.grammars import reduced
 from contract.sampling import Grammar
 from protos import inference_pb2 as pb
+from router.grpc.prompts import prompt_of
 from router.request import GenerationRequest
 
 
@@ -22,7 +23,7 @@ def generation_request(
 
     return GenerationRequest(
         request_id=request_id,
-        prompt=_prompt(request),
+        prompt=prompt_of(request, "prompt"),
         model=request.model or None,
         temperature=_decimal(given("temperature")),
         top_k=given("top_k"),
@@ -67,16 +68,6 @@ def is_best_of(request: pb.GenerateRequest) -> bool:
             f"best_of is {request.sampling.best_of}; it must not be less than n", param="best_of"
         )
     return request.sampling.best_of > num_chosen(request)
-
-
-def _prompt(request: pb.GenerateRequest) -> str | tuple[int, ...]:
-    match request.WhichOneof("prompt"):
-        case "text":
-            return request.text
-        case "token_ids":
-            return tuple(request.token_ids.ids)
-        case _:
-            raise InvalidRequestError("the request has neither text nor token_ids", param="prompt")
 
 
 def _grammar(grammar: pb.AnswerGrammar) -> Grammar | None:

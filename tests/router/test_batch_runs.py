@@ -121,8 +121,9 @@ class Bench:
 
 
 async def uploaded(service: BatchService, content: bytes) -> str:
-    upload = await service.storage.run(Upload, service.storage.store, "me")
+    upload = Upload(service.storage.store, "me")
     try:
+        await service.storage.run(upload.create)
         await service.storage.run(upload.write, content)
         return (await service.storage.run(upload.finish, "in.jsonl", None)).id
     finally:
@@ -325,7 +326,8 @@ async def test_old_files_are_removed_after_the_disk_failed_once(
     )
     await storage.open()
     await runner.start()
-    upload = await storage.run(Upload, storage.store, "")
+    upload = Upload(storage.store, "")
+    await storage.run(upload.create)
     await storage.run(upload.write, b"x")
     file = await storage.run(upload.finish, "a", 3600)
     seconds[0] += 3600

@@ -112,6 +112,7 @@ class Filing(RuleBasedStateMachine):
 
         def work() -> str:
             upload = Upload(self.store, owner)
+            upload.create()
             for place in range(0, len(content), 100):
                 upload.write(content[place : place + 100])
             return upload.finish("in.jsonl", None).id

@@ -2,7 +2,12 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import pytest
+
+from contract.errors import DeadlineError
 from contract.identity import Role
 from contract.membership import Registration
 from contract.sampling import SamplingParams
@@ -52,20 +57,21 @@ def reservation_on(*workers: AttachedWorker) -> Reservation:
     )
 
 
-async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at_once() -> None:
-    """H5: the decode leg, which is not needed any more, is unbound and cancelled before the client has read a token."""
-    prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
-    unread = UnreadBytes(1000, 10_000)
+@contextmanager
+def begun_on(
+    prefill: AttachedWorker, decode: AttachedWorker, tasks: TaskSet, seconds: float
+) -> Iterator[Attempt]:
+    """Begin an attempt on two workers, which has so many seconds until its deadline."""
     request = PreparedRequest(
         request_id="r",
         prompt_token_ids=[1],
         priority=0,
         cache_salt="",
         arrival=0.0,
-        deadline=time.monotonic() + 60,
+        deadline=time.monotonic() + seconds,
         sampling=SamplingParams(max_tokens=5),
     )
-    with unread.open("") as account:
+    with UnreadBytes(1000, 10_000).open("") as account:
         legs = [
             Leg(LegPlan(PREFILL, prefill.name, 0), LEG_KINDS[PREFILL], prefill),
             Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
@@ -73,6 +79,14 @@ async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at
         attempt = Attempt(AttemptTask(request), AttemptLegs(legs, tasks), LegReport(), account, 1000)
         begin([attempt], reservation_on(prefill, decode), tasks)
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)
+        yield attempt
+        attempt.close()
+
+
+async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at_once() -> None:
+    """H5: the decode leg, which is not needed any more, is unbound and cancelled before the client has read a token."""
+    prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
+    with begun_on(prefill, decode, tasks, seconds=60.0) as attempt:
         entry = pb.TokenEntry(request_id="r", first_index=0, token_ids=[7], finish_reason="stop")
         prefill.deliver(pb.StepOutput(entries=[entry]))
         assert (prefill.view().num_requests, decode.view().num_requests) == (0, 0)
@@ -81,4 +95,19 @@ async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at
         async with asyncio.timeout(5):
             arrival = await attempt.next()
         assert [token.token_id for token in arrival.tokens] == [7]
-        attempt.close()
+
+
+async def test_the_deadline_releases_both_workers_however_slowly_the_client_reads() -> None:
+    """The client still receives the tokens that arrived in time, and the error after them."""
+    prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
+    with begun_on(prefill, decode, tasks, seconds=0.1) as attempt:
+        prefill.deliver(pb.StepOutput(entries=[pb.TokenEntry(request_id="r", first_index=0, token_ids=[7])]))
+        async with asyncio.timeout(5):
+            while decode.view().num_requests or prefill.view().num_requests:
+                await asyncio.sleep(0.01)
+            await tasks.close(5.0)
+            assert decode.calls.cancelled == ["r"]  # type: ignore[attr-defined]
+            assert [token.token_id for token in (await attempt.next()).tokens] == [7]
+            with pytest.raises(DeadlineError, match="with 1 tokens delivered"):
+                await attempt.next()
+        assert attempt.failure is None, "no other attempt follows"

@@ -1,19 +1,24 @@
 """/v1/files: upload, list, retrieve, content, delete; rejected uploads, and the content of the folder."""
 
+import asyncio
 import re
 import stat
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
 from contract.errors import SettingError
+from router.http.files.files import FileEndpoints
 from router.service import RouterService
 from router.settings import RouterSettings
 from tests.router.batch_cluster import call, content_of, create, filing_cluster, form, key, prompts, upload
 from tests.router.cluster import SECRET, Cluster, running_cluster
+from tests.router.test_batch_runs import LIMITS, Bench, FullDisk
 
 HOSTILE_NAMES = ("../../etc/passwd", "/etc/passwd", "..", "a\\b\u202e.jsonl", "x" * 5000)
 
@@ -150,6 +155,35 @@ async def test_an_invalid_upload_is_rejected_and_leaves_nothing(tmp_path: Path) 
         assert [path.name for path in tmp_path.iterdir()] == ["lock"]
         status, _ = await call(cluster, "POST", "/v1/files", data=form(b"x" * 1000))
         assert status == 200
+
+
+class SlowDisk(FullDisk):
+    """A disk that creates a file once ``may_create`` is set; ``is_asked`` is set by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = threading.Event()
+        self.may_create = threading.Event()
+
+    def create(self, path: Path) -> int:
+        self.is_asked.set()
+        assert self.may_create.wait(10)
+        return super().create(path)
+
+
+async def test_an_upload_that_is_cancelled_while_its_file_is_created_leaves_nothing(tmp_path: Path) -> None:
+    disk = SlowDisk()
+    async with Bench(tmp_path, disk=disk).service() as service:
+        endpoints = FileEndpoints(service.storage, service.runner, timeout_seconds=60.0, stall_seconds=60.0)
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        uploading = asyncio.create_task(endpoints.upload(make_mocked_request("POST", "/v1/files", headers)))
+        await asyncio.to_thread(disk.is_asked.wait, 10)
+        uploading.cancel()
+        disk.may_create.set()
+        await asyncio.wait([uploading])
+        assert uploading.cancelled()
+        assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+        service.storage.store.quota.check_records("", LIMITS.count)
 
 
 async def test_purpose_may_come_behind_the_file(tmp_path: Path) -> None:

@@ -111,13 +111,14 @@ async def test_embeddings_do_not_overtake_an_answer_that_waits_for_the_same_pref
     async with running_cluster(script) as cluster:
         await grant_one(cluster, "prefill-0")
         first = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        prefill = cluster.workers["prefill-0"]
+        await prefill.received.wait_for(lambda worker: len(worker.prefills) == 1)
         await cluster.until(lambda state: state["requests"]["waiting_for_first_token"] == 1)
         cluster.script = lambda _: Script(tokens=TOKENS)
         answer = asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "seed": 7}))
         await cluster.until(lambda state: state["num_in_line"] == 1)
         embedding = asyncio.create_task(cluster.post("/v1/embeddings", {"input": "x"}))
         await cluster.until(lambda state: state["num_in_line"] == 2)
-        prefill = cluster.workers["prefill-0"]
         first.cancel()
         await prefill.received.wait_for(lambda worker: len(worker.prefills) == 2 or len(worker.embeds) == 1)
         assert (len(prefill.received.prefills), len(prefill.received.embeds)) == (2, 0)

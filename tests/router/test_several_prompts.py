@@ -4,6 +4,7 @@ import asyncio
 import logging
 import tracemalloc
 from collections import defaultdict
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import pytest
 from contract.errors import InternalError
 from contract.identity import Role
 from protos import worker_pb2 as pb
+from router.answer import Delta
+from router.merge_streams import merge_streams
 from router.testing.script import Script
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_ends import nothing_is_left
@@ -104,6 +107,33 @@ async def test_a_client_that_leaves_cancels_every_answer() -> None:
         asking.cancel()
         await worker.received.wait_for(lambda worker: len(worker.cancels) == 3)
         await nothing_is_left(cluster)
+
+
+async def test_a_reader_that_is_cancelled_twice_leaves_no_stream_open() -> None:
+    """The second cancellation may arrive while the first one is still being handled."""
+    open_streams: set[int] = set()
+
+    async def stream(number: int) -> AsyncGenerator[Delta, None]:
+        open_streams.add(number)
+        try:
+            await asyncio.Event().wait()
+            yield Delta()
+        finally:
+            open_streams.remove(number)
+
+    async def read() -> None:
+        async for _ in merge_streams([stream(number) for number in range(6)]):
+            pass
+
+    reader = asyncio.create_task(read())
+    while len(open_streams) < 6:
+        await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.sleep(0)
+    reader.cancel()
+    await asyncio.wait([reader])
+    await asyncio.sleep(0)
+    assert not open_streams
 
 
 async def test_prompts_share_what_is_made_of_their_stop_strings() -> None:

@@ -64,6 +64,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(FOREIGN, ()),
 }
 """Field → the values (besides null) that ask for nothing."""
+OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "max_completion_tokens": (),
+    "response_format": (),
+    "logprobs": (False,),
+    "prompt_logprobs": (),
+    "echo": (False,),
+    "n": (1,),
+    "best_of": (1,),
+    "return_token_ids": (False,),
+}
+"""``NEUTRAL`` for fields of chats and text completions, on the endpoints that have other names for them, or none."""
 
 
 def _texts(body: Body, name: str) -> None:

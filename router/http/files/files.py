@@ -40,8 +40,9 @@ class FileEndpoints:
     async def upload(self, request: web.Request) -> web.Response:
         """POST /v1/files."""
         check_form(request, self._storage.store.limits.file_bytes)
-        upload = await self._storage.run(Upload, self._storage.store, tenant_of(request))
+        upload = Upload(self._storage.store, tenant_of(request))
         try:
+            await self._storage.run(upload.create)
             async with asyncio.timeout(self._timeout_seconds):
                 form = await read_form(request, self._storage, upload)
             _check_fields(form.fields)

@@ -7,6 +7,8 @@ Tokens of a stop string lie after the end of that text.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from msgspec import structs
+
 from contract.errors import InvalidRequestError
 from contract.outputs import FinishReason
 from router.answer import Delta, Prompt
@@ -46,19 +48,21 @@ class PromptView:
         if self._hides_answer:
             delta = _without_answer(delta)
         if delta.prompt is None or not (self._is_shown or self._has_offsets):
-            return replace(delta, tokens=self._after_prompt(delta))
+            return self._after_prompt(delta)
         text, tokens = self._read(delta.index, delta.prompt, tokenizer)
         self._lengths[delta.index] = len(text)
-        answer = self._after_prompt(delta)
+        delta = self._after_prompt(delta)
         if not self._is_shown:
-            return replace(delta, tokens=answer)
-        return replace(delta, text=text + delta.text, tokens=[*tokens, *answer])
+            return delta
+        return structs.replace(delta, text=text + delta.text, tokens=[*tokens, *delta.tokens])
 
-    def _after_prompt(self, delta: Delta) -> list[Token]:
+    def _after_prompt(self, delta: Delta) -> Delta:
+        """Return the delta with the offsets of its tokens counted from the beginning of the prompt."""
         length = self._lengths.get(delta.index, 0)
         if not length:
-            return delta.tokens
-        return [replace(token, text_offset=length + token.text_offset) for token in delta.tokens]
+            return delta
+        tokens = [structs.replace(token, text_offset=length + token.text_offset) for token in delta.tokens]
+        return structs.replace(delta, tokens=tokens)
 
     def _read(self, index: int, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, list[Token]]:
         """Return the prompt's text and tokens, with offsets if the prompt is shown."""
@@ -71,13 +75,13 @@ class PromptView:
         else:
             offsets = text_offsets(text, len(prompt.token_ids), tokenizer)
         pairs = zip(prompt.tokens, offsets, strict=True)
-        return text, [replace(token, text_offset=offset) for token, offset in pairs]
+        return text, [structs.replace(token, text_offset=offset) for token, offset in pairs]
 
 
 def _without_answer(delta: Delta) -> Delta:
     usage = delta.usage and replace(delta.usage, num_completion_tokens=0)
     reason = delta.finish_reason and FinishReason.LENGTH
-    return replace(delta, text="", tokens=[], usage=usage, finish_reason=reason, stop_reason=None)
+    return structs.replace(delta, text="", tokens=[], usage=usage, finish_reason=reason, stop_reason=None)
 
 
 def without_answer(body: Body) -> bool:

@@ -4,28 +4,20 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body
-from router.http.fields.thinking import thinking_kwargs
-from router.http.fields.unsupported import NEUTRAL, reject_unless_neutral
-from text.chat import RESERVED
+from router.http.fields.chat import template_kwargs
+from router.http.fields.unsupported import NEUTRAL, OPENAI_NEUTRAL, reject_unless_neutral
 from text.tools import Tool, ToolChoice, check_function_name
 
 _SUPPORTED = ("system", "tools", "tool_choice", "stop_sequences")
 MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: idle for name, idle in NEUTRAL.items() if name not in _SUPPORTED},
+    **OPENAI_NEUTRAL,
     "container": (),
     "mcp_servers": ([],),
-    "max_completion_tokens": (),
-    "response_format": (),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "n": (1,),
-    "best_of": (1,),
     "stream_options": (),
-    "return_token_ids": (False,),
     "input": (),
 }
-"""``NEUTRAL`` of this API: also the fields of chats that have other names here."""
+"""``NEUTRAL`` of this API: also the fields of OpenAI's APIs that have other names here."""
 _THINKS = {"enabled": True, "adaptive": True, "disabled": False}
 _CHOICES = ("auto", "any", "tool", "none")
 
@@ -105,20 +97,16 @@ def message_template_kwargs(body: Body) -> dict[str, Any]:
 
     Raises InvalidRequestError.
     """
-    found = body.object("chat_template_kwargs").fields
-    if taken := next((name for name in found if name in RESERVED), None):
-        raise InvalidRequestError(
-            f"chat_template_kwargs.{taken} cannot be set: it has its own field, or belongs to the model",
-            param=f"chat_template_kwargs.{taken}",
-        )
-    variables = thinking_kwargs(body.object("output_config").get("effort"), "output_config.effort", None, "")
+    effort = body.object("output_config").get("effort")
+    variables = template_kwargs(body, effort=effort, prefix=("output_config.", ""))
     thinking = body.object("thinking")
-    if thinking.fields:
-        kind = thinking.string("type")
-        if kind not in _THINKS:
-            raise InvalidRequestError(
-                f"thinking.type is {str(kind)[:40]!r}; choose one of {', '.join(_THINKS)}",
-                param="thinking.type",
-            )
-        variables |= {"enable_thinking": _THINKS[kind], "thinking": _THINKS[kind]}
-    return {**variables, **found}
+    if not thinking.fields:
+        return variables
+    kind = thinking.string("type")
+    if kind not in _THINKS:
+        raise InvalidRequestError(
+            f"thinking.type is {str(kind)[:40]!r}; choose one of {', '.join(_THINKS)}",
+            param="thinking.type",
+        )
+    thinks = {"enable_thinking": _THINKS[kind], "thinking": _THINKS[kind]}
+    return {**variables, **thinks, **body.object("chat_template_kwargs").fields}

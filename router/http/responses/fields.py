@@ -7,7 +7,7 @@ from contract.errors import InvalidRequestError
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body, Json
 from router.http.fields.thinking import check_choice
-from router.http.fields.unsupported import NEUTRAL, reject_unsupported
+from router.http.fields.unsupported import NEUTRAL, OPENAI_NEUTRAL, reject_unsupported
 from text.model_card import ModelCard
 
 INCLUDABLE = (
@@ -28,6 +28,7 @@ TRUNCATIONS = ("disabled", "auto")
 """Accepted, but an input is never truncated: one that is too long is rejected."""
 RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{name: idle for name, idle in NEUTRAL.items() if name not in _SUPPORTED},
+    **OPENAI_NEUTRAL,
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -37,14 +38,6 @@ RESPONSE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "messages": (),
     "max_tokens": (),
-    "max_completion_tokens": (),
-    "response_format": (),
-    "logprobs": (False,),
-    "prompt_logprobs": (),
-    "echo": (False,),
-    "n": (1,),
-    "best_of": (1,),
-    "return_token_ids": (False,),
 }
 """``NEUTRAL`` of this API: also the fields of chats that have other names here."""
 _ECHOED = ("instructions", "max_output_tokens", "prompt_cache_key", "safety_identifier", "user")
