@@ -58,8 +58,7 @@ def _open_nccl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
-    host = context.advertise_host or context.host
-    return Transport(sender, NcclReceiver(sender, host, context.read_timeout_seconds))
+    return Transport(sender, NcclReceiver(sender, context))
 
 
 def _open_tcp(context: TransportContext) -> Transport:
