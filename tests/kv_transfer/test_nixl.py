@@ -2,7 +2,9 @@
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -23,9 +25,8 @@ from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
 from kv_transfer.transports.nixl.agent import ID_TYPE, Region, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.remote_pool import HostMemory
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo, agent_name
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
@@ -38,6 +39,7 @@ from tests.kv_transfer.nixl_port import (
     NixlPort,
     Reader,
     context_for,
+    is_driving,
 )
 from tests.kv_transfer.watched_nixl import Watch
 
@@ -153,7 +155,7 @@ def test_the_generation_is_read_only_when_the_last_byte_is_there(
     thread = threading.Thread(target=fetch)
     thread.start()
     assert watch.has_posted.wait(30)
-    watched.nixl_thread.settle()
+    is_driving(watched.nixl_thread)  # answered after all that is posted
     assert watch.seen == [("posted", [0, 1])]
     port.sender.release(NAME)
     watch.may_end.set()
@@ -236,10 +238,10 @@ def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, read
     seen: list[bool] = []
     reader.receiver.probe(port.source, Read())
     while seen.count(True) < 200 and False not in seen:
-        read = HookedRead(BEFORE_POST, lambda: seen.append(port.nixl_thread.is_driving()))
+        read = HookedRead(BEFORE_POST, lambda: seen.append(is_driving(port.nixl_thread)))
         reader.fetch(port.source, range(2), port.grants[NAME], read=read)
         port.until_resting()
-        assert not reader.nixl_thread.is_driving()
+        assert not is_driving(reader.nixl_thread)
     assert False in seen
 
 
@@ -249,7 +251,7 @@ def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Read
     port.until_resting()
     reader.receiver.forget(port.source)
     port.sender._port.close()  # joins the thread of the connection
-    assert port.nixl_thread.is_driving()
+    assert is_driving(port.nixl_thread)
 
 
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
@@ -279,7 +281,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
     thread = threading.Thread(target=fetch_from_second)
     thread.start()
     for number in numbers:
-        reader.nixl_thread.begin_serving()
+        reader.nixl_thread.tell(lambda driver: driver.serve(second))
         reader.fetch(
             port.source, range(number, number + 2), port.grants[NAME], [number % 50, number % 50 + 1]
         )
@@ -287,7 +289,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
             True,
             True,
         )
-        reader.nixl_thread.end_serving()
+        reader.nixl_thread.tell(lambda driver: driver.rest(second))
     thread.join(60)
     assert not thread.is_alive()
     assert all(reader.holds(50 + number % 50, NUM_BLOCKS - number) for number in numbers[-12:])
@@ -312,14 +314,42 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
         reader.fetch(port.source, range(1), port.grants[NAME])
 
 
+def test_what_waits_for_the_agents_thread_ends_with_it(port: NixlPort, reader: Reader) -> None:
+    """A read that is to be posted, and a question behind it."""
+    reader.receiver.probe(port.source, Read())
+    is_busy, may_fail = threading.Event(), threading.Event()
+
+    def fail(_driver: object) -> None:
+        is_busy.set()
+        may_fail.wait(30)
+        raise RuntimeError("a bug")
+
+    def until_waiting(count: int) -> None:
+        while reader.nixl_thread._commands.num_waiting < count:
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(2) as pool:
+        reader.nixl_thread.tell(fail)
+        assert is_busy.wait(30)
+        fetch = pool.submit(reader.fetch, port.source, range(1), port.grants[NAME])
+        until_waiting(1)
+        answer = pool.submit(is_driving, reader.nixl_thread)
+        until_waiting(2)
+        may_fail.set()
+        with pytest.raises(TransferError, match="the NIXL agent is closed"):
+            fetch.result(30)
+        assert answer.result(30) is False
+
+
 def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
     """Open a data port that describes ``port``'s pool wrongly."""
     table = GenerationTable()
     other = NixlThread(load("127.0.0.1"), agent_name("liar"))
     pool = HostMemory(LAYOUT.block_bytes, 4)
+    generations = Region(table.address, SLOT_BYTES, NUM_SLOTS)
     truth = NixlPoolInfo(
         DataStatus.OK,
-        agent=other.register(pool.region, Region(table.address, SLOT_BYTES, NUM_SLOTS)),
+        agent=other.ask(lambda driver: driver.register(pool.region, generations)),
         address=pool.region.address,
         block_bytes=LAYOUT.block_bytes,
         num_blocks=4,
@@ -329,7 +359,7 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
 
     def talk(connection: Connection) -> None:
         assert table and pool, "alive as long as somebody may read them"
-        other.begin_serving()
+        other.tell(lambda driver: driver.serve(connection))
         write_frame(connection.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
         connection.sock.recv(1)
         other.close()

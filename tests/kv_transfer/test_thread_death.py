@@ -24,6 +24,7 @@ from kv_transfer.transports.registry import open_transport
 from kv_transfer.transports.transport import ReceiverTransport, TransportContext
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
+from tests.kv_transfer.nixl_port import is_driving
 
 
 class UnforgivingReceiver:
@@ -121,10 +122,10 @@ def test_the_thread_of_nixl() -> None:
         load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error))
     )
     try:
-        nixl_thread.disconnect(cast(Any, "no pool"))
+        nixl_thread.tell(lambda driver: driver.disconnect(cast(Any, "no pool")))
         assert failed.get(30)[0] == "kv-nixl"
         with pytest.raises(TransferError, match="is closed"):
-            nixl_thread.is_driving()
+            is_driving(nixl_thread)
     finally:
         nixl_thread.close()
 
