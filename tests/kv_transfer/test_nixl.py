@@ -2,9 +2,7 @@
 
 import random
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -314,37 +312,10 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
         reader.fetch(port.source, range(1), port.grants[NAME])
 
 
-def test_what_waits_for_the_agents_thread_ends_with_it(port: NixlPort, reader: Reader) -> None:
-    """A read that is to be posted, and a question behind it."""
-    reader.receiver.probe(port.source, Read())
-    is_busy, may_fail = threading.Event(), threading.Event()
-
-    def fail(_driver: object) -> None:
-        is_busy.set()
-        may_fail.wait(30)
-        raise RuntimeError("a bug")
-
-    def until_waiting(count: int) -> None:
-        while reader.nixl_thread._commands.num_waiting < count:
-            time.sleep(0.001)
-
-    with ThreadPoolExecutor(2) as pool:
-        reader.nixl_thread.tell(fail)
-        assert is_busy.wait(30)
-        fetch = pool.submit(reader.fetch, port.source, range(1), port.grants[NAME])
-        until_waiting(1)
-        answer = pool.submit(is_driving, reader.nixl_thread)
-        until_waiting(2)
-        may_fail.set()
-        with pytest.raises(TransferError, match="the NIXL agent is closed"):
-            fetch.result(30)
-        assert answer.result(30) is False
-
-
 def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
     """Open a data port that describes ``port``'s pool wrongly."""
     table = GenerationTable()
-    other = NixlThread(load("127.0.0.1"), agent_name("liar"))
+    other = NixlThread(load("127.0.0.1"), agent_name("liar"), lambda _thread, _error: None)
     pool = HostMemory(LAYOUT.block_bytes, 4)
     generations = Region(table.address, SLOT_BYTES, NUM_SLOTS)
     truth = NixlPoolInfo(

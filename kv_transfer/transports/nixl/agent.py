@@ -204,11 +204,11 @@ class NixlAgent:
 
     def post(self, handle: Any) -> bool:
         """Begin a read; return True if it is done already."""
-        return _is_done(self._call("a read", "transfer", handle))
+        return self._is_done("transfer", handle)
 
     def is_done(self, handle: Any) -> bool:
         """Let a posted read progress; return True when every byte is in place."""
-        return _is_done(self._call("a read", "check_xfer_state", handle))
+        return self._is_done("check_xfer_state", handle)
 
     def release(self, handle: Any) -> None:
         """Release the handle of a terminal read."""
@@ -222,6 +222,12 @@ class NixlAgent:
         """End the library's agent: nothing that was posted can land any more."""
         self._agent = None
 
+    def _is_done(self, method: str, handle: Any) -> bool:
+        state = self._call("a read", method, handle)
+        if state == "ERR":
+            raise TransferError("nixl: a read ended in an error")
+        return bool(state == "DONE")
+
     def _call(self, what: str, method: str, *arguments: Any) -> Any:
         """Call a method of the library's agent, and replace its errors by ours."""
         if self._agent is None:
@@ -232,9 +238,3 @@ class NixlAgent:
             raise PeerUnreachableError(f"nixl: {what} failed: the peer is gone") from error
         except self._library.errors as error:
             raise TransferError(f"nixl: {what} failed: {error!r}") from error
-
-
-def _is_done(state: str) -> bool:
-    if state == "ERR":
-        raise TransferError("nixl: a read ended in an error")
-    return state == "DONE"

@@ -32,12 +32,9 @@ class NixlThread:
     """Owns the agent and its thread. Every method may be called from any thread; a caller of the driver holds ``_turn``."""
 
     def __init__(
-        self,
-        library: NixlLibrary,
-        name: str,
-        on_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None,
+        self, library: NixlLibrary, name: str, on_failed: Callable[[str, BaseException], None]
     ) -> None:
-        """Start the agent. Raises SettingError if the library cannot work here."""
+        """Start the agent. Raises SettingError if the library cannot work here. on_failed: see ``TransportContext``."""
         self._on_failed = on_failed
         agent = NixlAgent(library, name)
         self._driver = AgentDriver(agent)

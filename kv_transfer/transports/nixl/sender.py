@@ -90,8 +90,7 @@ class NixlSender:
         """Start the agent and open the port. Raises SettingError, OSError."""
         self.why_not_offered: str | None = "the pool is not allocated yet"
         self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
-        self._is_auto = context.is_auto
-        self._on_idle = context.on_idle
+        self._context = context
         with ExitStack() as undo:
             self._table = GenerationTable()
             undo.callback(self._table.close)
@@ -119,7 +118,9 @@ class NixlSender:
             table_address=table.address,
             nonce=self._table.nonce,
         )
-        self.why_not_offered = _why_slower(pool) if self._is_auto else None
+        self.why_not_offered = None
+        if self._context.is_auto and not (pool.is_device or has_rdma_device()):
+            self.why_not_offered = "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
         """Return the grant of these blocks. Raises TransferError for too many leases."""
@@ -130,7 +131,7 @@ class NixlSender:
     def release(self, name: LeaseName) -> None:
         """End the lease: reads of it fail from now on, running ones too."""
         self._table.end(name)
-        self._on_idle(name)
+        self._context.on_idle(name)
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""
@@ -157,13 +158,6 @@ class NixlSender:
             if wanted is Help.PAUSE:
                 write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
             wanted = read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
-
-
-def _why_slower(pool: Region) -> str | None:
-    """Return why ``tcp`` is faster, if it is: over plain TCP between host memories."""
-    if pool.is_device or has_rdma_device():
-        return None
-    return "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
 
 
 def region_of(memory: KVMemory) -> Region:
