@@ -66,9 +66,11 @@ class PairGroup:
         """Send all of it."""
         self._wait(self._group.send, content)
 
-    def receive(self, content: torch.Tensor) -> None:
-        """Fill all of it."""
+    def receive(self, num_bytes: int, place: torch.device) -> torch.Tensor:
+        """Return so many bytes, in memory at ``place``."""
+        content = torch.empty(num_bytes, dtype=torch.uint8, device=place)
         self._wait(self._group.recv, content)
+        return content
 
     def close(self) -> None:
         """End the group, and what the other rank waits for. Idempotent."""
@@ -129,10 +131,6 @@ class GroupPool:
             return taken.view(torch.uint8).flatten()
         content = bytearray().join(read_views(self._memory, block_ids, part))
         return torch.frombuffer(content, dtype=torch.uint8)
-
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for so many bytes."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
 
     def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
         """Copy the bytes into views of one size, in order."""

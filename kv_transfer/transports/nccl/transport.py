@@ -149,8 +149,7 @@ class _Peer(PeerConnection):
             for start, piece in request.pieces(size):
                 write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
                 self._expect_ok()
-                content = pool.empty(piece.num_blocks * size)
-                group.receive(content)
+                content = group.receive(piece.num_blocks * size, pool.place)
                 self._expect_ok()
                 pool.scatter(content, views[start : start + piece.num_blocks])
         read.check()  # a stop after the last byte has shut the connection down as well

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +130,10 @@ class Region:
 
 
 class NixlAgent:
-    """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError."""
+    """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError.
+
+    undo: gets the call that undoes the one that it is passed to.
+    """
 
     def __init__(self, library: NixlLibrary, name: str) -> None:
         self._library = library
@@ -155,47 +159,36 @@ class NixlAgent:
                 param="transport",
             ) from error
 
-    def register(self, region: Region) -> Any:
+    def register(self, region: Region, undo: ExitStack) -> None:
         """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read."""
         row = (region.address, region.num_bytes, region.device_id, "")
-        return self._call("registering memory", "register_memory", [row], region.memory_type)
-
-    def deregister(self, registration: Any) -> None:
-        """End a registration."""
-        self._call("deregistering memory", "deregister_memory", registration)
+        registered = self._call("registering memory", "register_memory", [row], region.memory_type)
+        undo.callback(self._call, "deregistering memory", "deregister_memory", registered)
 
     def metadata(self) -> bytes:
         """Return what a peer needs to read the regions that are registered now."""
         found: bytes = self._call("describing this agent", "get_agent_metadata")
         return found
 
-    def describe(self, region: Region, peer: str = SELF, part: BlockPart | None = None) -> Any:
-        """Describe a region's blocks, or the part of each, for ``prepare``."""
+    def describe(self, region: Region, peer: str, part: BlockPart | None, undo: ExitStack) -> Any:
+        """Describe a region's blocks, or the part of each, for ``prepare``. peer: whose they are, or SELF."""
         start, end = block_span(region.block_bytes, part)
         # One row for all blocks: where the first one begins, length, device, stride and count.
         row = (region.address + start, end - start, region.device_id, region.block_bytes, region.num_blocks)
         rows = np.array([row], np.uint64)
-        return self._call("describing memory", "prep_xfer_dlist", peer, rows, region.memory_type)
+        blocks = self._call("describing memory", "prep_xfer_dlist", peer, rows, region.memory_type)
+        undo.callback(self._call, "releasing descriptors", "release_dlist_handle", blocks)
+        return blocks
 
-    def undescribe(self, blocks: Any) -> None:
-        """Release a description."""
-        self._call("releasing descriptors", "release_dlist_handle", blocks)
-
-    def add_peer(self, metadata: bytes, name: str) -> None:
-        """Add a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
+    def add_peer(self, metadata: bytes, name: str, undo: ExitStack) -> None:
+        """Add a peer, which must have this name. Does not wait for it. The last undo disconnects it."""
         found = self._call(f"adding {name}", "add_remote_agent", metadata)
         found = found.decode() if isinstance(found, bytes) else found
         if found != name:
             raise TransferError(f"the peer's agent is {found}; it should be {name}")
         self._call(f"adding {name}", "make_connection", name)
         self._num_users[name] += 1
-
-    def remove_peer(self, name: str) -> None:
-        """Undo one ``add_peer``; the last one disconnects the peer."""
-        self._num_users[name] -= 1
-        if not self._num_users[name]:
-            del self._num_users[name]
-            self._call(f"removing {name}", "remove_remote_agent", name)
+        undo.callback(self._remove_peer, name)
 
     def prepare(self, local: Any, local_ids: Ids, remote: Any, remote_ids: Ids) -> Any:
         """Prepare a read of remote blocks into local ones, to be posted."""
@@ -221,6 +214,12 @@ class NixlAgent:
     def close(self) -> None:
         """End the library's agent: nothing that was posted can land any more."""
         self._agent = None
+
+    def _remove_peer(self, name: str) -> None:
+        self._num_users[name] -= 1
+        if not self._num_users[name]:
+            del self._num_users[name]
+            self._call(f"removing {name}", "remove_remote_agent", name)
 
     def _is_done(self, method: str, handle: Any) -> bool:
         state = self._call("a read", method, handle)

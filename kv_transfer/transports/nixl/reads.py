@@ -118,8 +118,8 @@ class AgentDriver:
 
     def register(self, pool: Region, table: Region) -> bytes:
         """Make both readable by peers; return the metadata that peers need. Called once."""
-        self._agent.register(pool)
-        self._agent.register(table)
+        self._agent.register(pool, self._undo)
+        self._agent.register(table, self._undo)
         if not pool.is_device:
             self.pool_blocks = DescribedRegion(self._agent, pool, self._undo)
         return self._agent.metadata()

@@ -38,8 +38,7 @@ class DescribedRegion:
         if part not in self._by_part:
             if len(self._by_part) > _MAX_PARTS:
                 raise TransferError(f"nixl: blocks are read in {_MAX_PARTS} different parts already")
-            described = self._by_part[part] = self._agent.describe(self.region, self._peer, part)
-            self._undo.callback(self._agent.undescribe, described)
+            self._by_part[part] = self._agent.describe(self.region, self._peer, part, self._undo)
         return self._by_part[part]
 
 
@@ -66,12 +65,11 @@ class RemotePool:
 
     def enter(self, agent: NixlAgent, metadata: bytes) -> None:
         """Make it readable by ``agent``. Does not wait for the peer. Needs ``release``, also after a failure."""
-        agent.add_peer(metadata, self._agent_name)
-        self._undo.callback(agent.remove_peer, self._agent_name)
+        agent.add_peer(metadata, self._agent_name, self._undo)
         self.blocks = DescribedRegion(agent, self.region, self._undo, self._agent_name)
         self._table = DescribedRegion(agent, self._table_region, self._undo, self._agent_name)
-        for memory in (self.bounce, self.found):
-            self._undo.callback(agent.deregister, agent.register(memory.region))
+        agent.register(self.bounce.region, self._undo)
+        agent.register(self.found.region, self._undo)
         self.bounce_blocks = DescribedRegion(agent, self.bounce.region, self._undo)
         self._found_slots = DescribedRegion(agent, self.found.region, self._undo)
         self._undo.callback(self._forget_looks, agent)
