@@ -39,27 +39,20 @@ def _open_shm(context: TransportContext) -> Transport:
 
 def _open_nixl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nixl.agent import load
-    from kv_transfer.transports.nixl.nixl_thread import NixlThread
-    from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
+    from kv_transfer.transports.nixl.receiver import NixlReceiver
     from kv_transfer.transports.nixl.sender import NixlSender
 
     if context.is_auto:
         context = replace(context, data_port=0)  # the port that was set is for tcp then
-    nixl_thread = NixlThread(load(context.host), agent_name(context.boot_id), context.on_thread_failed)
-    try:
-        sender = NixlSender(context, nixl_thread)
-    except BaseException:
-        nixl_thread.close()
-        raise
-    return Transport(sender, NixlReceiver(nixl_thread, context.read_timeout_seconds))
+    sender = NixlSender(context, load(context.host))
+    return Transport(sender, NixlReceiver(sender.nixl_thread, context.read_timeout_seconds))
 
 
 def _open_nccl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
-    host = context.advertise_host or context.host
-    return Transport(sender, NcclReceiver(sender, host, context.read_timeout_seconds))
+    return Transport(sender, NcclReceiver(sender, context))
 
 
 def _open_tcp(context: TransportContext) -> Transport:
