@@ -1,11 +1,11 @@
 """The transports by their names, best first.
 
-To add a transport: copy the folder of one that is like it (``tcp`` is the smallest) and fulfil ``SenderTransport``
-and ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
+To add a transport: copy the folder of one that is like it (``tcp`` is the smallest), a ``Sender`` (``leases.py``)
+and a ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
 Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
 contract of the transports in ``pyproject.toml``.
 
-Shared parts: ``data_port.py`` for a sender, with the LendingSender of ``leases.py`` if it answers requests or the
+Shared parts: ``data_port.py`` for a sender, with the LeaseBook of ``leases.py`` if it answers requests or the
 GenerationTable if it is read without; ``connection_cache.py`` for a receiver.
 """
 
@@ -15,11 +15,11 @@ from dataclasses import replace
 from functools import partial
 
 from contract.errors import SettingError
+from kv_transfer.transports.leases import Sender
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
 from kv_transfer.transports.transport import (
     IdleTogether,
     ReceiverTransport,
-    SenderTransport,
     Transport,
     TransportContext,
 )
@@ -114,7 +114,7 @@ def open_transport(name: str, context: TransportContext) -> Transport:
 
 def open_transports(
     name: str, context: TransportContext
-) -> tuple[dict[str, SenderTransport], dict[str, ReceiverTransport]]:
+) -> tuple[dict[str, Sender], dict[str, ReceiverTransport]]:
     """Open one transport, or all that ``auto`` can open here; return senders and receivers by name, best first.
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
@@ -122,7 +122,7 @@ def open_transports(
     names = auto_names(has_rdma_device() or has_nvidia_gpu()) if name == AUTO else (name,)
     context = replace(context, is_auto=name == AUTO)
     opened: dict[str, Transport] = {}
-    idle = IdleTogether(names, context.on_idle)
+    idle = IdleTogether(opened, context.on_idle)
     try:
         for each in names:
             try:
@@ -131,7 +131,6 @@ def open_transports(
                 if each == names[-1]:
                     raise
                 logger.warning("transport auto leaves %s out: %s", each, error.message)
-                idle.leave_out(each)
     except BaseException:
         for transport in opened.values():
             transport.sender.close()

@@ -134,8 +134,10 @@ class GatedBook(LeaseBook):
         self.is_read, self.gate = threading.Event(), threading.Event()
 
     @contextmanager
-    def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
-        with super().reading(request) as views:
+    def reading(
+        self, request: ReadRequest, interrupt: Callable[[], None] = lambda: None
+    ) -> Iterator[Sequence[memoryview]]:
+        with super().reading(request, interrupt) as views:
             yield views
         self.is_read.set()
         assert self.gate.wait(WAIT)

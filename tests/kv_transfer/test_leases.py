@@ -314,10 +314,14 @@ def test_a_release_right_after_a_read_does_not_cut_the_next_one(port: DataPort) 
 def test_a_lease_is_idle_when_its_last_reader_leaves() -> None:
     """Once per revocation, and no read starts after the first."""
     idle: list[LeaseName] = []
-    book, memory = LeaseBook(idle.append), ByteMemory(SMALL, 2)
-    book.extend(NAME, memory, [0, 1])
-    with book.reading(ReadRequest(NAME, 0, 1)):
+    book, interrupted = LeaseBook(idle.append), list[str]()
+    book.start(ByteMemory(SMALL, 2))
+    book.extend(NAME, [0, 1])
+    with book.reading(ReadRequest(NAME, 1, 1), lambda: interrupted.append("one that ended before")):
+        pass
+    with book.reading(ReadRequest(NAME, 0, 1), lambda: interrupted.append("a running one")):
         book.revoke(NAME)
+        assert interrupted == ["a running one"]
         book.revoke(NAME)
         assert idle == []
         with pytest.raises(StaleLeaseError), book.reading(ReadRequest(NAME, 1, 1)):

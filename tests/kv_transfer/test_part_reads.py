@@ -116,7 +116,8 @@ def test_no_part_reaches_into_the_next_block(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", [MappedKVMemory(LAYOUT, 4), ByteMemory(LAYOUT, 4)], ids=["flat", "other"])
 def test_a_sender_refuses_a_part_that_its_blocks_do_not_have(memory: KVMemory) -> None:
     book = LeaseBook(lambda _: None)
-    book.extend(NAME, memory, [1, 2])
+    book.start(memory)
+    book.extend(NAME, [1, 2])
     for part in (BlockPart(LAYOUT.block_bytes, 1), BlockPart(1, LAYOUT.block_bytes), BlockPart(-1, 4)):
         with (
             pytest.raises(TransferError, match="are not in a block of"),

@@ -64,7 +64,7 @@ class NcclSender(LendingSender):
 
     def close(self) -> None:
         """End every lease and connection. Idempotent."""
-        self.book.revoke_all()
+        self.leases.revoke_all()
         self._port.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -98,11 +98,11 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self.book.block_ids(request), request.part)
-            self.book.check(request.name)
+            content = pool.gather(self.leases.block_ids(request), request.part)
+            self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
-            self.book.check(request.name)
+            self.leases.check(request.name)
         except StaleLeaseError as error:
             write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_DATA_FRAME_BYTES)
             return
