@@ -74,19 +74,8 @@ class RankData:
 
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
-        context = TransportContext(
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            data_port=settings.data_port,
-            boot_id=settings.boot_id,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            sessions=self.sessions,
-            on_idle=self._on_idle,
-            local=settings.local,
-            shm_dir=settings.shm_dir,
-            on_thread_failed=self._on_thread_failed,
-        )
-        senders, receivers = open_transports(settings.transport_name, context)
+        context = TransportContext(settings, self.sessions, self._on_idle, self._on_thread_failed)
+        senders, receivers = open_transports(context)
         self._senders = Senders(senders)
         self.release = self._senders.release
         self.offers = self._senders.offers

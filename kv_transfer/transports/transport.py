@@ -4,14 +4,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from pydantic import Field
+
+from contract.options import PartSettings
 from engine.connector import KVMemory
+from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sender, Sessions
 from kv_transfer.transports.local import LocalHub
+
+AUTO = "auto"
+LOCAL = "local"
+"""The transport between connectors of one process, which only tests use."""
 
 
 class ReceiverTransport(Protocol):
@@ -46,25 +53,33 @@ class Transport:
     receiver: ReceiverTransport
 
 
+class TransportSettings(TransferOptions, PortOptions, PartSettings):
+    """The part of a connector's settings that its transports are opened with."""
+
+    boot_id: str = Field(min_length=1)
+    """Identifies one start of the worker."""
+    read_timeout_seconds: float = Field(default=10.0, gt=0)
+    """A transfer fails if its data connection moves no byte for this time."""
+    local: LocalHub | None = None
+    """Connects transports within one process, for tests; None: ``transport`` is used."""
+
+    @property
+    def transport_name(self) -> str:
+        """The transport to open; ``local`` if there is a hub for it."""
+        return LOCAL if self.local is not None else self.transport
+
+
 @dataclass(frozen=True)
 class TransportContext:
     """The arguments that every transport is opened with.
 
-    on_idle: see ``Sender.release``; called from any thread. shm_dir: see ``TransferSettings``.
-    is_auto: the transport is one of several that ``auto`` opens. on_thread_failed: called in a thread of the transport that
-    ends because of a bug and serves nothing any more.
+    on_idle: see ``Sender.release``; called from any thread. on_thread_failed: called in a thread of the transport that ends
+    because of a bug and serves nothing any more.
     """
 
-    host: str
-    advertise_host: str | None
-    data_port: int
-    boot_id: str
-    read_timeout_seconds: float
+    settings: TransportSettings
     sessions: Sessions
     on_idle: Callable[[LeaseName], None]
-    local: LocalHub | None = None
-    shm_dir: Path | None = None
-    is_auto: bool = False
     on_thread_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None
 
 

@@ -16,7 +16,7 @@ from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transport, transport_names
 from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32")
@@ -62,17 +62,7 @@ class Pair:
         return [found.pop() for found in layers]
 
     def _context(self, boot_id: str, folder: Path) -> TransportContext:
-        return TransportContext(
-            "127.0.0.1",
-            None,
-            0,
-            boot_id,
-            30.0,
-            self.sessions,
-            lambda _: None,
-            self.hub,
-            shm_dir=folder,
-        )
+        return context_of(boot_id, self.sessions, local=self.hub, shm_dir=folder)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class NcclSender(LendingSender):
         """Open the port."""
         super().__init__(LeaseBook(context.on_idle))
         self.pool: GroupPool | None = None
-        self._context = context
+        self._settings = context.settings
         self._port = DataPort(context, "kv-nccl", self._serve, transport="nccl")
         self.address = self._port.address
 
@@ -69,12 +69,12 @@ class NcclSender(LendingSender):
 
     def _serve(self, connection: Connection) -> None:
         pool = self.pool
-        timeout_seconds = self._context.read_timeout_seconds
+        timeout_seconds = self._settings.read_timeout_seconds
         if pool is None:
             denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
             raise TransferError(denied.message)
-        meeting = Meeting(self._context.host, self._context.advertise_host, timeout_seconds)
+        meeting = Meeting(self._settings.host, self._settings.advertise_host, timeout_seconds)
         info = NcclPoolInfo(
             DataStatus.OK,
             store=meeting.address,
@@ -83,7 +83,7 @@ class NcclSender(LendingSender):
             block_bytes=pool.block_bytes,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
-        host = self._context.advertise_host or self._context.host
+        host = self._settings.advertise_host or self._settings.host
         try:
             group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)
             with closing(group):

@@ -27,7 +27,7 @@ from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable
 from kv_transfer.transports.nixl.agent import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import AUTO, TransportContext
 
 MAX_NIXL_FRAME_BYTES = 262144
 _HELP_ON_SECONDS = 60.0
@@ -86,7 +86,7 @@ class NixlSender(Sender):
         self.why_not_offered = "the pool is not allocated yet"
         self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
         self._nixl_thread = nixl_thread
-        self._is_auto = context.is_auto
+        self._is_auto = context.settings.transport == AUTO
         self._is_closed = False
         self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
         self.address = self._port.address

@@ -56,12 +56,13 @@ class ShmSender(Sender):
             raise SettingError(
                 f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
             )
-        path = socket_path(context.shm_dir, context.boot_id)
+        settings = context.settings
+        path = socket_path(settings.shm_dir, settings.boot_id)
         self.address = str(path)
         self._descriptors: list[int] = []
         self._refuse("the pool is not allocated yet")
         with ExitStack() as undo:
-            if context.shm_dir is None:
+            if settings.shm_dir is None:
                 undo.callback(remove_fresh_folder, path.parent)
             super().__init__(GenerationTable(context.on_idle, ID_TYPE))
             undo.callback(self.leases.close)
