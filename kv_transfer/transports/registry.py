@@ -34,7 +34,10 @@ def _open_shm(context: TransportContext) -> Transport:
     from kv_transfer.transports.shm.receiver import ShmReceiver
     from kv_transfer.transports.shm.sender import ShmSender
 
-    return Transport(ShmSender(context), ShmReceiver(context.settings.read_timeout_seconds))
+    receiver = ShmReceiver(
+        context.settings.read_timeout_seconds
+    )  # first: unlike the sender, it has nothing to close
+    return Transport(ShmSender(context), receiver)
 
 
 def _open_nixl(context: TransportContext) -> Transport:
