@@ -34,7 +34,6 @@ _MAX_WAIT_SECONDS = 3600.0
 _MAX_NAME_BYTES = 16
 """Linux's TCP_CA_NAME_MAX."""
 _TIMEVAL = struct.Struct("@ll")
-_MAX_TIMEOUT_SECONDS = 10_000_000
 
 
 def shut_down(sock: socket.socket, half: int = socket.SHUT_RDWR) -> None:
@@ -52,8 +51,7 @@ def limit_waits(sock: socket.socket, receive_seconds: float, send_seconds: float
 
 def _timeval(seconds: float) -> bytes:
     """Pack a timeout, rounded up: 0 means for ever."""
-    microseconds = math.ceil(min(seconds, _MAX_TIMEOUT_SECONDS) * 1e6)
-    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+    return _TIMEVAL.pack(*divmod(math.ceil(seconds * 1e6), 1_000_000))
 
 
 def leave_unpaced(sock: socket.socket) -> None:
@@ -107,7 +105,6 @@ class _ServedConnections:
         self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
-        self._is_closed = False
         sessions.listen(self._end_session)
 
     def start(self, connection: Connection) -> None:
@@ -116,9 +113,6 @@ class _ServedConnections:
             target=self._run, args=(connection,), name=f"{self._name}-serve", daemon=True
         )
         with self._lock:
-            if self._is_closed:
-                connection.sock.close()
-                return
             self._threads[connection] = thread
             try:
                 thread.start()  # it may end at once: it needs the lock to remove the connection
@@ -128,9 +122,8 @@ class _ServedConnections:
                 raise
 
     def close(self) -> None:
-        """End every connection and join its thread. Idempotent."""
+        """End every connection and join its thread; called when no more are started."""
         with self._lock:
-            self._is_closed = True
             threads = list(self._threads.values())
             for connection in self._threads:
                 shut_down(connection.sock)
@@ -190,8 +183,8 @@ class DataPort:
         if self._wake_out.fileno() < 0:
             return
         self._wake_out.send(b"\0")
-        self._served.close()
         self._thread.join()
+        self._served.close()
         for sock in (self._listener, self._wake_in, self._wake_out):
             sock.close()
 
@@ -214,7 +207,8 @@ class DataPort:
             while True:
                 self._listener.watch(selector)
                 due = min(pending.drop_late(time.monotonic()), self._listener.resume_at)
-                ready = [key for key, _ in selector.select(_seconds_until(due))]
+                seconds = min(max(0.0, due - time.monotonic()), _MAX_WAIT_SECONDS)
+                ready = [key for key, _ in selector.select(seconds)]
                 if any(key.fileobj is self._wake_in for key in ready):
                     return
                 for connection in [key.data for key in ready if key.data is not None]:
@@ -253,7 +247,3 @@ class DataPort:
             sock.sendall(reply_frame(DataStatus.OK) if is_known else refused)
         if is_known:
             self._serve(connection)
-
-
-def _seconds_until(due: float) -> float | None:
-    return None if due == math.inf else max(0.0, min(due - time.monotonic(), _MAX_WAIT_SECONDS))

@@ -87,7 +87,7 @@ class BuggySeconds(float):
     def __radd__(self, other: float) -> float:
         return BuggySeconds(other)
 
-    def __le__(self, other: float) -> bool:
+    def __gt__(self, other: float) -> bool:
         raise RuntimeError("a bug in a comparison")
 
 
