@@ -29,7 +29,7 @@ from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.transports.block_views import BlockViews, address_of, flat_views, is_flat, read_views
+from kv_transfer.transports.block_views import BlockViews, address_of, is_flat, read_views
 
 
 @dataclass
@@ -63,7 +63,8 @@ class LeaseBook:
             lease = self._leases.setdefault(name, _Lease(np.zeros(0, np.int64)))
             lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
             if is_flat(self._memory):
-                lease.views = flat_views(self._memory, lease.block_ids)
+                pool = self._memory.pool_view.toreadonly()
+                lease.views = BlockViews(pool, self._memory.layout.block_bytes, lease.block_ids)
                 lease.views.keep_addresses()
 
     def revoke(self, name: LeaseName) -> None:
