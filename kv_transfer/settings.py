@@ -12,7 +12,7 @@ from contract.layout import Side
 from contract.options import PeerOptions
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.transports.nixl.agent import why_missing
-from kv_transfer.transports.shm.sender import why_unsupported
+from kv_transfer.transports.shm.sender import check_supported
 from kv_transfer.transports.transport import ReceiverTransport, TransportSettings
 
 DEFAULT_STAGING_BYTES = 16 * 2**20
@@ -53,11 +53,8 @@ class TransferSettings(TransportSettings, PeerOptions):
         missing = why_missing() if self.transport == "nixl" else None
         if missing is not None:
             raise SettingError(missing, param="transport")
-        why_not = why_unsupported() if self.transport == "shm" else None
-        if why_not is not None:
-            raise SettingError(
-                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
-            )
+        if self.transport == "shm":
+            check_supported()
         return self
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import KvbatonError, PeerUnreachableError, TransferError
+from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
 from kv_transfer.links.framing import HEADER, as_frame
 from kv_transfer.protocol.reads import (
     LeaseName,
@@ -21,7 +21,7 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, why_unsupported
+from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, check_supported
 from kv_transfer.transports.transport import Senders
 from tests.kv_transfer.fakes import ByteMemory, GatedRead
 from tests.kv_transfer.greetings import prove_reading
@@ -353,5 +353,7 @@ def test_the_socket_of_a_dead_process_is_removed_and_a_living_ones_is_not(tmp_pa
 
 
 def test_where_the_system_cannot_do_it_the_reason_is_said() -> None:
-    assert why_unsupported("darwin") == "it needs Linux, and this is darwin"
-    assert why_unsupported("linux") is None
+    words = "^transport shm is not possible here: it needs Linux, and this is darwin; choose auto or tcp$"
+    with pytest.raises(SettingError, match=words):
+        check_supported("darwin")
+    check_supported("linux")

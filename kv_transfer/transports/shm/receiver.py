@@ -12,8 +12,8 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -47,23 +47,15 @@ class PieceCopier:
         """Return a copy of ``blocks`` to ``views``. It raises ReadStoppedError after ``read.stop()``."""
         if self._copy_blocks is None or not isinstance(views, BlockViews):
             return copy_each(blocks, views, read)
-        past_caches = self._exceeds_caches(blocks.view_bytes, len(blocks), read)
-        copy_all = copy_natively(self._copy_blocks, blocks, views, past_caches=past_caches)
-
-        def copy_piece(start: int, end: int) -> None:
-            read.check()
-            copy_all(start, end)
-
-        return copy_piece
-
-    def _exceeds_caches(self, view_bytes: int, num_views: int, read: Read) -> bool:
-        """Return True if the caches cannot hold source and target until the bytes are read again."""
-        num_at_once = min(num_views, blocks_per_piece(view_bytes)) if read.is_followed else num_views
-        return 2 * num_at_once * view_bytes > self._cache_bytes
+        # The caches should hold source and target until the bytes are read again, which is after a piece if it is verified.
+        per_piece = blocks_per_piece(blocks.view_bytes)
+        num_at_once = min(len(blocks), per_piece) if read.is_followed else len(blocks)
+        past_caches = 2 * num_at_once * blocks.view_bytes > self._cache_bytes
+        return copy_natively(self._copy_blocks, blocks, views, read, past_caches=past_caches)
 
 
 def copy_natively(
-    copy_blocks: CopyBlocks, source: BlockViews, target: BlockViews, *, past_caches: bool
+    copy_blocks: CopyBlocks, source: BlockViews, target: BlockViews, read: Read, *, past_caches: bool
 ) -> Copy:
     """Return a copy of ``source`` to ``target``, whose blocks and views have the same sizes.
 
@@ -78,6 +70,7 @@ def copy_natively(
     out_of_ids, into_ids = (each.__array_interface__["data"][0] for each in ids)
 
     def copy(start: int, end: int, _kept: object = ids) -> None:
+        read.check()
         at = start * _ID_BYTES
         copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size, past_caches)
 
@@ -203,8 +196,7 @@ class _Peer(PeerConnection):
                 " its shm_dir is not visible to this worker (containers share one by a volume)"
             ) from error
         prove_session(self._sock, self._source)
-        info, descriptors = _receive_info(self._sock)
-        try:
+        with _received_info(self._sock) as (info, descriptors):
             if info.status is not DataStatus.OK:
                 raise PeerUnreachableError(f"{self._who} refused to share its pool: {info.message}")
             if len(descriptors) != NUM_DESCRIPTORS:
@@ -214,9 +206,6 @@ class _Peer(PeerConnection):
             self._undo.callback(pool.close)
             kept_pidfd = os.dup(pidfd)
             self._undo.callback(os.close, kept_pidfd)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
         self._end.register(kept_pidfd, select.POLLIN)
         self._end.register(self._sock, select.POLLIN)  # no more is sent there: it can only be closed
         return pool
@@ -242,8 +231,9 @@ class ShmReceiver(ProbingReceiver):
         super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copier=copier), kind="shm socket")
 
 
-def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:
-    """Receive the message, and the descriptors that came with its first byte."""
+@contextmanager
+def _received_info(sock: socket.socket) -> Iterator[tuple[ShmPoolInfo, list[int]]]:
+    """Receive and yield the message, and the descriptors that came with its first byte, which are closed afterwards."""
     header, descriptors, _, _ = socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         if len(header) != HEADER.size:
@@ -251,8 +241,7 @@ def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:
         body = bytearray(length_in(header, MAX_DATA_FRAME_BYTES))
         receive_all(sock, [memoryview(body)])
         check_body(header, body)
-        return decode_body(body, ShmPoolInfo), descriptors
-    except BaseException:
+        yield decode_body(body, ShmPoolInfo), descriptors
+    finally:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise

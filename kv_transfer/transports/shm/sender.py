@@ -51,11 +51,7 @@ class ShmSender(Sender):
     leases: GenerationTable
 
     def __init__(self, context: TransportContext) -> None:
-        why_not = why_unsupported()
-        if why_not is not None:
-            raise SettingError(
-                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
-            )
+        check_supported()
         settings = context.settings
         path = socket_path(settings.shm_dir, settings.boot_id)
         self.address = str(path)
@@ -119,19 +115,22 @@ _MAX_PATH_BYTES = 107
 _FRESH = "kvbaton-shm-"
 
 
-def why_unsupported(platform: str = sys.platform) -> str | None:
-    """Return what this system lacks, or None."""
+def check_supported(platform: str = sys.platform) -> None:
+    """Raise SettingError if this system lacks something."""
     if platform != "linux":
-        return f"it needs Linux, and this is {platform}"
+        raise _impossible(f"it needs Linux, and this is {platform}")
     try:
         os.close(os.memfd_create("kvbaton-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except (AttributeError, OSError) as error:
-        return f"this system has no memfd: {error}"
+        raise _impossible(f"this system has no memfd: {error}") from error
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        return f"this system has no pidfd: {error}"
-    return None
+        raise _impossible(f"this system has no pidfd: {error}") from error
+
+
+def _impossible(why: str) -> SettingError:
+    return SettingError(f"transport shm is not possible here: {why}; choose auto or tcp", param="transport")
 
 
 def socket_path(folder: Path | None, boot_id: str) -> Path:
