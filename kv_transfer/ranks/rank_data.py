@@ -75,17 +75,17 @@ class RankData:
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
         context = TransportContext(settings, self.sessions, self._on_idle, self._on_thread_failed)
-        senders, receivers = open_transports(context)
-        self._senders = Senders(senders)
+        opened = open_transports(context)
+        self._senders = Senders({name: transport.sender for name, transport in opened.items()})
         self.release = self._senders.release
         self.offers = self._senders.offers
         self._readers = {
-            name: RankReader(receiver, settings.rank, settings.num_ranks)
-            for name, receiver in receivers.items()
+            name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
+            for name, transport in opened.items()
         }
         self.chooser = Chooser(self._readers, counters)
         receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
-        self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
+        self.half = DataHalf(receiver, counters, completions, tuple(opened), settings.max_staging_bytes)
         self.chooser.attach(self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:

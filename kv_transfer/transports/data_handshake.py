@@ -13,7 +13,6 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -31,6 +30,7 @@ from kv_transfer.links.framing import (
 from kv_transfer.links.listening import choose_displaced, host_of, max_unauthenticated
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.leases import Sessions, session_name
+from kv_transfer.transports.transport import TransportContext
 
 MAX_DATA_FRAME_BYTES = 65536
 ALIGNMENT = 64
@@ -194,15 +194,10 @@ class UnauthenticatedConnection:
 class PendingHandshakes:
     """Owns the unauthenticated connections of a port and their places in its selector. Used by one thread."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        new_proofs: Callable[[], LenderProofs],
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, selector: selectors.BaseSelector, context: TransportContext, transport: str) -> None:
         self._selector = selector
-        self._new_proofs = new_proofs
-        self._timeout_seconds = timeout_seconds
+        self._context = context
+        self._transport = transport
         self._limit = max_unauthenticated(_MAX_PENDING)
         self._pending: dict[UnauthenticatedConnection, None] = {}  # in the order in which they were accepted
 
@@ -210,7 +205,8 @@ class PendingHandshakes:
         """Receive from a new connection, which becomes the data of its selector key. At the limit, drop another one."""
         if len(self._pending) >= self._limit:
             self.drop(choose_displaced(self._pending))
-        connection = UnauthenticatedConnection(sock, self._new_proofs())
+        proofs = LenderProofs(self._context.sessions, self._transport)
+        connection = UnauthenticatedConnection(sock, proofs)
         self._pending[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -227,7 +223,7 @@ class PendingHandshakes:
     def drop_late(self, now: float) -> float:
         """Close the connections whose deadline has passed; return the next deadline, inf if there is none."""
         for connection in list(self._pending):
-            due_at = connection.heard_at + self._timeout_seconds
+            due_at = connection.heard_at + self._context.settings.read_timeout_seconds
             if due_at > now:
                 return due_at
             self.drop(connection)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 
 from contract.errors import TransferError, UnauthenticatedError
 from kv_transfer.links.framing import format_address
@@ -21,7 +20,6 @@ from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.transports.data_handshake import (
     UNKNOWN_SESSION,
     DataStatus,
-    LenderProofs,
     PendingHandshakes,
     UnauthenticatedConnection,
     reply_frame,
@@ -180,13 +178,11 @@ class DataPort:
 
     def close(self) -> None:
         """Shut every connection down and join every thread. Idempotent."""
-        if self._wake_out.fileno() < 0:
-            return
-        self._wake_out.send(b"\0")
+        self._wake_out.close()  # which makes the other end readable
         self._thread.join()
         self._served.close()
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
+        self._listener.close()
+        self._wake_in.close()
 
     def _run(self) -> None:
         try:
@@ -196,12 +192,9 @@ class DataPort:
             self._context.on_thread_failed(self._thread.name, error)
 
     def _accept(self) -> None:
-        new_proofs = partial(LenderProofs, self._context.sessions, self._transport)
         with (
             selectors.DefaultSelector() as selector,
-            closing(
-                PendingHandshakes(selector, new_proofs, self._context.settings.read_timeout_seconds)
-            ) as pending,
+            closing(PendingHandshakes(selector, self._context, self._transport)) as pending,
         ):
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
@@ -237,9 +230,8 @@ class DataPort:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             leave_unpaced(sock)
-        limit_waits(
-            sock, 0, self._context.settings.read_timeout_seconds
-        )  # the next request may take any time
+        send_seconds = self._context.settings.read_timeout_seconds
+        limit_waits(sock, 0, send_seconds)  # the next request may take any time
         # A session that ends from here on finds the connection; one that has ended already is refused.
         is_known = connection.token in self._context.sessions
         if self._sends_reply:

@@ -254,7 +254,8 @@ class GenerationTable:
             self._end(name)
 
     def close(self) -> None:
-        """Unmap it here; other processes' mappings stay as they are."""
+        """End every lease, and unmap the table here; other processes' mappings stay as they are."""
+        self.revoke_all()
         self._counters.release()
         self._map.close()
         os.close(self.descriptor)

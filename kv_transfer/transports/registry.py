@@ -15,12 +15,10 @@ from dataclasses import replace
 from functools import partial
 
 from contract.errors import SettingError
-from kv_transfer.transports.leases import Sender
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
 from kv_transfer.transports.transport import (
     AUTO,
     IdleTogether,
-    ReceiverTransport,
     Transport,
     TransportContext,
 )
@@ -116,8 +114,8 @@ def open_transport(name: str, context: TransportContext) -> Transport:
     return opener(context)
 
 
-def open_transports(context: TransportContext) -> tuple[dict[str, Sender], dict[str, ReceiverTransport]]:
-    """Open the transport that is set, or all that ``auto`` can open here; return senders and receivers by name, best first.
+def open_transports(context: TransportContext) -> dict[str, Transport]:
+    """Open the transport that is set, or all that ``auto`` can open here; return them by name, best first.
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
     """
@@ -137,7 +135,4 @@ def open_transports(context: TransportContext) -> tuple[dict[str, Sender], dict[
         for transport in opened.values():
             transport.sender.close()
         raise
-    return (
-        {each: transport.sender for each, transport in opened.items()},
-        {each: transport.receiver for each, transport in opened.items()},
-    )
+    return opened

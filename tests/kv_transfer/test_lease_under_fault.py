@@ -153,7 +153,8 @@ def test_a_lease_that_ends_after_the_last_byte_fails_the_read() -> None:
     sessions, book, memory = Sessions(), GatedBook(on_idle), ByteMemory(SMALL, 2)
     sessions.begin("token")
     context = context_of("b", sessions, on_idle)
-    sender, receiver = TcpSender(context, book), TcpReceiver(WAIT)
+    sender, receiver = TcpSender(context), TcpReceiver(WAIT)
+    sender.leases = book
     sender.start(memory)
     sender.publish(NAME, [0, 1])
     outcome: list[BaseException | None] = []

@@ -1,6 +1,6 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
-It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``PieceCopier``), and a
+It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``copy_pieces``), and a
 look before and after each piece at the counter that shows the end of the lease.
 
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
@@ -34,24 +34,27 @@ _LARGE_BYTES = 2**18
 _ID_BYTES = 8
 Copy = Callable[[int, int], None]
 """Copies the blocks from a first one to before a last one."""
+Copying = Callable[[BlockViews, Sequence[memoryview], Read], Copy]
 
 
-class PieceCopier:
-    """Chooses how the pieces of a read are copied: by the loop in C, if any; past a cache of ``cache_bytes``."""
+def copy_pieces(
+    copy_blocks: CopyBlocks | None,
+    cache_bytes: int,
+    blocks: BlockViews,
+    views: Sequence[memoryview],
+    read: Read,
+) -> Copy:
+    """Return a copy of ``blocks`` to ``views``: by the loop in C, if any; past a cache of ``cache_bytes``.
 
-    def __init__(self, copy_blocks: CopyBlocks | None, cache_bytes: int) -> None:
-        self._copy_blocks = copy_blocks
-        self._cache_bytes = cache_bytes
-
-    def copying(self, blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Copy:
-        """Return a copy of ``blocks`` to ``views``. It raises ReadStoppedError after ``read.stop()``."""
-        if self._copy_blocks is None or not isinstance(views, BlockViews):
-            return copy_each(blocks, views, read)
-        # The caches should hold source and target until the bytes are read again, which is after a piece if it is verified.
-        per_piece = blocks_per_piece(blocks.view_bytes)
-        num_at_once = min(len(blocks), per_piece) if read.is_followed else len(blocks)
-        past_caches = 2 * num_at_once * blocks.view_bytes > self._cache_bytes
-        return copy_natively(self._copy_blocks, blocks, views, read, past_caches=past_caches)
+    The copy raises ReadStoppedError after ``read.stop()``.
+    """
+    if copy_blocks is None or not isinstance(views, BlockViews):
+        return copy_each(blocks, views, read)
+    # The caches should hold source and target until the bytes are read again, which is after a piece if it is verified.
+    per_piece = blocks_per_piece(blocks.view_bytes)
+    num_at_once = min(len(blocks), per_piece) if read.is_followed else len(blocks)
+    past_caches = 2 * num_at_once * blocks.view_bytes > cache_bytes
+    return copy_natively(copy_blocks, blocks, views, read, past_caches=past_caches)
 
 
 def copy_natively(
@@ -94,21 +97,19 @@ def copy_each(blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Co
 
 
 class _MappedPool:
-    """A sender's pool and table of generations, mapped read-only. who: the sender, in error texts."""
+    """A sender's pool and table of generations, mapped read-only until ``undo``. who: the sender, in error texts."""
 
-    def __init__(self, who: str, info: ShmPoolInfo, pool: int, table: int) -> None:
+    def __init__(self, who: str, info: ShmPoolInfo, pool: int, table: int, undo: ExitStack) -> None:
         """Map the descriptors' files. Raises TransferError if they do not fit ``info``."""
         self._who = who
+        self._undo = undo
         self.block_bytes = info.block_bytes
-        with ExitStack() as undo:
-            self._undo = undo
-            self._pool = self._map(pool, info.num_blocks * info.block_bytes)
-            self._pool_address = address_of(self._pool)
-            self._generations = self._map(table, TABLE_BYTES).cast("Q")
-            undo.callback(self._generations.release)
-            if self._generations[0] != info.nonce:
-                raise TransferError(f"the mapping shows other bytes than {who} has written")
-            self._undo = undo.pop_all()
+        self._pool = self._map(pool, info.num_blocks * info.block_bytes)
+        self._pool_address = address_of(self._pool)
+        self._generations = self._map(table, TABLE_BYTES).cast("Q")
+        undo.callback(self._generations.release)
+        if self._generations[0] != info.nonce:
+            raise TransferError(f"the mapping shows other bytes than {who} has written")
 
     def granted(self, request: ReadRequest, transport: str) -> tuple[BlockViews, set[tuple[int, int]]]:
         """Return the requested blocks, and (slot, generation) of the leases that lend them."""
@@ -122,10 +123,6 @@ class _MappedPool:
     def has_ended(self, leases: set[tuple[int, int]]) -> bool:
         """Test if one of the leases is over."""
         return any(self._generations[slot] != generation for slot, generation in leases)
-
-    def close(self) -> None:
-        """Unmap everything."""
-        self._undo.close()
 
     def _map(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
@@ -141,10 +138,10 @@ class _MappedPool:
 class _Peer(PeerConnection):
     """The connection to a sender, which ends with the session, and its mapped pool once connected."""
 
-    def __init__(self, source: Source, timeout_seconds: float, copier: PieceCopier) -> None:
+    def __init__(self, source: Source, timeout_seconds: float, copying: Copying) -> None:
         super().__init__(source, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._sock.settimeout(timeout_seconds)
-        self._copier = copier
+        self._copying = copying
         self._pool: _MappedPool | None = None
         self._is_interrupted = False
         self._end = select.poll()
@@ -176,7 +173,7 @@ class _Peer(PeerConnection):
         self._check_alive()
         if pool.has_ended(leases):
             raise lease_ended(request, self._who, "before its blocks")
-        copy = self._copier.copying(blocks, views, read)
+        copy = self._copying(blocks, views, read)
         count = len(views)
         step = blocks_per_piece(last - first)
         for start in range(0, count, step):
@@ -202,8 +199,7 @@ class _Peer(PeerConnection):
             if len(descriptors) != NUM_DESCRIPTORS:
                 raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
             pool_file, table_file, pidfd = descriptors
-            pool = _MappedPool(self._who, info, pool_file, table_file)
-            self._undo.callback(pool.close)
+            pool = _MappedPool(self._who, info, pool_file, table_file, self._undo)
             kept_pidfd = os.dup(pidfd)
             self._undo.callback(os.close, kept_pidfd)
         self._end.register(kept_pidfd, select.POLLIN)
@@ -227,8 +223,8 @@ class ShmReceiver(ProbingReceiver):
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        copier = PieceCopier(load_copy_blocks(), last_cache_bytes())
-        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copier=copier), kind="shm socket")
+        copying = partial(copy_pieces, load_copy_blocks(), last_cache_bytes())
+        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copying=copying), kind="shm socket")
 
 
 @contextmanager

@@ -55,14 +55,12 @@ class ShmSender(Sender):
         settings = context.settings
         path = socket_path(settings.shm_dir, settings.boot_id)
         self.address = str(path)
-        self._descriptors: list[int] = []
         self._refuse("the pool is not allocated yet")
         with ExitStack() as undo:
             if settings.shm_dir is None:
                 undo.callback(remove_fresh_folder, path.parent)
             super().__init__(GenerationTable(context.on_idle, ID_TYPE))
             undo.callback(self.leases.close)
-            undo.callback(self.leases.revoke_all)
             self._pidfd = os.pidfd_open(os.getpid())
             undo.callback(os.close, self._pidfd)
             listener = listen_at(path)
@@ -82,13 +80,13 @@ class ShmSender(Sender):
             self._refuse(f"the KV pool cannot be shared read-only: {error}")
             return
         self._undo.callback(os.close, pool)
-        self._descriptors = [pool, self.leases.descriptor, self._pidfd]
-        self._info = ShmPoolInfo(
+        info = ShmPoolInfo(
             DataStatus.OK,
             nonce=self.leases.nonce,
             num_blocks=memory.num_blocks,
             block_bytes=memory.layout.block_bytes,
         )
+        self._shared = (info, [pool, self.leases.descriptor, self._pidfd])
         self.why_not_offered = None
 
     def close(self) -> None:
@@ -98,13 +96,12 @@ class ShmSender(Sender):
 
     def _refuse(self, why: str) -> None:
         self.why_not_offered = why
-        self._info = ShmPoolInfo(DataStatus.DENIED, why)
+        self._shared = (ShmPoolInfo(DataStatus.DENIED, why), [])
 
     def _serve(self, connection: Connection) -> None:
         """Send the pool's description, then wait for the end of the connection."""
-        info = self._info  # once, before the descriptors: ``start`` sets them first
+        info, descriptors = self._shared
         data = encode_frame(info, MAX_DATA_FRAME_BYTES)
-        descriptors = self._descriptors if info.status is DataStatus.OK else []
         if socket.send_fds(connection.sock, [data], descriptors) != len(data):
             raise TransferError("the reader does not take the description of the pool")
         if connection.sock.recv(1):

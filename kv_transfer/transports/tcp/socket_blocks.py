@@ -70,21 +70,10 @@ class _VectorBlocks(SocketBlocks):
         self._vectors[1:, 1] = views.view_bytes
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        vectors, left = self._vectors_of(frames, start, end)
-        while left:
-            count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
-            left -= count
-            vectors = vectors_after(vectors, count) if left else vectors
+        _move(_send, sock, *self._vectors_of(frames, start, end), socket.MSG_NOSIGNAL)
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
-        vectors, wanted = self._vectors_of(frames, start, end)
-        left = wanted
-        while left:
-            count = _call(_receive, sock, vectors, socket.MSG_WAITALL)
-            if count == 0:
-                raise ShortReadError(wanted - left, wanted)
-            left -= count
-            vectors = vectors_after(vectors, count) if left else vectors
+        _move(_receive, sock, *self._vectors_of(frames, start, end), socket.MSG_WAITALL)
 
     def _vectors_of(self, frames: bytes | bytearray, start: int, end: int) -> tuple[_Vectors, int]:
         """Return the vectors of the frames, if any, and of the blocks, and their number of bytes.
@@ -118,6 +107,18 @@ _receive = _libc.recvmsg
 for _function in (_send, _receive):
     _function.restype = ctypes.c_ssize_t
     _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+
+
+def _move(function: Any, sock: socket.socket, vectors: _Vectors, num_bytes: int, flags: int) -> None:
+    """Move all bytes of these vectors, which change if a call ends early. Raises ShortReadError, OSError."""
+    left = num_bytes
+    while left:
+        count = _call(function, sock, vectors, flags)
+        if count == 0:
+            raise ShortReadError(num_bytes - left, num_bytes)
+        left -= count
+        if left:
+            vectors = vectors_after(vectors, count)
 
 
 def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:

@@ -40,9 +40,9 @@ STALE_FRAME = reply_frame(DataStatus.STALE)
 class TcpSender(LendingSender):
     """Owns the data port and the leases that are read over it."""
 
-    def __init__(self, context: TransportContext, book: LeaseBook | None = None) -> None:
-        """Open the port. ``book`` replaces the LeaseBook that calls ``context.on_idle`` (tests)."""
-        super().__init__(book or LeaseBook(context.on_idle))
+    def __init__(self, context: TransportContext) -> None:
+        """Open the port."""
+        super().__init__(LeaseBook(context.on_idle))
         self._port = DataPort(context, "kv-data", self._serve, transport="tcp")
         self.address = self._port.address
 
