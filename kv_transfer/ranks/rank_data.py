@@ -36,8 +36,8 @@ class RankSettings(TransferSettings):
     num_ranks: int
 
     def encoded(self) -> bytes:
-        """Return the settings for the rank's process; it has neither a hub nor a wrapped receiver."""
-        return self.model_dump_json(exclude={"local", "decorate"}).encode()
+        """Return the settings for the rank's process; it has no wrapped receiver."""
+        return self.model_dump_json(exclude={"decorate"}).encode()
 
 
 def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettings]:
@@ -46,9 +46,8 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
     A fixed data port is rank 0's; the others follow it. Raises SettingError for what cannot be sent to another process,
     and for a data port with too few ports behind it.
     """
-    for name in ("local", "decorate"):
-        if num_ranks > 1 and getattr(settings, name) is not None:
-            raise SettingError(f"{name} is for workers of one rank; this one has {num_ranks}", param=name)
+    if num_ranks > 1 and settings.decorate is not None:
+        raise SettingError(f"decorate is for workers of one rank; this one has {num_ranks}", param="decorate")
     last_port = settings.data_port and settings.data_port + num_ranks - 1
     if last_port > 65535:
         raise SettingError(

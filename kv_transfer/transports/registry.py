@@ -71,22 +71,11 @@ def _open_tcp(context: TransportContext) -> Transport:
     return Transport(TcpSender(context), TcpReceiver(context.settings.read_timeout_seconds))
 
 
-def _open_local(context: TransportContext) -> Transport:
-    from kv_transfer.transports.local import LocalReceiver, LocalSender
-
-    hub = context.settings.local
-    if hub is None:
-        raise SettingError("transport local needs a hub in local", param="local")
-    sender = LocalSender(context.settings.boot_id, context.sessions, context.on_idle, hub)
-    return Transport(sender, LocalReceiver(hub))
-
-
 _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
     "shm": _open_shm,
     "nixl": _open_nixl,
     "nccl": _open_nccl,
     "tcp": _open_tcp,
-    "local": _open_local,
 }
 
 
@@ -119,7 +108,7 @@ def open_transports(context: TransportContext) -> dict[str, Transport]:
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
     """
-    name = context.settings.transport_name
+    name = context.settings.transport
     names = auto_names(has_rdma_device() or has_nvidia_gpu()) if name == AUTO else (name,)
     opened: dict[str, Transport] = {}
     idle = IdleTogether(opened, context.on_idle)

@@ -14,11 +14,8 @@ from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sender, Sessions
-from kv_transfer.transports.local import LocalHub
 
 AUTO = "auto"
-LOCAL = "local"
-"""The transport between connectors of one process, which only tests use."""
 
 
 class ReceiverTransport(Protocol):
@@ -60,13 +57,6 @@ class TransportSettings(TransferOptions, PortOptions, PartSettings):
     """Identifies one start of the worker."""
     read_timeout_seconds: float = Field(default=10.0, gt=0)
     """A transfer fails if its data connection moves no byte for this time."""
-    local: LocalHub | None = None
-    """Connects transports within one process, for tests; None: ``transport`` is used."""
-
-    @property
-    def transport_name(self) -> str:
-        """The transport to open; ``local`` if there is a hub for it."""
-        return LOCAL if self.local is not None else self.transport
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import LeaseBook, Sessions
-from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transport, transport_names
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.fakes import ByteMemory, context_of
@@ -29,7 +28,7 @@ class Pair:
     """A sender and a receiver of one transport in this process, over a pool each; layer i of block b is of one byte."""
 
     def __init__(self, name: str, folder: Path, undo: ExitStack) -> None:
-        self.sessions, self.hub = Sessions(), LocalHub()
+        self.sessions = Sessions()
         self.sessions.begin("token")
         self.lent, self.target = MappedKVMemory(LAYOUT, 8), MappedKVMemory(LAYOUT, 8)
         for block_id in range(8):
@@ -62,7 +61,7 @@ class Pair:
         return [found.pop() for found in layers]
 
     def _context(self, boot_id: str, folder: Path) -> TransportContext:
-        return context_of(boot_id, self.sessions, local=self.hub, shm_dir=folder)
+        return context_of(boot_id, self.sessions, shm_dir=folder)
 
 
 @contextmanager
