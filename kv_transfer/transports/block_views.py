@@ -155,11 +155,6 @@ def write_views(
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
 
 
-def bytes_of_each(views: Sequence[memoryview]) -> int:
-    """Return the size of each view; all have one size, and there is at least one."""
-    return views.view_bytes if isinstance(views, BlockViews) else views[0].nbytes
-
-
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
     """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
     sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}

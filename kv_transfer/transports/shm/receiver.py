@@ -22,7 +22,7 @@ from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
 from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
-from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
+from kv_transfer.transports.block_views import BlockViews, address_of, check_sizes
 from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
 from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
@@ -167,15 +167,14 @@ class _Peer(PeerConnection):
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy piece by piece; compare the generation before the first and after each. A stop ends it after a piece."""
         pool = self.connect(read)
-        first, last = block_span(pool.block_bytes, request.part)
-        check_sizes(views, last - first, self._who)
         blocks, leases = pool.granted(request, self._source.transport)
+        check_sizes(views, blocks.view_bytes, self._who)
         self._check_alive()
         if pool.has_ended(leases):
             raise lease_ended(request, self._who, "before its blocks")
         copy = self._copying(blocks, views, read)
         count = len(views)
-        step = blocks_per_piece(last - first)
+        step = blocks_per_piece(blocks.view_bytes)
         for start in range(0, count, step):
             end = min(start + step, count)
             copy(start, end)

@@ -26,9 +26,13 @@ _Vectors = npt.NDArray[np.uint64]
 
 
 class SocketBlocks:
-    """Blocks that cross a socket in order, by Python's own functions. Raises OSError as the socket does."""
+    """Blocks that cross a socket in order, by Python's own functions. Raises OSError as the socket does.
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    There is at least one, and all have ``view_bytes``.
+    """
+
+    def __init__(self, views: Sequence[memoryview], view_bytes: int) -> None:
+        self.view_bytes = view_bytes
         self._views = views
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
@@ -43,9 +47,11 @@ class SocketBlocks:
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
     """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
-    if isinstance(views, BlockViews) and sys.platform == "linux" and sys.maxsize > 2**32:
+    if not isinstance(views, BlockViews):
+        return SocketBlocks(views, views[0].nbytes)
+    if sys.platform == "linux" and sys.maxsize > 2**32:
         return _VectorBlocks(views)
-    return SocketBlocks(views)
+    return SocketBlocks(views, views.view_bytes)
 
 
 def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
@@ -63,8 +69,7 @@ class _VectorBlocks(SocketBlocks):
     """Blocks by a list of vectors, one for each block after a free one."""
 
     def __init__(self, views: BlockViews) -> None:
-        super().__init__(views)  # keeps the pool alive
-        self._view_bytes = views.view_bytes
+        super().__init__(views, views.view_bytes)  # keeps the pool alive
         self._vectors = np.empty((len(views) + 1, 2), np.uint64)
         views.put_addresses(self._vectors[1:, 0])
         self._vectors[1:, 1] = views.view_bytes
@@ -80,7 +85,7 @@ class _VectorBlocks(SocketBlocks):
 
         The vector of the block before these, which is done, becomes that of the frames.
         """
-        num_bytes = (end - start) * self._view_bytes
+        num_bytes = (end - start) * self.view_bytes
         if not frames:
             return self._vectors[start + 1 : end + 1], num_bytes
         self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)

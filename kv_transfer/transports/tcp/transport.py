@@ -18,7 +18,6 @@ from functools import partial
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.block_views import bytes_of_each
 from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
@@ -64,7 +63,7 @@ class TcpSender(LendingSender):
         try:
             with self.leases.reading(request, partial(shut_down, connection.sock)) as views:
                 blocks = socket_blocks(views)
-                for start, piece in request.pieces(bytes_of_each(views)):
+                for start, piece in request.pieces(blocks.view_bytes):
                     self.leases.check(request.name)
                     blocks.send(connection.sock, answers, start, start + piece.num_blocks)
                     answers = 2 * OK_FRAME  # the second one of this piece, and the first one of the next
@@ -121,30 +120,22 @@ class _Connection(PeerConnection):
     def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
         write_frame(self._sock, named, MAX_DATA_FRAME_BYTES)
-        view_bytes = bytes_of_each(views)
         blocks = socket_blocks(views)
-        pieces = list(request.pieces(view_bytes))
         answers = bytearray(ALIGNMENT)  # the first one of the first piece
-        for start, piece in pieces:
+        for start, piece in request.pieces(blocks.view_bytes):
             read.check()
-            self._receive(piece, answers, blocks, start, view_bytes, read)
+            self._receive(piece, answers, blocks, start, read)
             answers = bytearray(2 * ALIGNMENT)  # the second one of this piece, and the first one of the next
         self._receive_last_answer(piece)
 
     def _receive(
-        self,
-        piece: ReadRequest,
-        answers: bytearray,
-        blocks: SocketBlocks,
-        start: int,
-        view_bytes: int,
-        read: Read,
+        self, piece: ReadRequest, answers: bytearray, blocks: SocketBlocks, start: int, read: Read
     ) -> None:
         """Receive answers and a piece, into the blocks from ``start`` on, and report it while its bytes are in the cache."""
         end = start + piece.num_blocks
         at = start
         left_out = len(answers)
-        step = max(1, _REPORT_BYTES // view_bytes) if read.is_followed else piece.num_blocks
+        step = max(1, _REPORT_BYTES // blocks.view_bytes) if read.is_followed else piece.num_blocks
         try:
             for at in range(start, end, step):
                 last = min(at + step, end)
@@ -156,7 +147,7 @@ class _Connection(PeerConnection):
         except ShortReadError as error:
             if left_out:
                 _expect_ok(answers[: error.num_bytes], piece)
-            block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // view_bytes
+            block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // blocks.view_bytes
             raise PeerUnreachableError(
                 f"short read in block {block} of {_name(piece)}: {error.message}"
             ) from error
