@@ -82,10 +82,10 @@ class RankData:
             name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
             for name, transport in opened.items()
         }
-        self.chooser = Chooser(self._readers, counters)
+        self.chooser = Chooser(counters)
         receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
         self.half = DataHalf(receiver, counters, completions, tuple(opened), settings.max_staging_bytes)
-        self.chooser.attach(self.half.post_pull)
+        self.chooser.start(self._readers, self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:
         """Set the receiver of the reports; called once, before ``half.start``."""

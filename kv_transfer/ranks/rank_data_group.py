@@ -90,8 +90,7 @@ class RankDataGroup:
 
     def __init__(self, num_ranks: int, counters: Counters) -> None:
         self._num_ranks = num_ranks
-        self.chooser = Chooser({}, counters)
-        self.chooser.attach(self.post_pull)
+        self.chooser = Chooser(counters)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
         self.startup = RankStartup(num_ranks)
         self._counters = counters
@@ -122,7 +121,8 @@ class RankDataGroup:
         startup = self.startup
         startup.wait()
         probes = dict.fromkeys(startup.probing, self.sessions.probe)
-        self.chooser.add({name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers})
+        receivers = {name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers}
+        self.chooser.start(receivers, self.post_pull)
 
     def post_pull(self, job: PullJob) -> None:
         """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.

@@ -128,20 +128,17 @@ class _Probe:
 class Chooser:
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
-    def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
-        self._receivers = dict(receivers)
+    def __init__(self, counters: Counters) -> None:
+        self._receivers: Mapping[str, ReceiverTransport] = {}
         self._counters = counters
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
         self._is_closed = False
 
-    def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
-        """Add receivers that could not be made before; called before anything is chosen."""
-        self._receivers.update(receivers)
-
-    def attach(self, post: Callable[[PullJob], None]) -> None:
-        """Set the function that starts a job without blocking; called once, before anything is chosen."""
+    def start(self, receivers: Mapping[str, ReceiverTransport], post: Callable[[PullJob], None]) -> None:
+        """Choose among these; called once, before anything is chosen. post: starts a job without blocking."""
+        self._receivers = receivers
         self._post = post
 
     def choose(self, session: Session, on_chosen: Callable[[Source, Source], bool]) -> Source:
