@@ -168,9 +168,9 @@ class FetchEffects:
     def order(self, incoming: IncomingTransfer, action: ev.FetchOrder, later: Later) -> None:
         """Post a job, or stop those that are posted."""
         match action:
-            case ev.PullBlocks() | ev.ReadAhead():
+            case ev.PullBlocks():
                 incoming.source = incoming.source or self._peers.source_of(incoming.ref)
-                if isinstance(action, ev.PullBlocks):
+                if action.part is None:
                     job = incoming.pull_job(action, self._worker.side.layout.block_bytes)
                 else:
                     job = incoming.ahead_job(action)
@@ -178,8 +178,8 @@ class FetchEffects:
                     later.append(partial(self._ports.pull, job))
                 else:
                     self._ports.pull(job)
-            case ev.ReadAgain():
-                self._read_again(incoming, action.retry_step)
+            case RetryStep():
+                self._read_again(incoming, action)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)
                 later.append(partial(self._ports.commit, commit))  # it may be reported within the call
