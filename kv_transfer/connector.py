@@ -118,9 +118,9 @@ class ControlHalf:
             settings.secret,
             self._worker.model_fingerprint,
             self._worker.side.layout,
-            tuple(self._data.readers()),
+            tuple(self._data.opened().readers),
             settings.peer_timeout_seconds,
-            self._data.offers,
+            lambda: self._data.opened().offers,
             self._worker.side.num_ranks,
         )
         self._links.start(identity, self)

@@ -3,8 +3,8 @@
 Jobs, releases and sessions are sent to every rank; what the ranks report is passed on once all have reported it.
 """
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from socket import socket
 from typing import Any
@@ -36,51 +36,6 @@ _OPENER = "kv_transfer.ranks.rank_data:open_rank_half"
 _OPEN_SECONDS = 30.0
 
 
-class RankStartup:
-    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe.
-
-    Empty before all ranks have reported: readers, the transports that all can read over, best first; probing, those of them
-    that have to be probed on some rank; offers, what all lend over, best first, with each rank's address.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self.readers: list[str] = []
-        self.probing: set[str] = set()
-        self.offers: list[Offer] = []
-        self._num_ranks = num_ranks
-        self._opened: dict[int, messages.Opened] = {}
-        self._changed = threading.Condition()
-
-    def add(self, rank: int, opened: messages.Opened) -> None:
-        """Take a rank's report that its transports are open."""
-        with self._changed:
-            self._opened[rank] = opened
-            if len(self._opened) == self._num_ranks:
-                self._combine([self._opened[rank] for rank in range(self._num_ranks)])
-                self._changed.notify_all()
-
-    def wait(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
-        """Wait until all ranks have reported. Raises InternalError for those that have not in time."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._opened) == self._num_ranks, timeout_seconds):
-                missing = [rank for rank in range(self._num_ranks) if rank not in self._opened]
-                raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
-
-    def _combine(self, ranks: list[messages.Opened]) -> None:
-        self.readers = _shared([rank.readers for rank in ranks])
-        self.probing = {name for rank in ranks for name in rank.probing}
-        addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
-        first, *others = addresses
-        self.offers = [
-            Offer(name, first[name], tuple(other[name] for other in others))
-            for name in _shared([list(each) for each in addresses])
-        ]
-
-
-def _shared(names: list[list[str]]) -> list[str]:
-    return [name for name in names[0] if all(name in other for other in names)]
-
-
 class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
@@ -93,36 +48,38 @@ class RankDataGroup:
         self.chooser = Chooser({}, counters)
         self.chooser.attach(self.post_pull)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
-        self.startup = RankStartup(num_ranks)
+        self._opening: list[Future[messages.Opened]] = [Future() for _ in range(num_ranks)]
+        self._opened = messages.Opened([], [], [])
         self._counters = counters
         self._jobs = JobAggregator(num_ranks)
         self._ranges = RangeAggregator(num_ranks)
         self._progress = RankProgress(num_ranks)
-        self._idle = IdleTogether([str(rank) for rank in range(num_ranks)], self._on_lease_idle)
         self._sockets: RankSockets | None = None
 
     def attach(self, reports: DataReports) -> None:
         """Set the receiver of the reports; called once, before ``connect``."""
         self._reports = reports
+        self._idle = IdleTogether([str(rank) for rank in range(self._num_ranks)], reports.lease_idle)
 
-    def readers(self) -> list[str]:
-        """Return the transports that all ranks read over, best first."""
-        return self.startup.readers
-
-    def offers(self) -> list[Offer]:
-        """Return what all ranks lend over, best first."""
-        return self.startup.offers
+    def opened(self) -> messages.Opened:
+        """Return what the transports of every rank can do; nothing before ``wait_opened``."""
+        return self._opened
 
     def connect(self, sockets: Sequence[socket]) -> None:
         """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
         self._sockets = RankSockets(sockets, self._on_message, self._reports.thread_failed)
 
-    def wait_opened(self) -> None:
+    def wait_opened(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
         """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
-        startup = self.startup
-        startup.wait()
-        probes = dict.fromkeys(startup.probing, self.sessions.probe)
-        self.chooser.add({name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers})
+        wait(self._opening, timeout_seconds)
+        missing = [rank for rank, opened in enumerate(self._opening) if not opened.done()]
+        if missing:
+            raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
+        self._opened = _together([opened.result() for opened in self._opening])
+        probes = dict.fromkeys(self._opened.probing, self.sessions.probe)
+        self.chooser.add(
+            {name: RankReceiver(self._forget, probes.get(name)) for name in self._opened.readers}
+        )
 
     def post_pull(self, job: PullJob) -> None:
         """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.
@@ -161,10 +118,10 @@ class RankDataGroup:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
             "num_ranks": self._num_ranks,
-            "transports": self.startup.readers,
+            "transports": self._opened.readers,
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),
-            **({} if self._sockets is None else self._sockets.debug_state()),
+            "unsent_messages": [] if self._sockets is None else self._sockets.unsent_messages,
         }
 
     def progress(self) -> dict[str, int]:
@@ -190,9 +147,6 @@ class RankDataGroup:
     def _forget(self, source: Source) -> None:
         self._send_to_all(messages.Forget(source))
 
-    def _on_lease_idle(self, name: LeaseName) -> None:
-        self._reports.lease_idle(name)
-
     def _on_message(self, rank: int, message: messages.FromRank) -> None:
         match message:
             case messages.RangeReport(key, event):
@@ -209,7 +163,7 @@ class RankDataGroup:
             case messages.Progress(counts):
                 self._progress.add(rank, counts)
             case messages.Opened():
-                self.startup.add(rank, message)
+                self._opening[rank].set_result(message)
             case messages.ThreadFailed(thread, error):
                 self._reports.thread_failed(thread, InternalError(f"on rank {rank}: {error}"))
 
@@ -219,6 +173,19 @@ class RankDataGroup:
             self._stop(key)
         if outcome is not None:
             self._reports.fetch_event(*outcome)
+
+
+def _together(ranks: list[messages.Opened]) -> messages.Opened:
+    """Return what every rank can do, best first as on rank 0. What must be probed on one rank must be on all."""
+    readers = [name for name in ranks[0].readers if all(name in rank.readers for rank in ranks)]
+    probing = [name for name in readers if any(name in rank.probing for rank in ranks)]
+    offers = []
+    addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
+    for name in addresses[0]:
+        if all(name in each for each in addresses):
+            first, *others = [each[name] for each in addresses]
+            offers.append(Offer(name, first, tuple(others)))
+    return messages.Opened(offers, readers, probing)
 
 
 class RankReceiver:

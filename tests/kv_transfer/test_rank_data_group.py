@@ -236,17 +236,17 @@ def test_a_probe_can_be_stopped_and_ends_with_the_ranks() -> None:
 
 
 def test_only_what_every_rank_can_do_is_offered() -> None:
-    """In the first rank's order, with the address of each."""
+    """In the first rank's order, with the address of each; probed if one rank has to."""
     with two_ranks() as world:
         offers = [Offer("shm", "/a"), Offer("tcp", "h:1")]
-        world.ranks[0].send(messages.Opened(offers, ["shm", "tcp"], ["shm"]))
+        world.ranks[0].send(messages.Opened(offers, ["shm", "nixl", "tcp"], ["shm"]))
         with pytest.raises(InternalError, match=r"ranks \[1\] did not open"):
-            world.group.startup.wait(0.05)
-        assert world.group.offers() == []
-        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
+            world.group.wait_opened(0.05)
+        assert world.group.opened() == messages.Opened([], [], [])
+        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp", "nixl"], ["nixl"]))
         world.group.wait_opened()
-        assert world.group.offers() == [Offer("tcp", "h:1", ("h:2",))]
-        assert (world.group.readers(), world.group.startup.probing) == (["tcp"], {"shm"})
+        together = messages.Opened([Offer("tcp", "h:1", ("h:2",))], ["nixl", "tcp"], ["nixl"])
+        assert world.group.opened() == together
 
 
 def test_a_bug_in_a_rank_ends_the_worker() -> None:
