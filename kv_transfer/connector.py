@@ -23,7 +23,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import LocalIdentity, Session
 from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.ranks.rank_data import RankData, rank_settings
-from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup
+from kv_transfer.ranks.rank_data_group import RankDataGroup
 from kv_transfer.settings import LocalWorker, TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -67,16 +67,17 @@ def create_connector(worker: LocalWorker) -> ConnectorPair:
         if worker.is_single_rank:
             data = RankData(each_rank[0], worker.counters, worker.completions)
         else:
-            data = RankDataGroup(worker.side.num_ranks, worker.counters)
+            data = RankDataGroup(each_rank, worker.counters, worker.completions.take)
         undo.callback(data.close)
         control = ControlHalf(worker, links, data)
-        data.attach(control)
         connector: RanksConnector
         if isinstance(data, RankData):
+            data.attach(control)
             control.serve()
             connector = SingleRankConnector(data.half)
         else:
-            connector = MultiRankConnector(each_rank, data, worker.completions.take, control.serve)
+            data.attach(control, control.serve)
+            connector = data
         undo.pop_all()
     return ConnectorPair(control, connector, links.address)
 

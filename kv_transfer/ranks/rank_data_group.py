@@ -39,47 +39,65 @@ _OPEN_SECONDS = 30.0
 class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
-    A job that fails on one rank is stopped on the others, and ends when it is terminal on all: until then its blocks
-    stay quarantined. sessions: the tokens by which peers with a control link may read.
+    Fulfils ``RanksConnector``. A job that fails on one rank is stopped on the others, and ends when it is terminal on all:
+    until then its blocks stay quarantined. settings: of each rank. sessions: the tokens by which peers with a control link
+    may read.
     """
 
-    def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self._num_ranks = num_ranks
+    def __init__(
+        self,
+        settings: Sequence[RankSettings],
+        counters: Counters,
+        take_finished: Callable[[], tuple[set[str], set[str]]],
+    ) -> None:
+        num_ranks = len(settings)
+        self._settings = settings
         self.chooser = Chooser({}, counters)
         self.chooser.attach(self.post_pull)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
-        self._opening: list[Future[messages.Opened]] = [Future() for _ in range(num_ranks)]
-        self._opened = messages.Opened([], [], [])
+        self.take_finished = take_finished
+        self._opening: list[Future[messages.Opened]] = [Future() for _ in settings]
         self._counters = counters
         self._jobs = JobAggregator(num_ranks)
         self._ranges = RangeAggregator(num_ranks)
         self._progress = RankProgress(num_ranks)
         self._sockets: RankSockets | None = None
 
-    def attach(self, reports: DataReports) -> None:
-        """Set the receiver of the reports; called once, before ``connect``."""
+    def attach(self, reports: DataReports, serve: Callable[[], None]) -> None:
+        """Set the receiver of the reports, and how peers are served from ``begin`` on; called once, before ``connect``."""
         self._reports = reports
-        self._idle = IdleTogether([str(rank) for rank in range(self._num_ranks)], reports.lease_idle)
+        self._serve = serve
+        self._idle = IdleTogether([str(each.rank) for each in self._settings], reports.lease_idle)
 
-    def opened(self) -> messages.Opened:
-        """Return what the transports of every rank can do; nothing before ``wait_opened``."""
-        return self._opened
+    def in_process(self) -> RankConnector:
+        """Raise SettingError: each half is opened in its rank's process."""
+        raise SettingError(
+            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
+            param="tensor_parallel_size",
+        )
 
-    def connect(self, sockets: Sequence[socket]) -> None:
-        """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
+    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """See RanksConnector."""
         self._sockets = RankSockets(sockets, self._on_message, self._reports.thread_failed)
+        encoded = [each.encoded() for each in self._settings]
+        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
 
-    def wait_opened(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
-        """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
+    def begin(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
+        """See RanksConnector. Raises InternalError for ranks that do not open their transports in time."""
         wait(self._opening, timeout_seconds)
         missing = [rank for rank, opened in enumerate(self._opening) if not opened.done()]
         if missing:
             raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
-        self._opened = _together([opened.result() for opened in self._opening])
-        probes = dict.fromkeys(self._opened.probing, self.sessions.probe)
-        self.chooser.add(
-            {name: RankReceiver(self._forget, probes.get(name)) for name in self._opened.readers}
-        )
+        opened = self.opened()
+        probes = dict.fromkeys(opened.probing, self.sessions.probe)
+        self.chooser.add({name: RankReceiver(self._send_to_all, probes.get(name)) for name in opened.readers})
+        self._serve()
+
+    def opened(self) -> messages.Opened:
+        """Return what the transports of all ranks can do together; nothing before the last rank has opened its own."""
+        if not all(opened.done() for opened in self._opening):
+            return messages.Opened([], [], [])
+        return _together([opened.result() for opened in self._opening])
 
     def post_pull(self, job: PullJob) -> None:
         """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.
@@ -89,7 +107,7 @@ class RankDataGroup:
         if job.part is not None or job.ahead is not None:
             raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
         key = self._jobs.begin(job.key)
-        for rank in range(self._num_ranks):
+        for rank in range(len(self._settings)):
             self._connected.send(rank, replace(job.in_rank(rank), key=key))
         job.read.when_stopped(partial(self._stop, key))
 
@@ -117,8 +135,6 @@ class RankDataGroup:
     def debug_state(self) -> dict[str, Any]:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
-            "num_ranks": self._num_ranks,
-            "transports": self._opened.readers,
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),
             "unsent_messages": [] if self._sockets is None else self._sockets.unsent_messages,
@@ -143,9 +159,6 @@ class RankDataGroup:
     def _stop(self, key: str) -> None:
         if self._jobs.stop(key):
             self._send_to_all(messages.Stop(key))
-
-    def _forget(self, source: Source) -> None:
-        self._send_to_all(messages.Forget(source))
 
     def _on_message(self, rank: int, message: messages.FromRank) -> None:
         match message:
@@ -191,13 +204,15 @@ def _together(ranks: list[messages.Opened]) -> messages.Opened:
 class RankReceiver:
     """A transport over which the ranks read; the chooser has it in place of a receiver.
 
-    forget, probe: see ReceiverTransport and Probing; without ``probe`` the transport is chosen untried.
+    probe: see Probing; without it the transport is chosen untried.
     """
 
     def __init__(
-        self, forget: Callable[[Source], None], probe: Callable[[Source, Read], None] | None = None
+        self,
+        send_to_all: Callable[[messages.ToRank], None],
+        probe: Callable[[Source, Read], None] | None = None,
     ) -> None:
-        self.forget = forget
+        self._send_to_all = send_to_all
         if probe is not None:
             self.probe = probe
 
@@ -205,40 +220,9 @@ class RankReceiver:
         """Raise InternalError: jobs are sent to the ranks."""
         raise InternalError(f"blocks of worker {source.worker_id} are read by the ranks")
 
+    def forget(self, source: Source) -> None:
+        """See ReceiverTransport."""
+        self._send_to_all(messages.Forget(source))
+
     def close(self) -> None:
         """Do nothing: the ranks close what they have opened."""
-
-
-class MultiRankConnector:
-    """Fulfils ``RanksConnector`` for several ranks. serve: begins to serve peers, once every rank has opened its half."""
-
-    def __init__(
-        self,
-        settings: Sequence[RankSettings],
-        group: RankDataGroup,
-        take_finished: Callable[[], tuple[set[str], set[str]]],
-        serve: Callable[[], None],
-    ) -> None:
-        self._settings = settings
-        self._group = group
-        self._serve = serve
-        self.take_finished = take_finished
-        self.close = group.close
-
-    def in_process(self) -> RankConnector:
-        """Raise SettingError: each half is opened in its rank's process."""
-        raise SettingError(
-            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
-            param="tensor_parallel_size",
-        )
-
-    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
-        """See RanksConnector."""
-        self._group.connect(sockets)
-        encoded = [each.encoded() for each in self._settings]
-        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
-
-    def begin(self) -> None:
-        """See RanksConnector."""
-        self._group.wait_opened()
-        self._serve()
