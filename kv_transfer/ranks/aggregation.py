@@ -35,10 +35,15 @@ class _Job:
 
 
 class JobAggregator:
-    """Owns the jobs that run on all ranks. A job that failed on one rank is terminal when it is so on all (law 2)."""
+    """Owns the jobs that run on all ranks.
 
-    def __init__(self, num_ranks: int) -> None:
+    A job that failed or was stopped on one rank is of no use: it is stopped on the others, and is terminal when it is so on
+    all (law 2).
+    """
+
+    def __init__(self, num_ranks: int, send_to_all: Callable[[ToRank], None]) -> None:
         self._num_ranks = num_ranks
+        self._send_to_all = send_to_all
         self._lock = threading.Lock()
         self._jobs: dict[str, _Job] = {}
         self._keys = itertools.count(1)
@@ -67,19 +72,23 @@ class JobAggregator:
                 return (job.request, replace(event, num_blocks=num_new)) if num_new else None
             job.running.remove(rank)
             job.ends.append(event)
-            if job.running:
-                return None
-            del self._jobs[key]
-        return job.request, _end_of_all(job.ends)
+            is_over = not job.running
+            if is_over:
+                del self._jobs[key]
+        if is_over:
+            return job.request, _end_of_all(job.ends)
+        if isinstance(event, (ev.JobFailed, ev.JobStopped)):
+            self.stop(key)
+        return None
 
-    def stop(self, key: str) -> bool:
-        """Return whether the ranks must be asked to stop: they were not before, and the job is not over."""
+    def stop(self, key: str) -> None:
+        """Have the ranks stop a job, once and unless it is over."""
         with self._lock:
             job = self._jobs.get(key)
             if job is None or job.is_stopping:
-                return False
+                return
             job.is_stopping = True
-            return True
+        self._send_to_all(Stop(key))
 
     def debug_state(self) -> list[dict[str, object]]:
         """Return the request of each job, with the ranks on which the job is not terminal."""
@@ -95,11 +104,6 @@ def _end_of_all(ends: list[ev.FetchEvent]) -> ev.FetchEvent:
         return ev.JobStopped()
     verified = [end for end in ends if isinstance(end, ev.PieceVerified)]
     return max(verified, key=lambda piece: piece.now, default=ends[-1])
-
-
-def has_failed(event: ev.FetchEvent) -> bool:
-    """Return whether the job ended on a rank without success, so that it is of no use on the others."""
-    return isinstance(event, (ev.JobFailed, ev.JobStopped))
 
 
 class RangeAggregator:

@@ -20,13 +20,7 @@ from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.ranks.aggregation import (
-    JobAggregator,
-    RangeAggregator,
-    RankProgress,
-    RankQuestions,
-    has_failed,
-)
+from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, RankQuestions
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_messages import RankSockets
 from kv_transfer.transports.choosing import Chooser
@@ -39,9 +33,7 @@ _OPEN_SECONDS = 30.0
 class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
-    Fulfils ``RanksConnector``. A job that fails on one rank is stopped on the others, and ends when it is terminal on all:
-    until then its blocks stay quarantined. settings: of each rank. sessions: the tokens by which peers with a control link
-    may read.
+    Fulfils ``RanksConnector``. settings: of each rank. sessions: the tokens by which peers with a control link may read.
     """
 
     def __init__(
@@ -58,7 +50,7 @@ class RankDataGroup:
         self.take_finished = take_finished
         self._opening: list[Future[messages.Opened]] = [Future() for _ in settings]
         self._counters = counters
-        self._jobs = JobAggregator(num_ranks)
+        self._jobs = JobAggregator(num_ranks, self._send_to_all)
         self._ranges = RangeAggregator(num_ranks)
         self._progress = RankProgress(num_ranks)
         self._sockets: RankSockets | None = None
@@ -109,13 +101,13 @@ class RankDataGroup:
         key = self._jobs.begin(job.key)
         for rank in range(len(self._settings)):
             self._connected.send(rank, replace(job.in_rank(rank), key=key))
-        job.read.when_stopped(partial(self._stop, key))
+        job.read.when_stopped(partial(self._jobs.stop, key))
 
     def post_commit(self, job: CommitJob) -> None:
         """Have every rank commit; ends with CommitDone, JobFailed or JobStopped."""
         key = self._jobs.begin(job.key)
         self._send_to_all(replace(job, key=key))
-        job.read.when_stopped(partial(self._stop, key))
+        job.read.when_stopped(partial(self._jobs.stop, key))
 
     def release(self, name: LeaseName) -> None:
         """End a lease on every rank; ``lease_idle`` is reported when no rank reads it any more."""
@@ -156,10 +148,6 @@ class RankDataGroup:
     def _send_to_all(self, message: messages.ToRank) -> None:
         self._connected.send_to_all(message)
 
-    def _stop(self, key: str) -> None:
-        if self._jobs.stop(key):
-            self._send_to_all(messages.Stop(key))
-
     def _on_message(self, rank: int, message: messages.FromRank) -> None:
         match message:
             case messages.RangeReport(key, event):
@@ -182,8 +170,6 @@ class RankDataGroup:
 
     def _on_job_report(self, rank: int, key: str, event: ev.FetchEvent) -> None:
         outcome = self._jobs.add(key, rank, event)
-        if has_failed(event):
-            self._stop(key)
         if outcome is not None:
             self._reports.fetch_event(*outcome)
 

@@ -283,7 +283,7 @@ class RankSockets:
 
     @property
     def unsent_messages(self) -> list[int]:
-        """How many messages wait to be sent, by rank."""
+        """The number of messages that wait to be sent, by rank."""
         return [outbox.num_waiting for outbox in self._outboxes]
 
     def _receive(self, rank: int, message: FromRank) -> None:
