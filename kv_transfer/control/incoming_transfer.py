@@ -13,7 +13,6 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import RunningDigests
-from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.fetch_side import Fetch, FetchState
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.plan import (
@@ -29,7 +28,7 @@ from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, S
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
-_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
+QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass
@@ -165,12 +164,12 @@ class IncomingTransfer:
         part = BlockPart(action.start_byte, action.end_byte - action.start_byte)
         return replace(self._job(first, end, action.block_ids), ahead=known, part=part)
 
-    def read_again(self, retry_step: RetryStep) -> Source | None:
+    def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
-        if retry_step is RetryStep.OTHER_TRANSPORT:
+        if retry_step is ev.RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
 
@@ -205,18 +204,9 @@ class IncomingTransfer:
         return next(covering, None)
 
 
-def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
-    """Return the numbers of fetches, and of those that hold quarantined blocks."""
-    states = [incoming.fetch.state for incoming in transfers]
-    return {
-        "fetches_active": len(states),
-        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
-    }
-
-
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
     """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in QUARANTINE]
     return {
         "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
         "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),
