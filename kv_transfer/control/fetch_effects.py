@@ -163,9 +163,9 @@ class FetchEffects:
     def order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         """Post a job, or stop those that are posted."""
         match action:
-            case ev.PullBlocks() | ev.ReadAhead():
+            case ev.PullBlocks():
                 incoming.source = incoming.source or self._peers.source_of(incoming.ref)
-                if isinstance(action, ev.PullBlocks):
+                if action.part is None:
                     job = incoming.pull_job(action, self._worker.side.layout.block_bytes)
                 else:
                     job = incoming.ahead_job(action)
@@ -173,12 +173,12 @@ class FetchEffects:
                     self._later.append(partial(self._ports.pull, job))
                 else:
                     self._ports.pull(job)
-            case ev.ReadAgain(retry_step):
-                failed = incoming.read_again(retry_step)
+            case ev.RetryStep():
+                failed = incoming.read_again(action)
                 if failed is not None:
                     self._peers.mark_failed(incoming.ref, failed)
-                self._worker.counters.add("transfer_pulled_again_total", rung=retry_step.value)
-                is_fallback = retry_step is ev.RetryStep.OTHER_TRANSPORT
+                self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
+                is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
                 self._worker.counters.add("transfer_fallbacks_total", is_fallback)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import InternalError
+from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
 from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts, PeerSources
@@ -93,7 +93,8 @@ class FetchTransfers(Transfers):
             incoming = self._incoming.get(key)
             if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
-            received = Received(list(incoming.fetch.first_tokens or ()), incoming.report)
+            fetch = incoming.fetch
+            received = Received(list(fetch.first_tokens or ()), fetch.report(incoming.num_bytes))
             self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
             return received
 
@@ -140,9 +141,8 @@ class FetchTransfers(Transfers):
                 event = replace(event, retry_steps=steps)
             self._apply(incoming, advance_fetch(incoming.fetch, event))
             if isinstance(event, ev.JobFailed) and incoming.fetch.retry_steps != before:
-                logger.warning(
-                    "%s; reading again over the %s", event.message, incoming.fetch.retry_steps[-1].words
-                )
+                way = incoming.fetch.retry_steps[-1].replace("_", " ")
+                logger.warning("%s; reading again over the %s", event.message, way)
 
     def link_up(self, ref: PeerRef, session: Session) -> None:
         """Read from a peer that has authenticated. Over which transport may be decided only later."""
@@ -164,8 +164,7 @@ class FetchTransfers(Transfers):
             source = self._peers.remove(ref)
             for incoming in self._incoming:
                 if incoming.ref == ref:
-                    failed = ev.SenderFailed(kind, message)
-                    self._apply(incoming, advance_fetch(incoming.fetch, failed))
+                    self._apply(incoming, fetch_side.sender_failed(incoming.fetch, kind, message))
         return source
 
     def on_message(self, ref: PeerRef, message: msg.SenderMessage) -> None:
@@ -184,9 +183,12 @@ class FetchTransfers(Transfers):
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
             incoming.use_terms(self._peers.terms_of(ref))
-            event = incoming.event_of(message, now, reads_ahead=self._worker.is_single_rank)
-            if event is not None:
-                self._apply(incoming, advance_fetch(incoming.fetch, event))
+            try:
+                step = incoming.step_of(message, now, reads_ahead=self._worker.is_single_rank)
+            except TransferError as error:
+                step = fetch_side.sender_failed(incoming.fetch, error.kind, error.message)
+            if step is not None:
+                self._apply(incoming, step)
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers of fetches, and of those that hold quarantined blocks."""

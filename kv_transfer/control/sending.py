@@ -19,7 +19,7 @@ from kv_transfer.protocol import send_side
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
-from kv_transfer.protocol.send_side import Send, SendState, SendStep, advance_send
+from kv_transfer.protocol.send_side import Send, SendState, SendStep
 from kv_transfer.settings import LocalWorker
 
 
@@ -116,11 +116,15 @@ class SendTransfers(Transfers):
         """Process a report of the data half."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            if isinstance(event, ev.BlockRange):
-                outgoing.note_range(event)
-            elif isinstance(event, ev.LayerRange):
-                outgoing.note_layers(event)
-            self._apply(outgoing, advance_send(outgoing.send, event))
+            match event:
+                case ev.BlockRange():
+                    outgoing.note_range(event)
+                    self._apply(outgoing, send_side.blocks_ready(outgoing.send, event))
+                case ev.LayerRange():
+                    outgoing.note_layers(event)
+                    self._apply(outgoing, send_side.layers_ready(outgoing.send, event))
+                case ev.RangeFailed():
+                    self._apply(outgoing, send_side.range_failed(outgoing.send, event))
 
     def end_expected(self, key: str, seconds: float) -> None:
         """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from contract.identity import Role
 from kv_transfer.data.threads import PullThreads
+from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
@@ -19,7 +20,9 @@ def source(name: str) -> Source:
 
 
 def job(name: str, key: str, read: Read | None = None) -> PullJob:
-    return PullJob(key, source(name), LeaseName("t", 0, "l"), 0, (1,), (1,), (1,), read or Read())
+    return PullJob(
+        key, source(name), LeaseName("t", 0, "l"), 0, (1,), (Share(0, (1,)),), (1,), read or Read()
+    )
 
 
 def pull_threads() -> list[threading.Thread]:
