@@ -66,8 +66,8 @@ class World:
     def pull(self, read: Read | None = None) -> tuple[Read, list[PullJob]]:
         """Post a read of four blocks; return what each rank receives."""
         read = read or Read()
-        shares = (Share(1, (5, 6, 7, 8)),)
-        job = PullJob("r", SOURCE, NAME, 0, (9, 8, 7, 6), (1, 2, 3, 4), (0, 0, 0, 0), read, others=shares)
+        shares = (Share(0, (1, 2, 3, 4)), Share(1, (5, 6, 7, 8)))
+        job = PullJob("r", SOURCE, NAME, 0, (9, 8, 7, 6), shares, (0, 0, 0, 0), read)
         self.group.post_pull(job)
         return read, [rank.receive() for rank in self.ranks]
 
@@ -102,9 +102,9 @@ def two_ranks() -> Iterator[World]:
 def test_each_rank_reads_its_own_share() -> None:
     with two_ranks() as world:
         _, received = world.pull()
-        assert [(message.rank, message.digests, message.others) for message in received] == [
-            (0, (1, 2, 3, 4), ()),
-            (1, (5, 6, 7, 8), ()),
+        assert [message.shares for message in received] == [
+            (Share(0, (1, 2, 3, 4)),),
+            (Share(1, (5, 6, 7, 8)),),
         ]
         assert received[0].key == received[1].key
         assert received[1].source.of_rank(1).address == "there:1"
@@ -310,7 +310,7 @@ def test_progress_is_that_which_the_ranks_have_reported() -> None:
         assert world.group.progress() == {listeners[0]: 0, listeners[1]: 1, "data on rank 1": 7}
         assert world.ranks[1].receive() == messages.RequestProgress()
         _, received = world.pull()
-        assert [message.rank for message in received] == [0, 1], "rank 0 was not asked again"
+        assert [message.shares[0].rank for message in received] == [0, 1], "rank 0 was not asked again"
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.integers(0, 9))), max_size=40))
