@@ -34,8 +34,8 @@ class RankSettings(TransferSettings):
     num_ranks: int
 
     def encoded(self) -> bytes:
-        """Return the settings for the rank's process; it has neither a hub nor a wrapped receiver."""
-        return self.model_dump_json(exclude={"local", "decorate"}).encode()
+        """Return the settings for the rank's process; it has no wrapped receiver."""
+        return self.model_dump_json(exclude={"decorate"}).encode()
 
 
 def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettings]:
@@ -44,9 +44,8 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
     A fixed data port is rank 0's; the others follow it. Raises SettingError for what cannot be sent to another process,
     and for a data port with too few ports behind it.
     """
-    for name in ("local", "decorate"):
-        if num_ranks > 1 and getattr(settings, name) is not None:
-            raise SettingError(f"{name} is for workers of one rank; this one has {num_ranks}", param=name)
+    if num_ranks > 1 and settings.decorate is not None:
+        raise SettingError(f"decorate is for workers of one rank; this one has {num_ranks}", param="decorate")
     last_port = settings.data_port and settings.data_port + num_ranks - 1
     if last_port > 65535:
         raise SettingError(
@@ -73,27 +72,21 @@ class RankData:
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
         context = TransportContext(
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            data_port=settings.data_port,
-            boot_id=settings.boot_id,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            sessions=self.sessions,
+            settings,
+            self.sessions,
             on_idle=lambda name: self._reports.lease_idle(name),
-            local=settings.local,
-            shm_dir=settings.shm_dir,
             on_thread_failed=lambda thread, error: self._reports.thread_failed(thread, error),
         )
-        senders, receivers = open_transports(settings.transport_name, context)
-        self._senders = Senders(senders)
+        opened = open_transports(context)
+        self._senders = Senders({name: transport.sender for name, transport in opened.items()})
         self.release = self._senders.release
         self._readers = {
-            name: RankReader(receiver, settings.rank, settings.num_ranks)
-            for name, receiver in receivers.items()
+            name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
+            for name, transport in opened.items()
         }
         self.chooser = Chooser(self._readers, counters)
         receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
-        self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
+        self.half = DataHalf(receiver, counters, completions, tuple(opened), settings.max_staging_bytes)
         self.chooser.attach(self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:

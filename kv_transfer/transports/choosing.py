@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import KvbatonError, TransferError
+from contract.errors import KvbatonError, TransferError, UnavailableError
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
@@ -112,13 +112,17 @@ class Alternatives:
 
 @dataclass
 class _Probe:
-    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``."""
+    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``.
+
+    chosen: the outcome, from which jobs are read that name the provisional source, until ``on_chosen`` returns.
+    """
 
     candidates: list[Source]
     on_chosen: Callable[[Source, Source], bool]
+    thread: threading.Thread = field(init=False)
     read: Read = field(default_factory=Read)
     jobs: list[PullJob] = field(default_factory=list)
-    thread: threading.Thread | None = None
+    chosen: Source | None = None
 
 
 class Chooser:
@@ -130,7 +134,6 @@ class Chooser:
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
-        self._chosen: dict[Source, Source] = {}
         self._is_closed = False
 
     def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
@@ -145,7 +148,8 @@ class Chooser:
         """Return the source that the peer of a new link is read from. Does not block.
 
         The answer may be provisional: then ``on_chosen(provisional, chosen)`` follows in another thread, and returns False
-        if the source is not needed any more. Jobs may use a provisional source; they wait.
+        if the source is not needed any more. Jobs may use a provisional source; they wait. Raises TransferError without a
+        common transport, UnavailableError without a thread to probe in; no state of the link is left then.
         """
         offers = {offer.transport: offer for offer in session.offers}
         candidates = [
@@ -176,10 +180,11 @@ class Chooser:
         with self._lock:
             probe = self._probes.get(job.source)
             if probe is not None:
-                probe.jobs.append(job)
-                return
-            chosen = self._chosen.get(job.source)
-        self._post(job if chosen is None else replace(job, source=chosen))
+                if probe.chosen is None:
+                    probe.jobs.append(job)
+                    return
+                job = replace(job, source=probe.chosen)
+        self._post(job)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch by the source's transport."""
@@ -189,7 +194,6 @@ class Chooser:
         """Drop every source of the same link, and end its probe."""
         with self._lock:
             probe = self._probes.get(source)
-            self._chosen.pop(source, None)
         if probe is not None:
             probe.read.stop()
         for each in self.alternatives.end(source):
@@ -205,8 +209,7 @@ class Chooser:
         for receiver in self._receivers.values():
             receiver.close()
         for probe in probes:
-            if probe.thread is not None:
-                probe.thread.join()
+            probe.thread.join()
 
     def _start_probe(self, first: Source, probe: _Probe) -> None:
         name = f"kv-probe-{first.worker_id}"
@@ -214,7 +217,13 @@ class Chooser:
         with self._lock:
             if self._is_closed:
                 return
-            probe.thread.start()  # it needs the lock to end
+            try:
+                probe.thread.start()  # it needs the lock to end
+            except RuntimeError as error:
+                self.alternatives.end(first)
+                raise UnavailableError(
+                    f"no thread can be started to probe worker {first.worker_id}"
+                ) from error
             self._probes[first] = probe
 
     def _probe(self, first: Source, probe: _Probe) -> None:
@@ -222,14 +231,12 @@ class Chooser:
         if not probe.read.is_stopped:
             self._count(chosen, "fallback" if why_not else "probed", why_not or "its probe succeeded")
         with self._lock:
-            del self._probes[first]
-            if chosen != first:
-                self._chosen[first] = chosen
+            probe.chosen = chosen
             for job in probe.jobs:
                 self._post(replace(job, source=chosen))
         is_wanted = probe.on_chosen(first, chosen)
         with self._lock:
-            self._chosen.pop(first, None)
+            del self._probes[first]
         if chosen != first:
             self._receivers[first.transport].forget(first)
         if not is_wanted:

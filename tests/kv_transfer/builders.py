@@ -12,7 +12,6 @@ from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
 from kv_transfer.settings import LocalWorker, TransferSettings
-from kv_transfer.transports.local import LocalHub
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -31,8 +30,6 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
         "transport": "tcp",
         "peer_timeout_seconds": 30.0,
     }
-    if "local" in changes:
-        del defaults["transport"]
     return TransferSettings(**{**defaults, **changes})
 
 
@@ -142,10 +139,9 @@ def pair_of(
 ) -> Iterator[Pair]:
     """Run two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()
-    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
-        prefill = settings_for("p", Role.PREFILL, **{**both, **sides.prefill})
-        decode = settings_for("d", Role.DECODE, **{**both, **sides.decode})
+        prefill = settings_for("p", Role.PREFILL, **{"transport": transport, **sides.prefill})
+        decode = settings_for("d", Role.DECODE, **{"transport": transport, **sides.decode})
         yield Pair(stack.enter_context(worker(prefill, memory=memory)), stack.enter_context(worker(decode)))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import TransferError
+from contract.errors import TransferError, UnavailableError
 from contract.identity import Role
 from contract.layout import Side
 from kv_transfer.connector import TransferFactory
@@ -21,6 +21,8 @@ from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.shm import receiver
 from kv_transfer.transports.transport import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -33,7 +35,7 @@ from tests.kv_transfer.builders import (
     settings_for,
     worker,
 )
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 
 def chosen(pair: Pair) -> dict[str, float]:
@@ -122,6 +124,21 @@ def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> 
         assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
         assert threading.active_count() == threads
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_transport_whose_receiver_cannot_be_opened_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("no copy loop")
+
+    monkeypatch.setattr(receiver, "load_copy_blocks", fail)
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+    with pytest.raises(OSError, match="no copy loop"):
+        open_transport("shm", context_of("b", shm_dir=tmp_path))
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_worker_that_was_never_started_closes_everything(tmp_path: Path) -> None:
@@ -228,6 +245,21 @@ def test_a_choice_that_comes_too_late_is_forgotten() -> None:
     assert provisional in shm.forgotten
     assert {source.transport for source in tcp.forgotten} == {"tcp"}
     assert counters.snapshot() == {}
+
+
+def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has as many threads as it may have when a link comes up."""
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    chooser = Chooser({"shm": ProbedShelf(), "tcp": Shelf()}, Counters())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(UnavailableError, match="no thread can be started to probe worker p"):
+            chooser.choose(SESSION, lambda _provisional, _chosen: True)
+    assert chooser.alternatives.debug_state() == []
+    chooser.close()
 
 
 def test_closing_ends_a_probe() -> None:
