@@ -100,7 +100,7 @@ def test_no_ping_queues_behind_bytes_that_wait() -> None:
         link = Link(ours, accepting, 2**20, now=0.0)
         accepting.session = Session("d", "other", Role.DECODE, 30.0, (), "token")
         assert link.ping_at(30.0) == 10.0
-        while not link.wants_write:
+        while not link.outbox.wants_write:
             link.queue(TransferFailed("t", 0, "internal", "x" * 65536))
             link.flush(now=1.0)
         assert link.ping_at(30.0) == float("inf")

@@ -18,7 +18,7 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.links.framing import parse_address
-from kv_transfer.links.link import LinkSettings, PeerRef
+from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
 from kv_transfer.links.open_links import Endpoint, Outcome, resolve
@@ -140,7 +140,8 @@ class LinkRecord:
     def __init__(self) -> None:
         self.ends = Mailbox[tuple[str, str]]()
 
-    def link_up(self, ref: PeerRef, session: Session) -> None: ...
+    def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
+        return True
 
     def link_message(self, ref: PeerRef, message: Message) -> None: ...
 
@@ -158,7 +159,7 @@ class LinkRecord:
 def link_loop(
     lookup: Callable[[str, int], Outcome], peer_timeout_seconds: float
 ) -> Iterator[tuple[LinkLoop, LinkRecord]]:
-    settings = LinkSettings("127.0.0.1", 0, None, peer_timeout_seconds, 2**20)
+    settings = settings_for("d", Role.DECODE, peer_timeout_seconds=peer_timeout_seconds)
     loop, record = LinkLoop(settings, Counters(), lookup), LinkRecord()
     identity = LocalIdentity("d", "boot", "decode", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     loop.start(identity, record)
@@ -215,7 +216,7 @@ def test_numbers_need_no_look_up() -> None:
 
 
 def test_a_link_loop_that_was_never_started_closes() -> None:
-    LinkLoop(LinkSettings("127.0.0.1", 0, None, 30.0, 2**20), Counters()).close()
+    LinkLoop(settings_for("d", Role.DECODE), Counters()).close()
 
 
 @pytest.mark.parametrize(
