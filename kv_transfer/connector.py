@@ -97,18 +97,10 @@ class ControlHalf:
 
     def serve(self) -> None:
         """Begin to serve peers; called once, when the transports are open."""
-        settings = self._worker.settings
+        worker = self._worker
+        transports = tuple(self._data.readers())
         identity = LocalIdentity(
-            settings.worker_id,
-            settings.boot_id,
-            str(settings.role),
-            settings.secret,
-            self._worker.model_fingerprint,
-            self._worker.side.layout,
-            tuple(self._data.readers()),
-            settings.peer_timeout_seconds,
-            self._data.offers,
-            self._worker.side.num_ranks,
+            worker.settings, worker.side, worker.model_fingerprint, transports, self._data.offers
         )
         self._links.start(identity, self)
 

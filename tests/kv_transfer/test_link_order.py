@@ -13,9 +13,9 @@ from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import Link, PeerRef
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.handshake import Accepting, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, settings_for
+from tests.kv_transfer.builders import identity_for
 
 WAIT = 30.0
 LENDER, READER = PeerRef("lender", is_dialed=True), PeerRef("reader", is_dialed=False)
@@ -25,13 +25,13 @@ class Side:
     """A link loop and the messages that it received. busy_with: at this message its I/O thread waits for ``go_on``."""
 
     def __init__(self, boot_id: str, role: Role) -> None:
-        settings = settings_for(boot_id[0], role, peer_timeout_seconds=300.0, max_frame_bytes=2**20)
-        self.loop = LinkLoop(settings, Counters())
+        offers = [Offer("tcp", "127.0.0.1:1")]
+        limits = {"peer_timeout_seconds": 300.0, "max_frame_bytes": 2**20}
+        me = identity_for(boot_id[0], role, None, offers, boot_id=boot_id, **limits)
+        self.loop = LinkLoop(me.settings, Counters())
         self.heard = Mailbox[Message]()
         self.busy_with: Message | None = None
         self.is_busy, self.go_on = threading.Event(), threading.Event()
-        offers = [Offer("tcp", "127.0.0.1:1")]
-        me = LocalIdentity(boot_id[0], boot_id, role, SECRET, MODEL, LAYOUT, ("tcp",), 300.0, lambda: offers)
         self.loop.start(me, self)
 
     def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
@@ -108,11 +108,10 @@ def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
 
 
 def test_a_link_that_is_not_open_accepts_no_message() -> None:
-    identity = LocalIdentity("p", "boot", Role.PREFILL, SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        link = Link(ours, Accepting(identity), 2**20, now=0.0)
+        link = Link(ours, Accepting(identity_for("p", Role.PREFILL)), 2**20, now=0.0)
         outbox = link.outbox
         word = CancelFetch("t", 0)
         assert not outbox.send_now(word)

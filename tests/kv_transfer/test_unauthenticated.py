@@ -22,12 +22,12 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
 from kv_transfer.links.open_links import Endpoint, Outcome, resolve
-from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.transport import TcpSender
 from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
+from tests.kv_transfer.builders import hand_over, identity_for, pair_of, settings_for, worker
 
 WAIT = 30.0
 
@@ -159,10 +159,9 @@ class LinkRecord:
 def link_loop(
     lookup: Callable[[str, int], Outcome], peer_timeout_seconds: float
 ) -> Iterator[tuple[LinkLoop, LinkRecord]]:
-    settings = settings_for("d", Role.DECODE, peer_timeout_seconds=peer_timeout_seconds)
-    loop, record = LinkLoop(settings, Counters(), lookup), LinkRecord()
-    identity = LocalIdentity("d", "boot", "decode", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
-    loop.start(identity, record)
+    me = identity_for("d", Role.DECODE, peer_timeout_seconds=peer_timeout_seconds)
+    loop, record = LinkLoop(me.settings, Counters(), lookup), LinkRecord()
+    loop.start(me, record)
     try:
         yield loop, record
     finally:
