@@ -13,6 +13,7 @@ from typing import Any
 
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source
 
@@ -102,7 +103,7 @@ class Job:
             name=LEASE,
             first_block=0,
             block_ids=tuple(self.target_ids),
-            digests=self.digests,
+            shares=(Share(0, self.digests),),
             seeds=tuple(range(self.shape.num_blocks)),
             read=Read(),
             grants=self.grants,

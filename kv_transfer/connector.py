@@ -22,7 +22,7 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import LocalIdentity, Session
 from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.ranks.rank_data import RankData, rank_settings
-from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup
+from kv_transfer.ranks.rank_data_group import RankDataGroup
 from kv_transfer.settings import LocalWorker, TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -54,16 +54,17 @@ class TransferFactory:
             if worker.is_single_rank:
                 data = RankData(each_rank[0], worker.counters, worker.completions)
             else:
-                data = RankDataGroup(side.num_ranks, worker.counters)
+                data = RankDataGroup(each_rank, worker.counters, worker.completions.take)
             undo.callback(data.close)
             control = ControlHalf(worker, links, data)
-            data.attach(control)
             connector: RanksConnector
             if isinstance(data, RankData):
+                data.attach(control)
                 control.serve()
                 connector = SingleRankConnector(data.half)
             else:
-                connector = MultiRankConnector(each_rank, data, worker.completions.take, control.serve)
+                data.attach(control, control.serve)
+                connector = data
             undo.pop_all()
         return ConnectorPair(control, connector, links.address)
 
@@ -98,9 +99,13 @@ class ControlHalf:
     def serve(self) -> None:
         """Begin to serve peers; called once, when the transports are open."""
         worker = self._worker
-        transports = tuple(self._data.readers())
+        opened = self._data.opened
         identity = LocalIdentity(
-            worker.settings, worker.side, worker.model_fingerprint, transports, self._data.offers
+            worker.settings,
+            worker.side,
+            worker.model_fingerprint,
+            tuple(opened().readers),
+            lambda: opened().offers,
         )
         self._links.start(identity, self)
 

@@ -6,30 +6,21 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import InternalError
-from contract.outputs import TransferReport
+from contract.errors import ErrorKind, InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import RunningDigests
-from kv_transfer.protocol.events import RetryStep
-from kv_transfer.protocol.fetch_side import Fetch, FetchState
+from kv_transfer.protocol.digests import RunningDigests, Share, digest_seeds
+from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
-from kv_transfer.protocol.plan import (
-    AnnouncedBlocks,
-    PeerTerms,
-    SourceRange,
-    changed_lease,
-    complete_event,
-    failed_event,
-    published_event,
-)
-from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source, grants_within
+from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
+from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source, grants_within
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
-_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
+QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass
@@ -76,18 +67,6 @@ class IncomingTransfer:
         """See ``WireKey``."""
         return self.ref, self.transfer_id, self.attempt
 
-    @property
-    def report(self) -> TransferReport:
-        """The measurements of a finished fetch."""
-        fetch = self.fetch
-        return TransferReport(
-            fetch.exposed_seconds,
-            fetch.hidden_seconds,
-            self.num_bytes,
-            len(fetch.copies),
-            fetch.copying_seconds,
-        )
-
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the fetch as plain data."""
         return {
@@ -104,75 +83,96 @@ class IncomingTransfer:
             "peer": self.ref.boot_id,
         }
 
-    def event_of(self, message: msg.SenderMessage, now: float, *, reads_ahead: bool) -> ev.FetchEvent | None:
-        """Return what a message of the sender means for this fetch, and keep the grants that came with it."""
+    def step_of(self, message: msg.SenderMessage, now: float, *, reads_ahead: bool) -> FetchStep | None:
+        """Return the fetch after a message of the sender, and what to do; None if it changes nothing.
+
+        Keeps the grants that came with it. Raises TransferError for a message that does not fit.
+        """
         match message:
             case msg.BlocksPublished():
-                if not self._accepts_lease(message.lease):
-                    return changed_lease(message)
-                self._add_grants(message.grants)
-                return published_event(self.announced, message, now)
+                return self._published(message, now)
             case msg.PromptStarted():
-                return ev.Started() if self._accepts_lease(message.lease) else None
+                return fetch_side.started(self.fetch) if self._accepts_lease(message.lease) else None
             case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
                 # Layers can be read ahead only if the sender's blocks are ours, byte by byte.
                 if self.lease != message.lease or not reads_ahead or self.announced is not None:
                     return None
                 self._add_grants(message.grants)
-                return ev.LayerRange(first, num_blocks, message.num_bytes)
-            case msg.TransferComplete():
-                return complete_event(self.announced, message, self.fetch.num_blocks)
+                return fetch_side.layers_announced(self.fetch, first, num_blocks, message.num_bytes)
+            case msg.TransferComplete(num_blocks=num_blocks):
+                if self.announced is not None:
+                    self.announced.check_end(num_blocks)
+                    num_blocks = self.fetch.num_blocks
+                return fetch_side.completed(self.fetch, num_blocks, tuple(message.first_tokens))
             case msg.TransferFailed():
-                return failed_event(message)
+                # The scheduler gets NOT_NEEDED or an ErrorKind.
+                is_known = message.kind == ev.NOT_NEEDED or message.kind in set(ErrorKind)
+                kind = message.kind if is_known else ErrorKind.INTERNAL
+                return fetch_side.sender_failed(self.fetch, kind, message.message)
             case _:
                 return None
 
     def use_terms(self, terms: PeerTerms | None) -> None:
         """Expect the sender's own blocks, if they differ from ours."""
         if self.announced is None and terms is not None:
-            self.announced = AnnouncedBlocks.of(self.request, terms)
+            block_size = terms.plan.theirs.layout.block_size
+            seeds = digest_seeds(self.request, terms.model_fingerprint, block_size)
+            self.announced = AnnouncedBlocks(terms.plan, len(self.request.prompt_token_ids), seeds)
 
     def pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
         """Return the job that reads whole blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
-        end = pull.first_block + len(pull.block_ids)
-        blocks = SourceRange(pull.first_block, pull.digests, self.seeds[pull.first_block : end])
+        first = pull.first_block
+        end = first + len(pull.block_ids)
+        blocks = range(first, end)
+        seeds = self.seeds[first:end]
+        shares: tuple[Share, ...] = (Share(0, pull.digests),)
         conversion: Conversion | None = None
         if (announced := self.announced) is not None:
-            blocks = announced.sources_of(pull.first_block, end)
+            blocks, seeds, shares = announced.sources_of(first, end)
             block_bytes = announced.plan.crossing_bytes
             if not announced.plan.is_direct:
-                conversion = Conversion(announced.plan, pull.first_block, end, announced.num_tokens)
-        ahead = None if announced is not None else self._ahead_of(pull.first_block, end)
-        self.num_bytes += len(blocks.digests) * block_bytes
+                conversion = Conversion(announced.plan, first, end, announced.num_tokens)
+        ahead = None if announced is not None else self._ahead_of(first, end)
+        self.num_bytes += len(blocks) * block_bytes
         return replace(
-            self._job(blocks.first_block, blocks.end_block, pull.block_ids),
-            digests=blocks.digests,
-            seeds=blocks.seeds,
+            self._job(blocks.start, blocks.stop, pull.block_ids),
+            shares=shares,
+            seeds=seeds,
             conversion=conversion,
-            others=blocks.others,
             ahead=ahead,
             is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
 
-    def ahead_job(self, action: ev.ReadAhead) -> PullJob:
+    def ahead_job(self, pull: ev.PullBlocks) -> PullJob:
         """Return the job that reads a part of each block, once ``source`` is known."""
-        first = action.first_block
-        end = action.first_block + len(action.block_ids)
+        first = pull.first_block
+        end = first + len(pull.block_ids)
         known = self._ahead_of(first, end)
         if known is None:
             known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
             self.ahead.append(known)
-        part = BlockPart(action.start_byte, action.end_byte - action.start_byte)
-        return replace(self._job(first, end, action.block_ids), ahead=known, part=part)
+        return replace(self._job(first, end, pull.block_ids), ahead=known, part=pull.part)
 
-    def read_again(self, retry_step: RetryStep) -> Source | None:
+    def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
-        if retry_step is RetryStep.OTHER_TRANSPORT:
+        if retry_step is ev.RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
+
+    def _published(self, message: msg.BlocksPublished, now: float) -> FetchStep | None:
+        if not self._accepts_lease(message.lease):
+            raise TransferError(f"the sender changed the lease of transfer {self.transfer_id} in the middle")
+        self._add_grants(message.grants)
+        if self.announced is not None:
+            first, digests = self.announced.add(message.first_block, message.digests, message.other_digests)
+            return fetch_side.announced(self.fetch, first, digests, now) if digests else None
+        if message.other_digests:
+            num_ranks = 1 + len(message.other_digests)
+            raise TransferError(f"the sender announced blocks of {num_ranks} ranks; it has one")
+        return fetch_side.announced(self.fetch, message.first_block, tuple(message.digests), now)
 
     def _accepts_lease(self, lease: str) -> bool:
         """Check the lease of a message; remember the first one seen."""
@@ -192,7 +192,7 @@ class IncomingTransfer:
             name=LeaseName(self.transfer_id, self.attempt, self.lease),
             first_block=first_block,
             block_ids=block_ids,
-            digests=(),
+            shares=(),
             seeds=(),
             read=self.read,
             grants=tuple(grants_within(self.grants, first_block, end_block)),
@@ -205,18 +205,9 @@ class IncomingTransfer:
         return next(covering, None)
 
 
-def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
-    """Return the numbers of fetches, and of those that hold quarantined blocks."""
-    states = [incoming.fetch.state for incoming in transfers]
-    return {
-        "fetches_active": len(states),
-        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
-    }
-
-
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
     """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in QUARANTINE]
     return {
         "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
         "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),

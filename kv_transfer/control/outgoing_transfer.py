@@ -1,7 +1,6 @@
 """One prompt whose KV is lent, as ``SendTransfers`` keeps it, and the history of attempts."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
 from kv_transfer.protocol.send_side import Send, SendState
-from kv_transfer.settings import LocalWorker
+from kv_transfer.settings import LocalWorker, TransferSettings
 
 TransferKey = tuple[str, int]
 """The transfer id and the attempt, by which the receiver's messages name a transfer."""
@@ -43,16 +42,16 @@ class OutgoingTransfer:
 
     @classmethod
     def parked(
-        cls, peer: str, message: msg.FetchBlocks, lease_seconds: float, now: float, deadline: float
+        cls, peer: str, message: msg.FetchBlocks, settings: TransferSettings, now: float
     ) -> "OutgoingTransfer":
         """Return a transfer that is fetched before it is opened."""
         send = Send(
             state=SendState.PARKED,
-            lease_seconds=lease_seconds,
+            lease_seconds=settings.lease_seconds,
             is_opened=False,
             peer=peer,
             from_block=message.from_block,
-            deadline=deadline,
+            deadline=now + settings.parked_seconds,
         )
         return cls(message.transfer_id, message.attempt, send, now)
 
@@ -152,45 +151,24 @@ class OutgoingTransfer:
 
 
 class AttemptHistory:
-    """The newest attempt of each transfer, and how attempts ended; the latest 4096 of each. Not thread-safe."""
+    """The newest attempt of each transfer, and how it ended if it did; of the latest 4096 transfers. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._newest = OrderedDict[str, int]()
-        self._endings = OrderedDict[TransferKey, EndReason]()
+        self._newest = OrderedDict[str, tuple[int, EndReason | None]]()
 
-    def begin(self, wire_key: TransferKey) -> None:
-        """Record an attempt that is opened or parked."""
-        self._endings.pop(wire_key, None)
+    def record(self, wire_key: TransferKey, ending: EndReason | None = None) -> None:
+        """Record that an attempt is opened or parked, or why it ended."""
         (transfer_id, attempt) = wire_key
-        self._newest[transfer_id] = max(attempt, self._newest.pop(transfer_id, attempt))
-        while len(self._newest) > _MAX_REMEMBERED:
+        newest = self._newest.pop(transfer_id, (attempt, None))
+        self._newest[transfer_id] = newest if newest[0] > attempt else (attempt, ending)
+        if len(self._newest) > _MAX_REMEMBERED:
             self._newest.popitem(last=False)
-
-    def end(self, wire_key: TransferKey, ending: EndReason) -> None:
-        """Record why an attempt ended."""
-        self._endings[wire_key] = ending
-        while len(self._endings) > _MAX_REMEMBERED:
-            self._endings.popitem(last=False)
 
     def refusal_of(self, wire_key: TransferKey) -> EndReason | None:
         """Return why a fetch must be refused: a newer attempt is known, or this one has ended."""
         (transfer_id, attempt) = wire_key
-        newest = self._newest.get(transfer_id, attempt)
+        newest, ending = self._newest.get(transfer_id, (attempt, None))
         if attempt < newest:
             text = f"attempt {attempt} of transfer {transfer_id} is older than attempt {newest}, which is known here"
             return EndReason(ErrorKind.TRANSFER_FAILED, text)
-        return self._endings.get(wire_key)
-
-
-def num_parked(transfers: Iterable[OutgoingTransfer], peer: str) -> int:
-    """Return the number of fetches of this peer that are parked."""
-    return sum(one.send.state is SendState.PARKED and one.send.peer == peer for one in transfers)
-
-
-def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:
-    """Return the numbers of active leases and of parked fetches."""
-    sends = [(one.key is not None, one.send) for one in transfers]
-    return {
-        "leases_active": sum(is_open and not send.has_ended for is_open, send in sends),
-        "transfers_parked": sum(send.state is SendState.PARKED for _, send in sends),
-    }
+        return ending if attempt == newest else None

@@ -46,7 +46,7 @@ class Converter:
         plan = conversion.plan
         with self.buffer(conversion) as buffer:
             for first, end in self._pieces(conversion):
-                blocks = conversion.sources_of(first, end)
+                blocks = plan.source_blocks(first, end, conversion.num_tokens)
                 rest = buffer
                 sources: dict[int, tuple[int, memoryview]] = {}
                 for share in job.shares:
@@ -64,8 +64,10 @@ class Converter:
     @contextmanager
     def buffer(self, conversion: Conversion) -> Iterator[memoryview]:
         """Lend memory for the sources of the largest piece, of every rank that is read."""
-        num_blocks = max(len(conversion.sources_of(*piece)) for piece in self._pieces(conversion))
-        num_bytes = num_blocks * conversion.source_bytes
+        sources = (
+            conversion.plan.source_blocks(*piece, conversion.num_tokens) for piece in self._pieces(conversion)
+        )
+        num_bytes = max(map(len, sources)) * conversion.source_bytes
         self._counters.add(_IN_USE, num_bytes)
         try:
             # Anonymous: its pages are allocated only as they are filled.
@@ -96,14 +98,14 @@ def convert_blocks(
         rank: (first, _as_blocks(content, plan.theirs.layout)) for rank, (first, content) in sources.items()
     }
     our_blocks = [_as_blocks(target, plan.ours.layout)[0] for target in targets]
-    heads = plan.head_runs(our_rank)
+    heads = list(plan.head_runs(our_rank))
     for run in plan.token_runs(our_first, our_first + len(targets), num_tokens):
-        target = _part(our_blocks[run.our_block - our_first], _TOKENS, run.our_offset, run.num_tokens)
+        target = _part(our_blocks[run.ours - our_first], _TOKENS, run.our_offset, run.count)
         for part in heads:
-            first, blocks = their_blocks[part.their_rank]
-            source = _part(blocks[run.their_block - first], _TOKENS, run.their_offset, run.num_tokens)
-            _part(target, _HEADS, part.our_first, part.num_heads).copy_(
-                _part(source, _HEADS, part.their_first, part.num_heads)
+            first, blocks = their_blocks[part.theirs]
+            source = _part(blocks[run.theirs - first], _TOKENS, run.their_offset, run.count)
+            _part(target, _HEADS, part.our_offset, part.count).copy_(
+                _part(source, _HEADS, part.their_offset, part.count)
             )
 
 

@@ -48,8 +48,6 @@ def update(digest: xxhash.xxh3_64, content: memoryview) -> None:
 
 def digest_of(block: memoryview, seed: int) -> int:
     """Return the digest by which a block is announced and verified."""
-    if block.nbytes <= _DIGESTED_AT_ONCE:
-        return int(xxhash.xxh3_64_intdigest(block, seed=seed))
     digest = xxhash.xxh3_64(seed=seed)
     update(digest, block)
     return int(digest.intdigest())

@@ -5,7 +5,7 @@ from enum import Enum, StrEnum, auto
 import msgspec
 
 from contract.errors import InternalError
-from engine.connector import FirstToken
+from kv_transfer.protocol.reads import BlockPart
 
 NOT_NEEDED = "not_needed"
 """The kind with which a sender abandons a transfer whose answer ended with its first token."""
@@ -23,15 +23,13 @@ class EndReason(msgspec.Struct, frozen=True):
 
 
 class RetryStep(StrEnum):
-    """A way to read blocks again whose read failed: over another transport of the same link, or over the same one."""
+    """A way to read blocks again whose read failed: over another transport of the same link, or over the same one.
+
+    As an order: read so from now on. No read is posted any more.
+    """
 
     OTHER_TRANSPORT = "other_transport"
     SAME_TRANSPORT = "same_transport"
-
-    @property
-    def words(self) -> str:
-        """The step for log lines."""
-        return self.value.replace("_", " ")
 
 
 class BlockRange(msgspec.Struct, frozen=True, tag=True):
@@ -51,7 +49,7 @@ class BlockRange(msgspec.Struct, frozen=True, tag=True):
 class LayerRange(msgspec.Struct, frozen=True):
     """Blocks of which the first ``num_bytes`` bytes can be read. Their digests follow in a ``BlockRange``.
 
-    As an event: the sender's data half lends them, or the receiver learns so. As an action: announce them to the peer.
+    As an event: the sender's data half lends them. As an action: announce them to the peer.
     """
 
     first_block: int
@@ -73,31 +71,6 @@ class Refuse(msgspec.Struct, frozen=True):
     """Refuse ``peer`` the transfer, or the rest of it."""
 
     peer: str
-    kind: str
-    message: str
-
-
-class Announced(msgspec.Struct, frozen=True):
-    """The sender published these blocks."""
-
-    blocks: BlockRange
-    now: float
-
-
-class Started(msgspec.Struct, frozen=True):
-    """The sender computes the prompt, in blocks that it has: it will publish them without waiting for anything."""
-
-
-class Completed(msgspec.Struct, frozen=True):
-    """The sender published everything."""
-
-    num_blocks: int
-    first_tokens: tuple[FirstToken, ...]
-
-
-class SenderFailed(msgspec.Struct, frozen=True):
-    """The sender gives up the transfer, or is dead."""
-
     kind: str
     message: str
 
@@ -144,26 +117,15 @@ class CommitDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class PullBlocks(msgspec.Struct, frozen=True):
-    """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them."""
+    """Post a read of the transfer's blocks from ``first_block`` on into ``block_ids``, and verify them.
+
+    part: read only this part of each block, before their digests are announced, and verify nothing.
+    """
 
     first_block: int
     block_ids: tuple[int, ...]
     digests: tuple[int, ...]
-
-
-class ReadAhead(msgspec.Struct, frozen=True):
-    """Post a read of bytes ``start_byte``..``end_byte`` - 1 of these blocks before they are announced; verify nothing."""
-
-    first_block: int
-    block_ids: tuple[int, ...]
-    start_byte: int
-    end_byte: int
-
-
-class ReadAgain(msgspec.Struct, frozen=True):
-    """Read by this step from now on: a retry begins, and no read is posted any more."""
-
-    retry_step: RetryStep
+    part: BlockPart | None = None
 
 
 class CommitBlocks(msgspec.Struct, frozen=True):
@@ -206,12 +168,10 @@ class FetchNotice(Enum):
 
 
 SendEvent = BlockRange | LayerRange | RangeFailed
-"""A report of the sender's data half. What its scheduler and its peers do are the functions of ``send_side``."""
+"""A report of the sender's data half."""
 SendAction = BlockRange | LayerRange | Refuse | SendNotice
-FetchEvent = (Announced | LayerRange | Started | Completed | SenderFailed) | (
-    PieceLanded | PieceVerified | JobFailed | JobStopped | ReadAheadOver | CommitDone
-)
-"""A message of the sender, or a report of the receiver's data half."""
-FetchOrder = PullBlocks | ReadAhead | ReadAgain | CommitBlocks | StopReads
+FetchEvent = PieceLanded | PieceVerified | JobFailed | JobStopped | ReadAheadOver | CommitDone
+"""A report of the receiver's data half. What its scheduler and the sender do are functions of ``fetch_side``."""
+FetchOrder = PullBlocks | RetryStep | CommitBlocks | StopReads
 """A call of the receiver's data half."""
 FetchAction = FetchOrder | FetchNotice

@@ -8,9 +8,11 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorKind
+from contract.outputs import TransferReport
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.events import EndReason, ImpossibleEventError, RetryStep
+from kv_transfer.protocol.reads import BlockPart
 
 
 class FetchState(StrEnum):
@@ -54,11 +56,11 @@ FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer on the receiver's side.
 
-    digests: of the blocks that the sender announced so far. num_pulled: blocks up to here are cached or posted.
-    num_posted: jobs posted to the data thread that are not terminal. num_verified: blocks after the cached ones, up to the
-    first that is not verified. copies: (begin, end) of each copy. retry_steps: those that were taken, in order.
-    ahead: (first block, bytes) of blocks of which so many bytes were posted before they were announced.
-    is_published: ``ReportPublished`` was asked for. is_retrying: a read has failed; another will be posted once all posted
+    digests: of the blocks that the sender announced so far. block_ids: empty until the blocks are reserved. num_pulled:
+    blocks up to here are cached or posted. num_posted: jobs posted to the data thread that are not terminal. num_verified:
+    blocks after the cached ones, up to the first that is not verified. copies: (begin, end) of each copy. retry_steps: those
+    that were taken, in order. ahead: (first block, bytes) of blocks of which so many bytes were posted before they were
+    announced. is_published: PUBLISHED was reported. is_retrying: a read has failed; another will be posted once all posted
     ones are terminal. is_visible: the verified blocks are visible to the device.
     """
 
@@ -66,7 +68,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     state: FetchState = FetchState.WAITING
     digests: tuple[int, ...] = ()
     block_ids: tuple[int, ...] = ()
-    is_reserved: bool = False
     num_cached: int = 0
     num_pulled: int = 0
     num_posted: int = 0
@@ -89,27 +90,31 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
         """True if no message of the sender matters any more."""
         return self.state in _FETCH_ABORT
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds between the sender's last announcement and the last verified block."""
-        return max(0.0, self.verified_at - self.announced_at)
-
-    @property
-    def hidden_seconds(self) -> float:
-        """Seconds of copying before the last announcement."""
-        return sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies)
-
-    @property
-    def copying_seconds(self) -> float:
-        """The sum of the copies' seconds, also of those that overlapped."""
-        return sum(end - begin for begin, end in self.copies)
+    def report(self, num_bytes: int) -> TransferReport:
+        """Return the measurements of a finished fetch that read ``num_bytes``."""
+        return TransferReport(
+            exposed_seconds=max(0.0, self.verified_at - self.announced_at),
+            hidden_seconds=sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies),
+            num_bytes=num_bytes,
+            num_pieces=len(self.copies),
+            copying_seconds=sum(end - begin for begin, end in self.copies),
+        )
 
 
 FetchStep = tuple[Fetch, list[ev.FetchAction]]
 
 
 def advance_fetch(fetch: Fetch, event: ev.FetchEvent) -> FetchStep:
-    """Return the transfer after ``event``, and what to do. Raises ImpossibleEventError."""
+    """Return the transfer after a report of the data half, and what to do. Raises ImpossibleEventError.
+
+    Each report but PieceLanded ends a posted job. Once the fetch has ended, it only matters how many are left.
+    """
+    if not isinstance(event, ev.PieceLanded):
+        if fetch.num_posted == 0:
+            raise ImpossibleEventError("a job ended that was not posted")
+        fetch = replace(fetch, num_posted=fetch.num_posted - 1)
+        if fetch.has_ended:
+            return _drained(fetch)
     return _FETCH_RULES[type(event)](fetch, event)
 
 
@@ -119,17 +124,17 @@ def _enter(fetch: Fetch, state: FetchState) -> Fetch:
     return replace(fetch, state=state)
 
 
-def _announced(fetch: Fetch, event: ev.Announced) -> FetchStep:
+def announced(fetch: Fetch, first_block: int, digests: tuple[int, ...], now: float) -> FetchStep:
+    """Read the blocks from ``first_block`` on, which the sender published, or fail if they do not follow the others."""
     if fetch.has_ended or fetch.state is FetchState.COMMITTED:
         return fetch, []
     known = len(fetch.digests)
-    first = event.blocks.first_block
-    digests = event.blocks.digests
-    if first != known or known + len(digests) > fetch.num_blocks or not digests:
-        text = f"the sender announced {len(digests)} blocks from {first}; {known} of {fetch.num_blocks} were announced"
+    total = fetch.num_blocks
+    if first_block != known or known + len(digests) > total or not digests:
+        text = f"the sender announced {len(digests)} blocks from {first_block}; {known} of {total} were announced"
         return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
     fetch, reports = _report_published(fetch)
-    fetch, actions = _pull(replace(fetch, digests=fetch.digests + digests, announced_at=event.now))
+    fetch, actions = _pull(replace(fetch, digests=fetch.digests + digests, announced_at=now))
     return fetch, reports + actions
 
 
@@ -137,54 +142,59 @@ def _report_published(fetch: Fetch) -> FetchStep:
     return replace(fetch, is_published=True), [] if fetch.is_published else [ev.FetchNotice.PUBLISHED]
 
 
-def _started(fetch: Fetch, _event: ev.Started) -> FetchStep:
-    """Let blocks be reserved: the sender has its own blocks, and publishes without waiting for anything (law 4)."""
+def started(fetch: Fetch) -> FetchStep:
+    """Let blocks be reserved: the sender computes in blocks that it has, and publishes without waiting (law 4)."""
     if fetch.has_ended or fetch.state is FetchState.COMMITTED:
         return fetch, []
     return _report_published(fetch)
 
 
-def _layers_announced(fetch: Fetch, event: ev.LayerRange) -> FetchStep:
-    """Read ahead. A hint: the bytes count only when their blocks are announced, pulled and verified."""
-    first = event.first_block
-    end = event.first_block + event.num_blocks
+def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes: int) -> FetchStep:
+    """Read ahead the first ``num_bytes`` of each block.
+
+    A hint: the bytes count only when their blocks are announced, pulled and verified.
+    """
+    end = first_block + num_blocks
     is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying
     known = len(fetch.digests)
     ahead = dict(fetch.ahead)
-    start = ahead.get(first, 0)
-    is_next = max(fetch.num_cached, known) <= first < end <= fetch.num_blocks
-    if not is_open or not is_next or event.num_bytes <= start:
+    start = ahead.get(first_block, 0)
+    is_next = max(fetch.num_cached, known) <= first_block < end <= fetch.num_blocks
+    if not is_open or not is_next or num_bytes <= start:
         return fetch, []
     if fetch.state is FetchState.RESERVED:
         fetch = _enter(fetch, FetchState.MOVING)
-    ahead[first] = event.num_bytes
+    ahead[first_block] = num_bytes
     fetch = replace(fetch, ahead=tuple(ahead.items()), num_posted=fetch.num_posted + 1)
-    return fetch, [ev.ReadAhead(first, fetch.block_ids[first:end], start, event.num_bytes)]
+    part = BlockPart(start, num_bytes - start)
+    return fetch, [ev.PullBlocks(first_block, fetch.block_ids[first_block:end], (), part)]
 
 
 def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
     if event.copy is not None:
         fetch = replace(fetch, copies=(*fetch.copies, event.copy))
-    return _job_over(fetch)
+    return _go_on(fetch)
 
 
-def _sender_completed(fetch: Fetch, event: ev.Completed) -> FetchStep:
+def completed(fetch: Fetch, num_blocks: int, first_tokens: tuple[FirstToken, ...]) -> FetchStep:
+    """Note the first tokens: the sender published everything, as ``num_blocks`` of our blocks."""
     if fetch.has_ended or fetch.first_tokens is not None:
         return fetch, []
-    if not event.num_blocks == fetch.num_blocks == len(fetch.digests) or not event.first_tokens:
+    if not num_blocks == fetch.num_blocks == len(fetch.digests) or not first_tokens:
         text = (
-            f"the sender ended with {event.num_blocks} blocks, {len(fetch.digests)} announced, and"
-            f" {len(event.first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks"
+            f"the sender ended with {num_blocks} blocks, {len(fetch.digests)} announced, and"
+            f" {len(first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks"
         )
         return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
-    return _receive(replace(fetch, first_tokens=event.first_tokens))
+    return _receive(replace(fetch, first_tokens=first_tokens))
 
 
-def _sender_failed(fetch: Fetch, event: ev.SenderFailed) -> FetchStep:
+def sender_failed(fetch: Fetch, kind: str, message: str) -> FetchStep:
+    """End the fetch if it still needs the sender, which gave up the transfer or is dead."""
     is_whole = fetch.first_tokens is not None and fetch.state in _LANDED_STATES
     if fetch.has_ended or is_whole:
         return fetch, []
-    return _fail(fetch, event.kind, event.message)
+    return _fail(fetch, kind, message)
 
 
 def reserved(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> FetchStep:
@@ -196,7 +206,6 @@ def reserved(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> Fetch
     fetch = replace(
         _enter(fetch, FetchState.RESERVED),
         block_ids=block_ids,
-        is_reserved=True,
         num_cached=num_cached,
         num_pulled=num_cached,
     )
@@ -207,7 +216,7 @@ def _pull(fetch: Fetch) -> FetchStep:
     """Post a read of the blocks that are announced, missing and not posted yet."""
     first = fetch.num_pulled
     end = len(fetch.digests)
-    if not fetch.is_reserved or end <= first or fetch.is_retrying:
+    if not fetch.block_ids or end <= first or fetch.is_retrying:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:
         fetch = _enter(fetch, FetchState.MOVING)
@@ -218,7 +227,7 @@ def _pull(fetch: Fetch) -> FetchStep:
 def _settle(fetch: Fetch) -> FetchStep:
     """Enter LANDED and VERIFIED as far as the counts allow; the first token may come later."""
     is_announced = len(fetch.digests) == fetch.num_blocks
-    if not is_announced or not fetch.is_reserved or fetch.has_ended or fetch.is_retrying:
+    if not is_announced or not fetch.block_ids or fetch.has_ended or fetch.is_retrying:
         return fetch, []
     missing = fetch.num_blocks - fetch.num_cached
     if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:
@@ -237,31 +246,27 @@ def _piece_landed(fetch: Fetch, event: ev.PieceLanded) -> FetchStep:
 def _piece_verified(fetch: Fetch, event: ev.PieceVerified) -> FetchStep:
     if not fetch.is_retrying:  # else it lies behind a piece that failed, and is read again with it
         fetch = replace(fetch, num_verified=fetch.num_verified + event.num_blocks, verified_at=event.now)
-    return _job_over(fetch)
+    return _go_on(fetch)
 
 
 def _job_failed(fetch: Fetch, event: ev.JobFailed) -> FetchStep:
     if event.may_heal and fetch.state in (FetchState.MOVING, FetchState.LANDED):
         retry_step = next((step for step in event.retry_steps if step not in fetch.retry_steps), None)
         if fetch.is_retrying:
-            return _job_over(fetch)
+            return _go_on(fetch)
         if retry_step is not None:
-            fetch, actions = _job_over(_begin_retry(fetch, retry_step))
+            if fetch.state is FetchState.LANDED:
+                fetch = _enter(fetch, FetchState.MOVING)
+            fetch = replace(fetch, retry_steps=(*fetch.retry_steps, retry_step), is_retrying=True)
+            fetch, actions = _go_on(fetch)
             return fetch, actions or [ev.StopReads()]
-    fetch = _count_down(fetch)
-    return _drained(fetch) if fetch.has_ended else _fail(fetch, event.kind, event.message)
+    return _fail(fetch, event.kind, event.message)
 
 
 def _job_stopped(fetch: Fetch, _event: ev.JobStopped) -> FetchStep:
-    if fetch.has_ended or fetch.is_retrying:
-        return _job_over(fetch)
-    return _fail(_count_down(fetch), ErrorKind.CANCELLED, "the connector was closed")
-
-
-def _begin_retry(fetch: Fetch, retry_step: RetryStep) -> Fetch:
-    if fetch.state is FetchState.LANDED:
-        fetch = _enter(fetch, FetchState.MOVING)
-    return replace(fetch, retry_steps=(*fetch.retry_steps, retry_step), is_retrying=True)
+    if fetch.is_retrying:
+        return _go_on(fetch)
+    return _fail(fetch, ErrorKind.CANCELLED, "the connector was closed")
 
 
 def _read_again(fetch: Fetch) -> FetchStep:
@@ -275,13 +280,10 @@ def _read_again(fetch: Fetch) -> FetchStep:
         num_pulled=fetch.num_cached + num_verified,
     )
     fetch, actions = _pull(fetch)
-    return fetch, [ev.ReadAgain(fetch.retry_steps[-1]), *actions]
+    return fetch, [fetch.retry_steps[-1], *actions]
 
 
 def _commit_done(fetch: Fetch, _event: ev.CommitDone) -> FetchStep:
-    fetch = _count_down(fetch)
-    if fetch.has_ended:
-        return _drained(fetch)
     return _receive(replace(fetch, is_visible=True))
 
 
@@ -292,16 +294,7 @@ def _receive(fetch: Fetch) -> FetchStep:
     return _enter(fetch, FetchState.COMMITTED), [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE]
 
 
-def _count_down(fetch: Fetch) -> Fetch:
-    if fetch.num_posted == 0:
-        raise ImpossibleEventError("a job ended that was not posted")
-    return replace(fetch, num_posted=fetch.num_posted - 1)
-
-
-def _job_over(fetch: Fetch) -> FetchStep:
-    fetch = _count_down(fetch)
-    if fetch.has_ended:
-        return _drained(fetch)
+def _go_on(fetch: Fetch) -> FetchStep:
     return _read_again(fetch) if fetch.is_retrying and not fetch.num_posted else _settle(fetch)
 
 
@@ -309,7 +302,7 @@ def _fail(fetch: Fetch, kind: str, message: str) -> FetchStep:
     fetch = replace(fetch, ending=EndReason(kind, message))
     if fetch.num_posted:
         return _enter(fetch, FetchState.DRAINING), [ev.StopReads(), ev.FetchNotice.CANCEL]
-    state = FetchState.QUARANTINED if fetch.is_reserved else FetchState.FREE
+    state = FetchState.QUARANTINED if fetch.block_ids else FetchState.FREE
     return _enter(fetch, state), [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
 
 
@@ -341,11 +334,6 @@ def acknowledged(fetch: Fetch) -> FetchStep:
 
 
 _FETCH_RULES: dict[type, Callable[[Fetch, Any], FetchStep]] = {
-    ev.Announced: _announced,
-    ev.Started: _started,
-    ev.LayerRange: _layers_announced,
-    ev.Completed: _sender_completed,
-    ev.SenderFailed: _sender_failed,
     ev.PieceLanded: _piece_landed,
     ev.PieceVerified: _piece_verified,
     ev.JobFailed: _job_failed,

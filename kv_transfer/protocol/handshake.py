@@ -129,7 +129,7 @@ class Dialing:
 
     def refusal(self, error: KvbatonError) -> Refused:
         """Return the last message to an acceptor that is given up."""
-        return self._transcript.refusal(_DIALER_REFUSES, error)
+        return self._transcript.proved(_DIALER_REFUSES, Refused(error.kind, error.message))
 
     def _prove(self, challenge: Challenge) -> Prove:
         _common_protocol(challenge, self._where)
@@ -208,7 +208,7 @@ class Accepting:
 
     def refusal(self, error: KvbatonError) -> Refused:
         """Return the last message to a dialer that is refused."""
-        return self._transcript.refusal(_ACCEPTOR_REFUSES, error)
+        return self._transcript.proved(_ACCEPTOR_REFUSES, Refused(error.kind, error.message))
 
     def _challenge_for(self, hello: Hello) -> Challenge:
         _check_names(hello, "the dialing worker")
@@ -305,9 +305,10 @@ def _agree(
 
 def _check_addresses(welcome: Welcome, who: str) -> None:
     for offer in welcome.offers:
-        if offer.num_ranks != welcome.num_ranks:
+        num_addresses = 1 + len(offer.other_addresses)
+        if num_addresses != welcome.num_ranks:
             raise IncompatiblePeerError(
-                f"{who} offers {offer.transport} at {offer.num_ranks} addresses; it has {welcome.num_ranks} ranks"
+                f"{who} offers {offer.transport} at {num_addresses} addresses; it has {welcome.num_ranks} ranks"
             )
 
 

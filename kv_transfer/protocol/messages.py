@@ -7,13 +7,13 @@ acceptor (which lends) ``SenderMessage``, and both send ``Ping``.
 
 import hmac
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec.structs import replace
 
 from contract.decoding import decode_outside
-from contract.errors import KvbatonError, TransferError
+from contract.errors import TransferError
 from contract.layout import KVLayout
 from contract.proofs import derive_key, make_proof
 from engine.connector import FirstToken
@@ -63,11 +63,6 @@ class Offer(msgspec.Struct, frozen=True):
     transport: str
     address: str
     other_addresses: tuple[str, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        """The number of ranks that it has an address of."""
-        return 1 + len(self.other_addresses)
 
 
 class Prove(Message, frozen=True, tag="prove"):
@@ -191,15 +186,14 @@ SenderMessage = (
 ReceiverMessage = FetchBlocks | ReleaseLease | CancelFetch
 AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | SenderMessage | ReceiverMessage
 
-_decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 
 
 def decode_message(frame: bytes) -> Message:
     """Decode a message. Raises TransferError for anything but a well-formed message of this protocol."""
-    message: Message = decode_outside(
+    return decode_outside(
         _decoder.decode, frame, lambda why: TransferError(f"the peer sent a malformed message: {why}")
     )
-    return message
 
 
 Mac = Callable[[bytes, str, Sequence[Message]], str]
@@ -240,10 +234,6 @@ class Transcript:
         return hmac.compare_digest(
             self._proof(label, message).encode(), message.proof.encode("utf-8", "replace")
         )
-
-    def refusal(self, label: str, error: KvbatonError) -> Refused:
-        """Return the proved refusal that carries ``error``."""
-        return self.proved(label, Refused(error.kind, error.message))
 
     def token(self) -> str:
         """Derive the session's token, which is never sent on the link."""

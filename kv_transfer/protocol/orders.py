@@ -46,18 +46,10 @@ class Conversion(msgspec.Struct, frozen=True):
     num_tokens: int
     our_rank: int = 0
 
-    def sources_of(self, our_first: int, our_end: int) -> range:
-        """Return the sender's blocks that these are made from."""
-        return self.plan.source_blocks(our_first, our_end, self.num_tokens)
-
     @property
     def source_bytes(self) -> int:
         """Bytes of one of the sender's blocks, over all ranks that are read."""
         return self.plan.theirs.layout.block_bytes * len(self.plan.ranks_of(self.our_rank))
-
-    def in_rank(self, our_rank: int) -> "Conversion":
-        """Return the conversion for another rank of ours."""
-        return replace(self, our_rank=our_rank)
 
 
 class Ahead(msgspec.Struct):
@@ -91,10 +83,10 @@ class Ahead(msgspec.Struct):
 class PullJob(msgspec.Struct, frozen=True, tag=True):
     """Read blocks ``first_block``... of a peer's lease into ``block_ids``, and verify them.
 
-    first_block, digests, seeds, grants: by the sender's blocks. conversion: None if those are ours, one for one.
-    digests: of the sender's rank ``rank``; others: of further ranks that are read. grants: of all of them. ahead: the part
-    of these blocks that was read before; is_here: it is all of them, and no read of it is open: verify only. part: read
-    this part ahead of the digests, which are empty, and verify nothing.
+    first_block, shares, seeds, grants: by the sender's blocks. conversion: None if those are ours, one for one.
+    shares: the digests of each rank of the sender that is read, in order. grants: of all of them. ahead: the part of these
+    blocks that was read before; is_here: it is all of them, and no read of it is open: verify only. part: read this part
+    ahead of the digests, which are not there yet, and verify nothing.
     """
 
     key: str
@@ -102,39 +94,25 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     name: LeaseName
     first_block: int
     block_ids: tuple[int, ...]
-    digests: tuple[int, ...]
+    shares: tuple[Share, ...]
     seeds: tuple[int, ...]
     read: Read
     conversion: Conversion | None = None
     grants: tuple[RangeGrant, ...] = ()
-    others: tuple[Share, ...] = ()
-    rank: int = 0
     ahead: Ahead | None = None
     part: BlockPart | None = None
     is_here: bool = False
-
-    @property
-    def shares(self) -> list[Share]:
-        """The digests of each rank of the sender that is read, in order."""
-        return [Share(self.rank, self.digests), *self.others]
 
     def in_rank(self, our_rank: int) -> "PullJob":
         """Return what one of our ranks has to read: its own share of the heads."""
         conversion = self.conversion
         ranks = [our_rank]
         if conversion is not None:
-            conversion = conversion.in_rank(our_rank)
+            conversion = replace(conversion, our_rank=our_rank)
             ranks = conversion.plan.ranks_of(our_rank)
-        first, *others = [share for share in self.shares if share.rank in ranks]
+        shares = tuple(share for share in self.shares if share.rank in ranks)
         grants = tuple(grant for grant in self.grants if grant.rank in ranks)
-        return replace(
-            self,
-            digests=first.digests,
-            conversion=conversion,
-            grants=grants,
-            others=tuple(others),
-            rank=first.rank,
-        )
+        return replace(self, shares=shares, conversion=conversion, grants=grants)
 
 
 class CommitJob(msgspec.Struct, frozen=True, tag=True):

@@ -9,33 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from contract.errors import ErrorKind, TransferError
+from contract.errors import TransferError
 from contract.layout import Side, received_fingerprint
-from contract.requests import EngineRequest
-from kv_transfer.protocol import events as ev
-from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import Share, digest_seeds
+from kv_transfer.protocol.digests import Share
 
 
 @dataclass(frozen=True)
-class HeadRun:
-    """``num_heads`` heads: from ``their_first`` on in their rank's block, from ``our_first`` on in our rank's."""
+class Run:
+    """``count`` tokens that are in one block on each side, or heads that are in one rank; the offsets count within it."""
 
-    their_rank: int
-    their_first: int
-    our_first: int
-    num_heads: int
-
-
-@dataclass(frozen=True)
-class TokenRun:
-    """``num_tokens`` tokens that are contiguous on both sides; the offsets count tokens within a block."""
-
-    their_block: int
+    theirs: int
     their_offset: int
-    our_block: int
+    ours: int
     our_offset: int
-    num_tokens: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -89,42 +76,37 @@ class TransferPlan:
             yield our_first, end
             our_first = end
 
-    def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[TokenRun]:
+    def token_runs(self, our_first: int, our_end: int, num_tokens: int) -> Iterator[Run]:
         """Yield all tokens of these blocks of ours, in order, up to the prompt's end."""
         ours = self.ours.layout.block_size
-        theirs = self.theirs.layout.block_size
-        token = our_first * ours
         end = min(our_end * ours, num_tokens)
-        while token < end:
-            (our_block, our_offset) = divmod(token, ours)
-            (their_block, their_offset) = divmod(token, theirs)
-            count = min(ours - our_offset, theirs - their_offset, end - token)
-            yield TokenRun(their_block, their_offset, our_block, our_offset, count)
-            token += count
+        return _runs(our_first * ours, end, ours, self.theirs.layout.block_size)
 
-    def head_runs(self, our_rank: int = 0) -> list[HeadRun]:
-        """Return the sources of our rank's heads, in order."""
-        head = self.ours.first_head(our_rank)
-        runs = []
-        end = head + self.ours.layout.num_kv_heads
-        while head < end:
-            their_rank, their_first = divmod(head, self.theirs.layout.num_kv_heads)
-            count = min(self.theirs.layout.num_kv_heads - their_first, end - head)
-            runs.append(HeadRun(their_rank, their_first, head - self.ours.first_head(our_rank), count))
-            head += count
-        return runs
+    def head_runs(self, our_rank: int = 0) -> Iterator[Run]:
+        """Yield the heads of our rank, in order."""
+        ours = self.ours.layout.num_kv_heads
+        first = self.ours.first_head(our_rank)
+        return _runs(first, first + ours, ours, self.theirs.layout.num_kv_heads)
 
     def ranks_of(self, our_rank: int = 0) -> list[int]:
         """Return the peer's ranks that our rank reads from, in order."""
-        if self.is_direct:
-            return [our_rank]
-        return [run.their_rank for run in self.head_runs(our_rank)]
+        return [run.theirs for run in self.head_runs(our_rank)]
 
     @cached_property
     def crossing_bytes(self) -> int:
         """Bytes that cross for one of their blocks: a rank of ours reads their rank's whole block, to verify it, or none."""
         num_reads = sum(len(self.ranks_of(our_rank)) for our_rank in range(self.ours.num_ranks))
         return num_reads * self.theirs.layout.block_bytes
+
+
+def _runs(start: int, end: int, our_size: int, their_size: int) -> Iterator[Run]:
+    """Cut ``start``..``end`` - 1 wherever a part of ours, of ``our_size``, or of theirs ends."""
+    while start < end:
+        ours, our_offset = divmod(start, our_size)
+        theirs, their_offset = divmod(start, their_size)
+        count = min(our_size - our_offset, their_size - their_offset, end - start)
+        yield Run(theirs, their_offset, ours, our_offset, count)
+        start += count
 
 
 @dataclass(frozen=True)
@@ -151,24 +133,6 @@ def terms_between(ours: Side, our_fingerprint: str, theirs: Side, their_fingerpr
     return PeerTerms(plan, their_fingerprint, kv_fingerprint)
 
 
-@dataclass(frozen=True)
-class SourceRange:
-    """Consecutive blocks of the sender's from ``first_block`` on, and what each is verified with.
-
-    digests: of the sender's rank 0; others: of its ranks from 1 on.
-    """
-
-    first_block: int
-    digests: tuple[int, ...]
-    seeds: tuple[int, ...]
-    others: tuple[Share, ...] = ()
-
-    @property
-    def end_block(self) -> int:
-        """The first block behind them."""
-        return self.first_block + len(self.digests)
-
-
 class AnnouncedBlocks:
     """Owns the digests that the sender announced, by its blocks and ranks. Not thread-safe.
 
@@ -180,13 +144,6 @@ class AnnouncedBlocks:
         self.num_tokens = num_tokens
         self._seeds = tuple(seeds)
         self._digests: list[list[int]] = [[] for _ in range(plan.theirs.num_ranks)]
-
-    @classmethod
-    def of(cls, request: EngineRequest, terms: PeerTerms) -> "AnnouncedBlocks":
-        """Create it for a prompt, with the seeds that a sender of these terms uses."""
-        block_size = terms.plan.theirs.layout.block_size
-        seeds = digest_seeds(request, terms.model_fingerprint, block_size)
-        return cls(terms.plan, len(request.prompt_token_ids), seeds)
 
     def add(
         self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()
@@ -227,54 +184,9 @@ class AnnouncedBlocks:
                 f" the prompt has {len(self._seeds)} blocks there"
             )
 
-    def sources_of(self, our_first: int, our_end: int) -> SourceRange:
-        """Return what to read for these blocks of ours, which are complete."""
+    def sources_of(self, our_first: int, our_end: int) -> tuple[range, tuple[int, ...], tuple[Share, ...]]:
+        """Return the sender's blocks to read for these blocks of ours, which are complete; their seeds and digests."""
         blocks = self.plan.source_blocks(our_first, our_end, self.num_tokens)
         chosen = slice(blocks.start, blocks.stop)
-        first, *others = (tuple(digests[chosen]) for digests in self._digests)
-        shares = tuple(Share(rank, digests) for rank, digests in enumerate(others, start=1))
-        return SourceRange(blocks.start, first, self._seeds[chosen], shares)
-
-
-def changed_lease(message: msg.BlocksPublished) -> ev.SenderFailed:
-    """Return the failure of a ``published`` that names another lease than earlier messages."""
-    text = f"the sender changed the lease of transfer {message.transfer_id} in the middle"
-    return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
-
-
-def failed_event(message: msg.TransferFailed) -> ev.SenderFailed:
-    """Convert a ``failed``. An unknown kind becomes INTERNAL: the scheduler gets NOT_NEEDED or an ErrorKind."""
-    is_known = message.kind == ev.NOT_NEEDED or message.kind in set(ErrorKind)
-    return ev.SenderFailed(message.kind if is_known else ErrorKind.INTERNAL, message.message)
-
-
-def published_event(
-    announced: AnnouncedBlocks | None, message: msg.BlocksPublished, now: float
-) -> ev.Announced | ev.SenderFailed | None:
-    """Convert a ``published`` to our blocks; None if no further block of ours is complete.
-
-    announced: None if the sender's blocks are ours.
-    """
-    if announced is None:
-        if message.other_digests:
-            text = f"the sender announced blocks of {1 + len(message.other_digests)} ranks; it has one"
-            return ev.SenderFailed(ErrorKind.TRANSFER_FAILED, text)
-        return ev.Announced(ev.BlockRange(message.first_block, tuple(message.digests)), now)
-    try:
-        first, digests = announced.add(message.first_block, message.digests, message.other_digests)
-    except TransferError as error:
-        return ev.SenderFailed(error.kind, error.message)
-    return ev.Announced(ev.BlockRange(first, digests), now) if digests else None
-
-
-def complete_event(
-    announced: AnnouncedBlocks | None, message: msg.TransferComplete, our_num_blocks: int
-) -> ev.Completed | ev.SenderFailed:
-    """Convert a ``complete`` for the prompt, which has ``our_num_blocks`` blocks here."""
-    if announced is None:
-        return ev.Completed(message.num_blocks, tuple(message.first_tokens))
-    try:
-        announced.check_end(message.num_blocks)
-    except TransferError as error:
-        return ev.SenderFailed(error.kind, error.message)
-    return ev.Completed(our_num_blocks, tuple(message.first_tokens))
+        shares = tuple(Share(rank, tuple(known[chosen])) for rank, known in enumerate(self._digests))
+        return blocks, self._seeds[chosen], shares

@@ -6,9 +6,7 @@ action) where correct processes can race: a second fetch by the same peer, a pee
 of the sender after the receiver ended the transfer. Any other event that does not fit raises ImpossibleEventError.
 """
 
-from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 from msgspec.structs import replace
@@ -87,11 +85,6 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 SendStep = tuple[Send, list[ev.SendAction]]
 
 
-def advance_send(send: Send, event: ev.SendEvent) -> SendStep:
-    """Return the transfer after a report of the data half, and what to do. Raises ImpossibleEventError."""
-    return _SEND_RULES[type(event)](send, event)
-
-
 def _enter(send: Send, state: SendState) -> Send:
     if state not in SEND_EDGES[send.state]:
         raise ImpossibleEventError(f"a sent transfer cannot go from {send.state} to {state}")
@@ -157,12 +150,13 @@ def ordered(send: Send, num_blocks: int) -> SendStep:
     return send, _announce_start(send) if is_first else []
 
 
-def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
+def blocks_ready(send: Send, ready: ev.BlockRange) -> SendStep:
+    """Announce the next ordered blocks, which are digested and lent."""
     first = send.num_digested
-    send = _digested(send, event.first_block, len(event.digests))
+    send = _digested(send, ready.first_block, len(ready.digests))
     if send.has_ended:
         return _digesting_over(send)
-    send = replace(send, digests=send.digests + event.digests)
+    send = replace(send, digests=send.digests + ready.digests)
     if send.state is SendState.OPEN:
         send = _enter(send, SendState.PUBLISHING)
     actions = _announce(send, first)
@@ -170,20 +164,21 @@ def _blocks_ready(send: Send, event: ev.BlockRange) -> SendStep:
     return send, actions + _announce_complete(send)
 
 
-def _layers_ready(send: Send, event: ev.LayerRange) -> SendStep:
+def layers_ready(send: Send, ready: ev.LayerRange) -> SendStep:
     """Announce layers. A hint: a peer that misses it loses nothing. After the end it may have opened the lease again."""
     if send.has_ended:
         return replace(send, num_revokes=send.num_revokes + 1), [ev.SendNotice.REVOKE]
-    if send.peer is None or event.first_block < send.from_block:
+    if send.peer is None or ready.first_block < send.from_block:
         return send, []
-    return send, [event]
+    return send, [ready]
 
 
-def _range_failed(send: Send, event: ev.RangeFailed) -> SendStep:
-    send = _digested(send, event.first_block, event.num_blocks)
+def range_failed(send: Send, failed: ev.RangeFailed) -> SendStep:
+    """End the transfer: the next ordered blocks could not be digested."""
+    send = _digested(send, failed.first_block, failed.num_blocks)
     if send.has_ended:
         return _digesting_over(send)
-    return _end(send, SendState.NOT_NEEDED, EndReason(event.kind, event.message))
+    return _end(send, SendState.NOT_NEEDED, EndReason(failed.kind, failed.message))
 
 
 def _digested(send: Send, first_block: int, num_blocks: int) -> Send:
@@ -287,10 +282,3 @@ def _report(send: Send) -> SendStep:
     if send.is_reported or is_read or not send.is_finished:
         return send, []
     return replace(send, is_reported=True), [ev.SendNotice.SENT]
-
-
-_SEND_RULES: dict[type, Callable[[Send, Any], SendStep]] = {
-    ev.BlockRange: _blocks_ready,
-    ev.LayerRange: _layers_ready,
-    ev.RangeFailed: _range_failed,
-}

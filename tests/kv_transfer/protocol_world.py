@@ -359,7 +359,7 @@ class Fetcher:
         self.fetches.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), 0.0, 0.0))
 
     def _verify(self, job: PullJob) -> ev.FetchEvent:
-        for block_id, digest, seed in zip(job.block_ids, job.digests, job.seeds, strict=True):
+        for block_id, digest, seed in zip(job.block_ids, job.shares[0].digests, job.seeds, strict=True):
             if digest_of(self.pool.memory.read_view(block_id), seed) != digest:
                 return ev.JobFailed("transfer_failed", "digest", may_heal=True)
         return ev.PieceVerified(len(job.block_ids), 0.0)

@@ -19,8 +19,8 @@ from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
 from kv_transfer.protocol.orders import Ahead, PullJob
-from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.protocol.send_side import Send, SendState, advance_send
+from kv_transfer.protocol.reads import BlockPart, Read, ReadRequest, Source
+from kv_transfer.protocol.send_side import Send, SendState
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
@@ -176,41 +176,41 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 def moving(**changes: object) -> Fetch:
     """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
-    fetch, _ = advance_fetch(fetch, ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0))
+    fetch, _ = fetch_side.announced(fetch, 0, (1, 2, 3), 0.0)
     fetch, _ = fetch_side.reserved(fetch, tuple(range(8)), 2)
     assert fetch.state is FetchState.MOVING
     return fetch
 
 
 def test_only_what_is_new_is_read_ahead() -> None:
-    fetch, actions = advance_fetch(moving(), ev.LayerRange(3, 5, 100))
-    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 0, 100)]
-    fetch, actions = advance_fetch(fetch, ev.LayerRange(3, 5, 100))
+    fetch, actions = fetch_side.layers_announced(moving(), 3, 5, 100)
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(0, 100))]
+    fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 100)
     assert actions == []
-    fetch, actions = advance_fetch(fetch, ev.LayerRange(3, 5, 300))
-    assert actions == [ev.ReadAhead(3, (3, 4, 5, 6, 7), 100, 300)]
+    fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 300)
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(100, 200))]
     assert fetch.num_posted == 3
 
 
 @pytest.mark.parametrize(
     "hint",
-    [ev.LayerRange(2, 3, 9), ev.LayerRange(0, 8, 9), ev.LayerRange(3, 6, 9)],
+    [(2, 3, 9), (0, 8, 9), (3, 6, 9)],
     ids=["announced already", "cached", "beyond the prompt"],
 )
-def test_a_hint_that_is_of_no_use_is_left_alone(hint: ev.LayerRange) -> None:
+def test_a_hint_that_is_of_no_use_is_left_alone(hint: tuple[int, int, int]) -> None:
     fetch = moving()
-    assert advance_fetch(fetch, hint) == (fetch, [])
+    assert fetch_side.layers_announced(fetch, *hint) == (fetch, [])
 
 
 def test_a_hint_reserves_nothing() -> None:
     """Law 4: memory is taken at the first announcement of whole blocks."""
     fetch = Fetch(num_blocks=8)
-    assert advance_fetch(fetch, ev.LayerRange(0, 8, 9)) == (fetch, [])
+    assert fetch_side.layers_announced(fetch, 0, 8, 9) == (fetch, [])
 
 
 def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
     """Law 2: the first read has ended, the one ahead has not."""
-    fetch, _ = advance_fetch(moving(), ev.LayerRange(3, 5, 100))
+    fetch, _ = fetch_side.layers_announced(moving(), 3, 5, 100)
     fetch, _ = fetch_side.cancelled(fetch)
     assert fetch.state is FetchState.DRAINING
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
@@ -222,16 +222,16 @@ def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
-    assert advance_send(send, ready) == (send, []), "nobody is there"
+    assert send_side.layers_ready(send, ready) == (send, []), "nobody is there"
     send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
-    assert advance_send(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
+    assert send_side.layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
 
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
     send, _ = send_side.peer_gone(send, "peer", "gone")
-    after, actions = advance_send(send, ev.LayerRange(2, 6, 64))
+    after, actions = send_side.layers_ready(send, ev.LayerRange(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 
 
@@ -286,4 +286,3 @@ def test_at_most_so_many_groups_of_layers() -> None:
     assert split_points(24, 4) == {6, 12, 18, 24}
     assert split_points(2, 4) == {1, 2}
     assert split_points(1, 4) == {1}
-    assert split_points(24, 1) == set()

@@ -19,7 +19,7 @@ from kv_transfer.protocol import send_side
 from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.reads import Source
-from kv_transfer.protocol.send_side import Send, SendState, advance_send
+from kv_transfer.protocol.send_side import Send, SendState
 from kv_transfer.transports.choosing import Alternatives
 from tests.kv_transfer.builders import LAYOUT, MODEL, local_worker, prompt_of, request_of
 from tests.kv_transfer.test_handshake import answer, identity
@@ -97,7 +97,7 @@ def test_blocks_are_not_given_back_while_the_data_thread_digests_them() -> None:
     assert actions == [ev.SendNotice.REVOKE]
     send, actions = send_side.readers_gone(send)
     assert actions == []
-    send, actions = advance_send(send, ev.BlockRange(0, (1, 2)))
+    send, actions = send_side.blocks_ready(send, ev.BlockRange(0, (1, 2)))
     assert actions == [ev.SendNotice.REVOKE]
     send, actions = send_side.readers_gone(send)
     assert actions == [ev.SendNotice.SENT]

@@ -14,7 +14,7 @@ from engine.mailbox import Mailbox
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import digest_of
+from kv_transfer.protocol.digests import Share, digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.transport import Senders
@@ -124,7 +124,7 @@ def pull(num_blocks: int, bad_block: int | None = None) -> PullJob:
     if bad_block is not None:
         digests[bad_block] ^= 1
     ids = tuple(range(num_blocks))
-    return PullJob("r", SOURCE, NAME, 0, ids, tuple(digests), ids, Read())
+    return PullJob("r", SOURCE, NAME, 0, ids, (Share(0, tuple(digests)),), ids, Read())
 
 
 def test_a_piece_is_verified_before_the_next_one_has_landed() -> None:

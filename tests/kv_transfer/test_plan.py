@@ -53,9 +53,9 @@ def test_each_token_goes_where_it_belongs(case: tuple[TransferPlan, int, int, in
     plan, num_tokens, first, end = case
     ours, theirs, moved = plan.ours.layout.block_size, plan.theirs.layout.block_size, []
     for run in plan.token_runs(first, end, num_tokens):
-        for step in range(run.num_tokens):
-            there = run.their_block * theirs + run.their_offset + step
-            assert there == run.our_block * ours + run.our_offset + step
+        for step in range(run.count):
+            there = run.theirs * theirs + run.their_offset + step
+            assert there == run.ours * ours + run.our_offset + step
             assert run.their_offset + step < theirs and run.our_offset + step < ours
             moved.append(there)
     assert moved == tokens_of_blocks(plan.ours, first, end, num_tokens)
@@ -106,10 +106,10 @@ def test_each_head_of_each_rank_comes_from_the_rank_that_has_it(plan: TransferPl
     for rank in range(plan.ours.num_ranks):
         found: list[int] = []
         for run in plan.head_runs(rank):
-            assert run.our_first == len(found)
-            assert run.their_first + run.num_heads <= plan.theirs.layout.num_kv_heads
-            base = plan.theirs.first_head(run.their_rank) + run.their_first
-            found += range(base, base + run.num_heads)
+            assert (run.ours, run.our_offset) == (rank, len(found))
+            assert run.their_offset + run.count <= plan.theirs.layout.num_kv_heads
+            base = plan.theirs.first_head(run.theirs) + run.their_offset
+            found += range(base, base + run.count)
         first = plan.ours.first_head(rank)
         assert found == list(range(first, first + plan.ours.layout.num_kv_heads))
 
@@ -119,7 +119,7 @@ def test_each_head_of_each_rank_comes_from_the_rank_that_has_it(plan: TransferPl
 def test_equal_sides_are_read_directly_and_each_rank_reads_its_like(plan: TransferPlan) -> None:
     same = TransferPlan(plan.ours, plan.ours)
     assert same.is_direct and same.describe() == ""
-    assert [[run.their_rank for run in same.head_runs(rank)] for rank in range(plan.ours.num_ranks)] == [
+    assert [same.ranks_of(rank) for rank in range(plan.ours.num_ranks)] == [
         [rank] for rank in range(plan.ours.num_ranks)
     ]
     assert list(same.source_blocks(2, 5, 1000)) == [2, 3, 4]

@@ -7,11 +7,15 @@ from hypothesis import strategies as st
 
 from contract.errors import TransferError
 from contract.layout import Side
+from contract.requests import SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.protocol import events as ev
+from kv_transfer.control.incoming_transfer import IncomingTransfer
+from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.plan import AnnouncedBlocks, TransferPlan, complete_event, published_event
-from tests.kv_transfer.builders import LAYOUT
+from kv_transfer.protocol.digests import Share
+from kv_transfer.protocol.fetch_side import Fetch
+from kv_transfer.protocol.plan import AnnouncedBlocks, TransferPlan
+from tests.kv_transfer.builders import LAYOUT, request_of
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 WIDE = msgspec.structs.replace(LAYOUT, block_size=8)
@@ -21,6 +25,13 @@ SPLITTING = TransferPlan(Side(LAYOUT), Side(WIDE))
 
 def announced(plan: TransferPlan, num_tokens: int) -> AnnouncedBlocks:
     return AnnouncedBlocks(plan, num_tokens, range(1000, 1000 + plan.theirs.num_blocks(num_tokens)))
+
+
+def incoming(num_blocks: int, blocks: AnnouncedBlocks | None) -> IncomingTransfer:
+    """Return a fetch of so many blocks of ours that has just begun."""
+    request = request_of("r", list(range(4 * num_blocks)), SendTransfer("t"))
+    ref = PeerRef("boot", is_dialed=True)
+    return IncomingTransfer(request, ref, "t", 0, Fetch(num_blocks=num_blocks), (), 0.0, announced=blocks)
 
 
 @UNTIMED
@@ -43,12 +54,11 @@ def test_each_block_is_told_once_when_all_it_comes_from_is_there(
             assert digest == plan.source_blocks(block, block + 1, num_tokens)[-1]
     assert told == plan.ours.num_blocks(num_tokens)
     blocks.check_end(total)
-    source = blocks.sources_of(0, told)
-    assert (source.first_block, source.digests) == (0, tuple(range(total)))
-    assert source.seeds == tuple(range(1000, 1000 + total))
-    assert [share.digests for share in source.others] == [
-        tuple(range(of_rank, of_rank + total)) for of_rank in ranks
-    ]
+    sources, seeds, shares = blocks.sources_of(0, told)
+    assert (sources, seeds) == (range(total), tuple(range(1000, 1000 + total)))
+    assert shares == tuple(
+        Share(rank, tuple(range(of_rank, of_rank + total))) for rank, of_rank in enumerate([0, *ranks])
+    )
 
 
 def test_half_a_block_waits_for_its_other_half() -> None:
@@ -58,15 +68,14 @@ def test_half_a_block_waits_for_its_other_half() -> None:
     assert blocks.add(1, [11, 12]) == (0, (11,))
     assert blocks.add(3, [13, 14]) == (1, (13,))
     assert blocks.add(5, [15]) == (2, (15,))
-    assert blocks.sources_of(1, 3).digests == (12, 13, 14, 15)
+    assert blocks.sources_of(1, 3)[2] == (Share(0, (12, 13, 14, 15)),)
 
 
 def test_half_of_their_block_is_enough_where_the_rest_is_cached() -> None:
     """Their blocks of 8, ours of 4: our third comes out of the upper half of their second."""
     blocks = announced(SPLITTING, 16)
     assert blocks.add(0, [20, 21]) == (0, (20, 20, 21, 21))
-    source = blocks.sources_of(3, 4)
-    assert (source.first_block, source.digests, source.seeds) == (1, (21,), (1001,))
+    assert blocks.sources_of(3, 4) == (range(1, 2), (1001,), (Share(0, (21,)),))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +94,8 @@ def test_digests_of_every_rank_or_none(others: list[list[int]]) -> None:
     with pytest.raises(TransferError, match=r"not as many of each other rank: it has 2"):
         blocks.add(0, [1, 2], others)
     assert blocks.add(0, [1, 2], [[3, 4]]) == (0, (1, 2))
-    assert isinstance(
-        published_event(None, msg.BlocksPublished("t", 0, "l", 0, [1], [], [[2]]), 0.0), ev.SenderFailed
-    )
+    with pytest.raises(TransferError, match="announced blocks of 2 ranks; it has one"):
+        incoming(1, None).step_of(msg.BlocksPublished("t", 0, "l", 0, [1], [], [[2]]), 0.0, reads_ahead=True)
 
 
 def test_an_end_before_all_is_announced_is_refused() -> None:
@@ -98,21 +106,37 @@ def test_an_end_before_all_is_announced_is_refused() -> None:
             blocks.check_end(count)
 
 
-def test_messages_become_events_about_our_blocks() -> None:
-    tokens, blocks = [FirstToken(4)], announced(MERGING, 16)
+def test_messages_are_about_our_blocks() -> None:
+    """Their blocks of 4 tokens, ours of 8: two here."""
+    fetching = incoming(2, announced(MERGING, 16))
+    end = msg.TransferComplete("t", 0, 4, [FirstToken(4)])
+
+    def receive(message: msg.SenderMessage) -> Fetch:
+        step = fetching.step_of(message, 2.0, reads_ahead=True)
+        if step is not None:
+            fetching.fetch = step[0]
+        return fetching.fetch
 
     def published(first: int, digests: list[int]) -> msg.BlocksPublished:
         return msg.BlocksPublished("t", 0, "lease", first, digests)
 
-    assert published_event(None, published(5, [1]), 2.0) == ev.Announced(ev.BlockRange(5, (1,)), 2.0)
-    assert published_event(blocks, published(0, [1]), 2.0) is None
-    assert published_event(blocks, published(1, [2]), 3.0) == ev.Announced(ev.BlockRange(0, (2,)), 3.0)
-    refused = published_event(blocks, published(1, [2]), 3.0)
-    assert isinstance(refused, ev.SenderFailed) and refused.kind == "transfer_failed"
-    early = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
-    assert isinstance(early, ev.SenderFailed) and "2 announced" in early.message
-    assert published_event(blocks, published(2, [3, 4]), 4.0) == ev.Announced(ev.BlockRange(1, (4,)), 4.0)
-    done = complete_event(blocks, msg.TransferComplete("t", 0, 4, tokens), 2)
-    assert done == ev.Completed(2, (FirstToken(4),))
-    direct = complete_event(None, msg.TransferComplete("t", 0, 4, tokens), 2)
-    assert direct == ev.Completed(4, (FirstToken(4),))
+    assert not receive(published(0, [1])).is_published
+    fetch = receive(published(1, [2]))
+    assert (fetch.digests, fetch.announced_at) == ((2,), 2.0)
+    with pytest.raises(TransferError, match="announced 1 blocks from 1; 2 of 4 were"):
+        receive(published(1, [2]))
+    with pytest.raises(TransferError, match="2 announced"):
+        receive(end)
+    assert receive(published(2, [3, 4])).digests == (2, 4)
+    assert receive(end).first_tokens == (FirstToken(4),)
+
+
+def test_equal_blocks_need_no_plan() -> None:
+    fetching = incoming(1, None)
+    step = fetching.step_of(msg.BlocksPublished("t", 0, "lease", 0, [7]), 2.0, reads_ahead=True)
+    assert step is not None and step[0].digests == (7,)
+    does_not_follow = msg.BlocksPublished("t", 0, "lease", 5, [1])
+    too_many = msg.TransferComplete("t", 0, 4, [FirstToken(4)])
+    for message in (does_not_follow, too_many):
+        step = fetching.step_of(message, 2.0, reads_ahead=True)
+        assert step is not None and step[0].ending is not None

@@ -58,9 +58,9 @@ def test_converted_blocks_are_the_prompt_cut_again(
         for piece_first, piece_end in plan.pieces(first, end, most):
             blocks = plan.source_blocks(piece_first, piece_end, num_tokens)
             sources = {
-                run.their_rank: (
+                run.theirs: (
                     blocks.start,
-                    as_bytes(cut(kv, plan.theirs, run.their_rank, blocks.start, blocks.stop)),
+                    as_bytes(cut(kv, plan.theirs, run.theirs, blocks.start, blocks.stop)),
                 )
                 for run in plan.head_runs(rank)
             }

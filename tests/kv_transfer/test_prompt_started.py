@@ -5,7 +5,7 @@ import pytest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side, send_side
 from kv_transfer.protocol.events import EndReason
-from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
+from kv_transfer.protocol.fetch_side import Fetch, FetchState
 from kv_transfer.protocol.send_side import Send, SendState
 from tests.kv_transfer.builders import TOKENS, pair_of, prompt_of
 
@@ -38,19 +38,19 @@ def test_who_asks_later_hears_how_far_it_is(
 
 
 def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
-    fetch, actions = advance_fetch(Fetch(num_blocks=3), ev.Started())
+    fetch, actions = fetch_side.started(Fetch(num_blocks=3))
     assert actions == [ev.FetchNotice.PUBLISHED]
-    assert advance_fetch(fetch, ev.Started())[1] == []
+    assert fetch_side.started(fetch)[1] == []
     fetch, actions = fetch_side.reserved(fetch, (4, 5, 6), 0)
     assert (fetch.state, actions) == (FetchState.RESERVED, [])
-    fetch, actions = advance_fetch(fetch, ev.Announced(ev.BlockRange(0, (1, 2, 3)), 0.0))
+    fetch, actions = fetch_side.announced(fetch, 0, (1, 2, 3), 0.0)
     assert actions == [ev.PullBlocks(0, (4, 5, 6), (1, 2, 3))]
 
 
 def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> None:
-    fetch, _ = advance_fetch(Fetch(num_blocks=1), ev.Started())
+    fetch, _ = fetch_side.started(Fetch(num_blocks=1))
     fetch, _ = fetch_side.reserved(fetch, (4,), 0)
-    fetch, actions = advance_fetch(fetch, ev.SenderFailed("cancelled", "the client left"))
+    fetch, actions = fetch_side.sender_failed(fetch, "cancelled", "the client left")
     assert fetch.state is FetchState.QUARANTINED
     assert actions == [ev.FetchNotice.CANCEL, ev.FetchNotice.FAILED]
     assert fetch.ending == EndReason("cancelled", "the client left")

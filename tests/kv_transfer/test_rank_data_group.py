@@ -14,7 +14,7 @@ from hypothesis import given
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
-from kv_transfer.counters import Counters
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.messages import Offer
@@ -66,8 +66,8 @@ class World:
     def pull(self, read: Read | None = None) -> tuple[Read, list[PullJob]]:
         """Post a read of four blocks; return what each rank receives."""
         read = read or Read()
-        shares = (Share(1, (5, 6, 7, 8)),)
-        job = PullJob("r", SOURCE, NAME, 0, (9, 8, 7, 6), (1, 2, 3, 4), (0, 0, 0, 0), read, others=shares)
+        shares = (Share(0, (1, 2, 3, 4)), Share(1, (5, 6, 7, 8)))
+        job = PullJob("r", SOURCE, NAME, 0, (9, 8, 7, 6), shares, (0, 0, 0, 0), read)
         self.group.post_pull(job)
         return read, [rank.receive() for rank in self.ranks]
 
@@ -85,11 +85,12 @@ class World:
 def two_ranks() -> Iterator[World]:
     counters = Counters()
     reports = Reports()
-    group = RankDataGroup(2, counters)
-    group.attach(reports)
+    settings = rank_settings(settings_for("d", Role.DECODE), 2)
+    group = RankDataGroup(settings, counters, Completions().take)
+    group.attach(reports, lambda: reports.events.put(("serving", None)))
     pairs = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in pairs]
-    group.connect([ours for ours, _ in pairs])
+    group.connect([ours for ours, _ in pairs], [theirs.fileno() for _, theirs in pairs])
     try:
         yield World(group, reports, ranks, counters)
     finally:
@@ -101,9 +102,9 @@ def two_ranks() -> Iterator[World]:
 def test_each_rank_reads_its_own_share() -> None:
     with two_ranks() as world:
         _, received = world.pull()
-        assert [(message.rank, message.digests, message.others) for message in received] == [
-            (0, (1, 2, 3, 4), ()),
-            (1, (5, 6, 7, 8), ()),
+        assert [message.shares for message in received] == [
+            (Share(0, (1, 2, 3, 4)),),
+            (Share(1, (5, 6, 7, 8)),),
         ]
         assert received[0].key == received[1].key
         assert received[1].source.of_rank(1).address == "there:1"
@@ -236,17 +237,18 @@ def test_a_probe_can_be_stopped_and_ends_with_the_ranks() -> None:
 
 
 def test_only_what_every_rank_can_do_is_offered() -> None:
-    """In the first rank's order, with the address of each."""
+    """In the first rank's order, with the address of each; probed if one rank has to."""
     with two_ranks() as world:
         offers = [Offer("shm", "/a"), Offer("tcp", "h:1")]
-        world.ranks[0].send(messages.Opened(offers, ["shm", "tcp"], ["shm"]))
+        world.ranks[0].send(messages.Opened(offers, ["shm", "nixl", "tcp"], ["shm"]))
         with pytest.raises(InternalError, match=r"ranks \[1\] did not open"):
-            world.group.startup.wait(0.05)
-        assert world.group.offers() == []
-        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
-        world.group.wait_opened()
-        assert world.group.offers() == [Offer("tcp", "h:1", ("h:2",))]
-        assert (world.group.readers(), world.group.startup.probing) == (["tcp"], {"shm"})
+            world.group.begin(0.05)
+        assert world.group.opened() == messages.Opened([], [], [])
+        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp", "nixl"], ["nixl"]))
+        world.group.begin()
+        assert world.reports.next() == ("serving", None)
+        together = messages.Opened([Offer("tcp", "h:1", ("h:2",))], ["nixl", "tcp"], ["nixl"])
+        assert world.group.opened() == together
 
 
 def test_a_bug_in_a_rank_ends_the_worker() -> None:
@@ -308,7 +310,7 @@ def test_progress_is_that_which_the_ranks_have_reported() -> None:
         assert world.group.progress() == {listeners[0]: 0, listeners[1]: 1, "data on rank 1": 7}
         assert world.ranks[1].receive() == messages.RequestProgress()
         _, received = world.pull()
-        assert [message.rank for message in received] == [0, 1], "rank 0 was not asked again"
+        assert [message.shares[0].rank for message in received] == [0, 1], "rank 0 was not asked again"
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(st.integers(0, 2), st.integers(0, 9))), max_size=40))

@@ -17,7 +17,7 @@ def pulled(*lengths: int) -> Fetch:
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
     fetch, _ = fetch_side.reserved(fetch, tuple(range(100, 100 + sum(lengths))), 0)
     for length in lengths:
-        fetch, (*_, pull) = advance_fetch(fetch, ev.Announced(ev.BlockRange(first, (7,) * length), 1.0))
+        fetch, (*_, pull) = fetch_side.announced(fetch, first, (7,) * length, 1.0)
         assert isinstance(pull, ev.PullBlocks)
         first += length
     return fetch
@@ -33,12 +33,12 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
     assert actions == [ev.StopReads()]
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert actions == [
-        ev.ReadAgain(RetryStep.OTHER_TRANSPORT),
+        RetryStep.OTHER_TRANSPORT,
         ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [
-        ev.ReadAgain(RetryStep.SAME_TRANSPORT),
+        RetryStep.SAME_TRANSPORT,
         ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
@@ -50,7 +50,7 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
     fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102))
     fetch, _ = advance_fetch(fetch, BROKEN)
-    fetch, actions = advance_fetch(fetch, ev.Announced(ev.BlockRange(2, (7,)), 2.0))
+    fetch, actions = fetch_side.announced(fetch, 2, (7,), 2.0)
     assert actions == []
     fetch, actions = advance_fetch(fetch, ev.PieceVerified(1, 2.0))
     assert actions[1:] == [ev.PullBlocks(0, (100, 101, 102), (7, 7, 7))], (
@@ -60,7 +60,7 @@ def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
 
 @pytest.mark.parametrize(
     "end",
-    [lambda fetch: advance_fetch(fetch, ev.SenderFailed("worker_lost", "died")), fetch_side.cancelled],
+    [lambda fetch: fetch_side.sender_failed(fetch, "worker_lost", "died"), fetch_side.cancelled],
     ids=["failed", "cancelled"],
 )
 def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(
@@ -71,16 +71,16 @@ def test_a_sender_that_fails_or_a_cancel_ends_it_while_reads_end(
     assert (fetch.state, actions) == (FetchState.DRAINING, [ev.StopReads(), ev.FetchNotice.CANCEL])
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert fetch.state is FetchState.QUARANTINED
-    assert not any(isinstance(action, (ev.PullBlocks, ev.ReadAgain)) for action in actions)
+    assert not any(isinstance(action, (ev.PullBlocks, RetryStep)) for action in actions)
 
 
 def test_a_digest_that_fails_behind_the_last_byte_is_read_again() -> None:
     """LANDED goes back to MOVING, in which the sender's failure counts again."""
-    fetch, _ = advance_fetch(pulled(2), ev.Completed(2, (FirstToken(1),)))
+    fetch, _ = fetch_side.completed(pulled(2), 2, (FirstToken(1),))
     fetch, _ = advance_fetch(fetch, ev.PieceLanded(2, 0.0, 1.0))
     assert fetch.state is FetchState.LANDED
     fetch, (again, pull) = advance_fetch(fetch, BROKEN)
     assert (fetch.state, fetch.num_landed) == (FetchState.MOVING, 0)
-    assert isinstance(again, ev.ReadAgain) and isinstance(pull, ev.PullBlocks)
-    failed, _ = advance_fetch(fetch, ev.SenderFailed("worker_lost", "died"))
+    assert isinstance(again, RetryStep) and isinstance(pull, ev.PullBlocks)
+    failed, _ = fetch_side.sender_failed(fetch, "worker_lost", "died")
     assert failed.state is FetchState.DRAINING

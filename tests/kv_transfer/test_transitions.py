@@ -13,7 +13,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side, send_side
 from kv_transfer.protocol.events import NOT_NEEDED, ImpossibleEventError, RetryStep
 from kv_transfer.protocol.fetch_side import FETCH_EDGES, Fetch, FetchState, FetchStep, advance_fetch
-from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, SendStep, advance_send
+from kv_transfer.protocol.send_side import SEND_EDGES, Send, SendState, SendStep
 
 BLOCKS = 4
 
@@ -74,9 +74,10 @@ class SendMachine(RuleBasedStateMachine):
     def digest(self, count: int, works: bool) -> None:
         first = self.send.num_digested
         count = min(count, self.send.num_ordered - first)
-        failure = ev.RangeFailed(first, count, "internal", "bug")
-        event = ev.BlockRange(first, tuple(range(count))) if works else failure
-        self.apply(advance_send(self.send, event))
+        if works:
+            self.apply(send_side.blocks_ready(self.send, ev.BlockRange(first, tuple(range(count)))))
+        else:
+            self.apply(send_side.range_failed(self.send, ev.RangeFailed(first, count, "internal", "bug")))
 
     @rule(peer=st.sampled_from(["a", "b"]))
     def fetch(self, peer: str) -> None:
@@ -164,9 +165,9 @@ class FetchMachine(RuleBasedStateMachine):
                     assert not reading.intersection(action.block_ids), "read twice at once"
                     assert self.verified.isdisjoint(action.block_ids), "a verified block is written again"
                     self.jobs.append(action)
-                case ev.ReadAgain():
+                case RetryStep():
                     assert self.jobs == []
-                    self.rungs.append(action.retry_step)
+                    self.rungs.append(action)
                     self.is_stopped = False
                 case ev.CommitBlocks():
                     self.jobs.append(action)
@@ -183,23 +184,19 @@ class FetchMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
         first = len(self.fetch.digests)
-        self.apply(
-            advance_fetch(
-                self.fetch, ev.Announced(ev.BlockRange(first, (7,) * min(count, BLOCKS - first)), 1.0)
-            )
-        )
+        self.apply(fetch_side.announced(self.fetch, first, (7,) * min(count, BLOCKS - first), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(advance_fetch(self.fetch, ev.Announced(ev.BlockRange(first, (7,) * count), 1.0)))
+        self.apply(fetch_side.announced(self.fetch, first, (7,) * count, 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
-        self.apply(advance_fetch(self.fetch, ev.Completed(num_blocks, (FirstToken(1),))))
+        self.apply(fetch_side.completed(self.fetch, num_blocks, (FirstToken(1),)))
 
     @rule()
     def sender_fails(self) -> None:
-        self.apply(advance_fetch(self.fetch, ev.SenderFailed("worker_lost", "died")))
+        self.apply(fetch_side.sender_failed(self.fetch, "worker_lost", "died"))
 
     @precondition(lambda self: self.fetch.state is FetchState.WAITING)
     @rule(num_cached=st.integers(0, BLOCKS))
@@ -291,7 +288,7 @@ OPEN = Send(state=SendState.OPEN, lease_seconds=10, num_blocks=BLOCKS)
     [
         lambda: send_side.opened(OPEN, BLOCKS, 0.0),
         lambda: send_side.ordered(OPEN, BLOCKS + 1),
-        lambda: advance_send(OPEN, ev.BlockRange(0, (1,))),
+        lambda: send_side.blocks_ready(OPEN, ev.BlockRange(0, (1,))),
         lambda: send_side.finished(OPEN, (), 0.0),
         lambda: send_side.readers_gone(OPEN),
         lambda: fetch_side.reserved(Fetch(num_blocks=BLOCKS), (1,), 0),
@@ -326,7 +323,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
-    fetch, actions = advance_fetch(Fetch(num_blocks=1, digests=(7,)), ev.Completed(1, ()))
+    fetch, actions = fetch_side.completed(Fetch(num_blocks=1, digests=(7,)), 1, ())
     assert fetch.state is FetchState.FREE
     assert ev.FetchNotice.FAILED in actions
     assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
@@ -337,26 +334,23 @@ def test_times_are_split_at_the_last_announcement() -> None:
     fetch = Fetch(
         num_blocks=2, announced_at=5.0, verified_at=7.5, copies=((1.0, 2.0), (4.0, 6.0), (6.0, 7.0))
     )
-    assert (fetch.hidden_seconds, fetch.exposed_seconds) == (2.0, 2.5)
+    report = fetch.report(0)
+    assert (report.hidden_seconds, report.exposed_seconds) == (2.0, 2.5)
 
 
 def reserved() -> Fetch:
     """Return a fetch of one block, which is announced at 5.0 and being read."""
-    fetch, _ = advance_fetch(Fetch(num_blocks=1), ev.Announced(ev.BlockRange(0, (7,)), 5.0))
+    fetch, _ = fetch_side.announced(Fetch(num_blocks=1), 0, (7,), 5.0)
     fetch, _ = fetch_side.reserved(fetch, (3,), 0)
     return fetch
 
 
 def test_the_first_token_is_no_announcement() -> None:
     """The first token may come long after the last range: what was exposed before it stays exposed."""
-    fetch = reserved()
-    for event in (
-        ev.PieceLanded(1, 5.0, 6.0),
-        ev.PieceVerified(1, 6.5),
-        ev.Completed(1, (FirstToken(1),)),
-    ):
-        fetch, _ = advance_fetch(fetch, event)
-    assert (fetch.state, fetch.exposed_seconds) == (FetchState.VERIFIED, 1.5)
+    fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
+    fetch, _ = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
+    fetch, _ = fetch_side.completed(fetch, 1, (FirstToken(1),))
+    assert (fetch.state, fetch.report(0).exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
 def visible_before_first_token() -> Fetch:
@@ -371,13 +365,13 @@ def visible_before_first_token() -> Fetch:
 
 def test_blocks_become_visible_before_the_first_token_arrives() -> None:
     """The request can run as soon as the first token arrives."""
-    fetch, actions = advance_fetch(visible_before_first_token(), ev.Completed(1, (FirstToken(1),)))
+    fetch, actions = fetch_side.completed(visible_before_first_token(), 1, (FirstToken(1),))
     assert (fetch.state, actions) == (FetchState.COMMITTED, [ev.FetchNotice.RECEIVED, ev.FetchNotice.RELEASE])
 
 
 def test_a_sender_that_dies_before_the_first_token_fails_the_transfer() -> None:
     """Its blocks are here, but the answer cannot continue without the first token."""
-    fetch, actions = advance_fetch(visible_before_first_token(), ev.SenderFailed("worker_lost", "died"))
+    fetch, actions = fetch_side.sender_failed(visible_before_first_token(), "worker_lost", "died")
     assert (fetch.state, actions[-1]) == (FetchState.QUARANTINED, ev.FetchNotice.FAILED)
     assert fetch.ending == ev.EndReason("worker_lost", "died")
 

@@ -31,7 +31,8 @@ class Reading:
 
     def __init__(self, job: PullJob, read: Read) -> None:
         self.key, self.name, self.first_block = job.key, job.name, job.first_block
-        self.block_ids, self.digests, self.seeds = job.block_ids, job.digests, job.seeds
+        self.block_ids, self.seeds = job.block_ids, job.seeds
+        self.digests = job.shares[0].digests if job.shares else ()
         self.read = read
         self.part, self.ahead = job.part, job.ahead
         self.lane = lane_of(job.source)
