@@ -37,13 +37,18 @@ class PortOptions(Options):
     uses the next port."""
 
 
-class LinkSettings(PortOptions, PeerOptions, PartSettings):
+class BootSettings(PortOptions, PartSettings):
+    """One start of a worker, and where it is reached."""
+
+    boot_id: str = Field(min_length=1)
+    """Identifies one start of the worker."""
+
+
+class LinkSettings(BootSettings, PeerOptions):
     """The settings of a worker's control links, and what the worker introduces itself by."""
 
     worker_id: str = Field(min_length=1)
     """The worker's name in the cluster."""
-    boot_id: str = Field(min_length=1)
-    """Identifies one start of the worker."""
     role: Role
     """The worker's role, which is not that of a router."""
     secret: str = Field(min_length=1, repr=False)

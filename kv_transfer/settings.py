@@ -10,24 +10,19 @@ from contract.errors import SettingError
 from contract.identity import Role
 from contract.layout import Side
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.options import LinkSettings, TransferOptions
-from kv_transfer.transports.local import LocalHub
+from kv_transfer.options import LinkSettings
 from kv_transfer.transports.nixl.agent import why_missing
 from kv_transfer.transports.shm.sender import why_unsupported
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.transport import ReceiverTransport, TransportSettings
 
 DEFAULT_STAGING_BYTES = 16 * 2**20
-LOCAL = "local"
-"""The transport between connectors of one process, which only tests use."""
 
 
-class TransferSettings(TransferOptions, LinkSettings):
+class TransferSettings(TransportSettings, LinkSettings):
     """Settings of one worker's connector. Raises SettingError with the name, the value and the allowed range."""
 
     parked_seconds: float = Field(default=30.0, gt=0)
     """Seconds that a fetch waits for a transfer that is not open yet."""
-    read_timeout_seconds: float = Field(default=10.0, gt=0)
-    """A transfer fails if its data connection moves no byte for this time."""
     max_parked: int = Field(default=1024, ge=1)
     """Fetches of one peer that may wait for transfers that are not open yet."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
@@ -36,15 +31,8 @@ class TransferSettings(TransferOptions, LinkSettings):
     """Number of parts in which a long prompt's last blocks are lent, as their layers are computed; 1 is as a whole."""
     min_split_blocks: int = Field(default=8, ge=1)
     """Number of last blocks from which on they are lent in parts."""
-    local: LocalHub | None = None
-    """Connects transports within one process, for tests; None: ``transport`` is used."""
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
     """Wraps the receiver (fault injection in tests)."""
-
-    @property
-    def transport_name(self) -> str:
-        """The transport to open; ``local`` if there is a hub for it."""
-        return LOCAL if self.local is not None else self.transport
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -73,18 +73,12 @@ class RankData:
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
         context = TransportContext(
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            data_port=settings.data_port,
-            boot_id=settings.boot_id,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            sessions=self.sessions,
+            settings,
+            self.sessions,
             on_idle=lambda name: self._reports.lease_idle(name),
-            local=settings.local,
-            shm_dir=settings.shm_dir,
             on_thread_failed=lambda thread, error: self._reports.thread_failed(thread, error),
         )
-        senders, receivers = open_transports(settings.transport_name, context)
+        senders, receivers = open_transports(context)
         self._senders = Senders(senders)
         self.release = self._senders.release
         self._readers = {

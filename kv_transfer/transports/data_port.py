@@ -173,12 +173,13 @@ class DataPort:
         transport: str,
         listener: socket.socket | None = None,
     ) -> None:
+        settings = context.settings
         self._context = context
         self._transport = transport
         self._sends_reply = listener is None
         self._serve = serve
-        self._listener = Listener(listener or listen_on(context.host, context.data_port))
-        self.address = format_address(context.advertise_host or context.host, self._listener.port)
+        self._listener = Listener(listener or listen_on(settings.host, settings.data_port))
+        self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
         self._served = _ServedConnections(name, context.sessions, self._serve_peer)
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
@@ -205,7 +206,9 @@ class DataPort:
         new_proofs = partial(LenderProofs, self._context.sessions, self._transport)
         with (
             selectors.DefaultSelector() as selector,
-            closing(PendingHandshakes(selector, new_proofs, self._context.read_timeout_seconds)) as pending,
+            closing(
+                PendingHandshakes(selector, new_proofs, self._context.settings.read_timeout_seconds)
+            ) as pending,
         ):
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
@@ -240,7 +243,9 @@ class DataPort:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             leave_unpaced(sock)
-        limit_waits(sock, 0, self._context.read_timeout_seconds)  # the next request may take any time
+        limit_waits(
+            sock, 0, self._context.settings.read_timeout_seconds
+        )  # the next request may take any time
         # A session that ends from here on finds the connection; one that has ended already is refused.
         is_known = connection.token in self._context.sessions
         if self._sends_reply:

@@ -46,9 +46,9 @@ class LocalReceiver:
             raise StaleLeaseError(f"worker {source.worker_id} has no such session")
         for number, view in enumerate(views, request.first_block):
             read.check()
-            with sender.book.reading(ReadRequest(request.name, number, 1, part=request.part)) as (block,):
+            with sender.leases.reading(ReadRequest(request.name, number, 1, part=request.part)) as (block,):
                 view[:] = block
-        sender.book.check(request.name)
+        sender.leases.check(request.name)
 
     def forget(self, source: Source) -> None:
         """Do nothing: a receiver keeps no state of a source."""

@@ -37,7 +37,6 @@ from kv_transfer.transports.data_handshake import (
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.sender import ShmSender
 from kv_transfer.transports.tcp.transport import TcpSender
-from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import (
     LAYOUT,
     MODEL,
@@ -48,6 +47,7 @@ from tests.kv_transfer.builders import (
     settings_for,
     worker,
 )
+from tests.kv_transfer.fakes import context_of
 
 TOKEN, WAIT = "the token of a session", 30.0
 
@@ -58,9 +58,7 @@ class Lender:
     def __init__(self, transport: str, folder: Path) -> None:
         self.transport, self.sessions = transport, Sessions()
         self.sessions.begin(TOKEN)
-        context = TransportContext(
-            "127.0.0.1", None, 0, "boot", WAIT, self.sessions, lambda _name: None, shm_dir=folder
-        )
+        context = context_of("boot", self.sessions, shm_dir=folder)
         self.sender = TcpSender(context) if transport == "tcp" else ShmSender(context)
         self.source = Source("p", "boot", self.sender.address, TOKEN, transport)
 

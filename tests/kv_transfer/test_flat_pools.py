@@ -25,8 +25,8 @@ from kv_transfer.transports import block_views
 from kv_transfer.transports.block_views import BlockViews, ViewCache, read_views, write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import Transport, TransportContext
-from tests.kv_transfer.fakes import ByteMemory, GatedRead
+from kv_transfer.transports.transport import Transport
+from tests.kv_transfer.fakes import ByteMemory, GatedRead, context_of
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")
@@ -54,9 +54,7 @@ class Port:
         self.target = MappedKVMemory(layout, num_blocks)
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin("token")
-        context = TransportContext(
-            "127.0.0.1", None, 0, "b", WAIT, self.sessions, self.idle.append, shm_dir=folder
-        )
+        context = context_of("b", self.sessions, self.idle.append, shm_dir=folder)
         self.opened: Transport = open_transport(name, context)
         self.opened.sender.start(filled(layout, num_blocks))
         self.source = Source("p", "b", self.opened.sender.address, "token", name)

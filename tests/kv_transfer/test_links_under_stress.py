@@ -18,9 +18,8 @@ from kv_transfer.protocol.messages import TransferFailed
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
-from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, Sides, hand_over, identity_for, pair_of
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 NAME = LeaseName("t", 0, "lease")
 
@@ -30,7 +29,7 @@ def lending(boot_id: str) -> Iterator[Source]:
     """A sender that lends one block."""
     sessions, memory = Sessions(), ByteMemory(LAYOUT, 1)
     sessions.begin("token")
-    sender = TcpSender(TransportContext("127.0.0.1", None, 0, boot_id, 10.0, sessions, lambda _name: None))
+    sender = TcpSender(context_of(boot_id, sessions, read_timeout_seconds=10.0))
     memory.fill(0, boot_id.encode())
     sender.start(memory)
     sender.publish(NAME, [0])

@@ -1,6 +1,5 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
 def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
     """The devices are known before, the place of the pool only at ``start``."""
     nixl_thread = NixlThread(load("127.0.0.1"), agent_name("auto"))
-    sender = NixlSender(replace(context_for("auto", Sessions(), []), is_auto=True), nixl_thread)
+    sender = NixlSender(context_for("auto", Sessions(), [], transport="auto"), nixl_thread)
     assert sender.why_not_offered == "the pool is not allocated yet"
     sender.start(ByteMemory(LAYOUT, 4))
     expected = (

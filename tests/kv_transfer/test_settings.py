@@ -17,7 +17,8 @@ from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.registry import AUTO, open_transport, transport_names
+from kv_transfer.transports.registry import open_transport, transport_names
+from kv_transfer.transports.transport import AUTO
 from tests.kv_transfer.builders import SECRET, settings_for
 from tests.kv_transfer.fakes import CorruptingReceiver
 

@@ -22,6 +22,7 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
 )
 from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, why_unsupported
+from kv_transfer.transports.transport import Senders
 from tests.kv_transfer.fakes import ByteMemory, GatedRead
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
@@ -331,7 +332,9 @@ def test_a_pool_that_cannot_be_mapped_is_not_offered(tmp_path: Path, reader: Rea
         assert port.sender.why_not_offered == "the KV pool is not in memory that another process can map"
         with pytest.raises(KvbatonError, match="refused to share its pool: the KV pool is not in memory"):
             reader.fetch(port.source, range(1), ())
-        assert port.sender.publish(NAME, [0]) is None
+        senders = Senders({"shm": port.sender})
+        assert senders.offers() == []
+        assert senders.publish(NAME, [0]) == ()
     finally:
         port.sender.close()
 

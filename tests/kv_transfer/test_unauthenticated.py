@@ -24,10 +24,9 @@ from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on
 from kv_transfer.links.open_links import Endpoint, Outcome, resolve
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.transport import TcpSender
-from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import hand_over, identity_for, pair_of, settings_for, worker
+from tests.kv_transfer.fakes import context_of
 
 WAIT = 30.0
 
@@ -106,8 +105,7 @@ def test_more_unfinished_handshakes_than_are_allowed_cost_the_oldest_its_place()
 
 @contextmanager
 def data_port(timeout_seconds: float) -> Iterator[TcpSender]:
-    context = TransportContext("127.0.0.1", None, 0, "b", timeout_seconds, Sessions(), lambda _name: None)
-    sender = TcpSender(context)
+    sender = TcpSender(context_of("b", read_timeout_seconds=timeout_seconds))
     try:
         yield sender
     finally:

@@ -51,7 +51,7 @@ class NcclSender(LendingSender):
         """Open the port."""
         super().__init__(LeaseBook(context.on_idle))
         self.pool: GroupPool | None = None
-        self._context = context
+        self._settings = context.settings
         self._port = DataPort(context, "kv-nccl", self._serve, transport="nccl")
         self.address = self._port.address
 
@@ -64,17 +64,17 @@ class NcclSender(LendingSender):
 
     def close(self) -> None:
         """End every lease and connection. Idempotent."""
-        self.book.revoke_all()
+        self.leases.revoke_all()
         self._port.close()
 
     def _serve(self, connection: Connection) -> None:
         pool = self.pool
-        timeout_seconds = self._context.read_timeout_seconds
+        timeout_seconds = self._settings.read_timeout_seconds
         if pool is None:
             denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
             raise TransferError(denied.message)
-        meeting = Meeting(self._context.host, self._context.advertise_host, timeout_seconds)
+        meeting = Meeting(self._settings.host, self._settings.advertise_host, timeout_seconds)
         info = NcclPoolInfo(
             DataStatus.OK,
             store=meeting.address,
@@ -83,7 +83,7 @@ class NcclSender(LendingSender):
             block_bytes=pool.block_bytes,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
-        host = self._context.advertise_host or self._context.host
+        host = self._settings.advertise_host or self._settings.host
         try:
             group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)
             with closing(group):
@@ -98,11 +98,11 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self.book.block_ids(request), request.part)
-            self.book.check(request.name)
+            content = pool.gather(self.leases.block_ids(request), request.part)
+            self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
-            self.book.check(request.name)
+            self.leases.check(request.name)
         except StaleLeaseError as error:
             write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_DATA_FRAME_BYTES)
             return

@@ -12,7 +12,6 @@ and one to END after each; neither is answered. When the session is over the sen
 and sends no more. It goes on to receive, so that a read that is open then can still be helped.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 
@@ -21,15 +20,14 @@ import msgspec
 from contract.errors import KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.transports.block_views import FlatMemory, OnDevice, address_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, Sender
 from kv_transfer.transports.nixl.agent import ID_TYPE, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import AUTO, TransportContext
 
 MAX_NIXL_FRAME_BYTES = 262144
 _HELP_ON_SECONDS = 60.0
@@ -73,28 +71,29 @@ class NixlResting(msgspec.Struct, frozen=True):
     """The answer to PAUSE: this reader is not helped any more."""
 
 
-class NixlSender:
+class NixlSender(Sender):
     """Owns the data port and the table of its leases; closes ``nixl_thread``, whose agent it shares with the receiver.
 
     why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster.
     pool_info: the first message to a reader.
     """
 
+    leases: GenerationTable
+
     def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
         """Open the port."""
-        self.why_not_offered: str | None = "the pool is not allocated yet"
+        super().__init__(GenerationTable(context.on_idle, ID_TYPE))
+        self.why_not_offered = "the pool is not allocated yet"
         self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
         self._nixl_thread = nixl_thread
-        self._is_auto = context.is_auto
-        self._on_idle = context.on_idle
-        self._table = GenerationTable()
+        self._is_auto = context.settings.transport == AUTO
         self._is_closed = False
         self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:
         """Register the pool, for peers and for this worker's own reads. ``why_not_offered`` has the outcome."""
-        table = Region(self._table.address, SLOT_BYTES, NUM_SLOTS)
+        table = Region(self.leases.address, SLOT_BYTES, NUM_SLOTS)
         try:
             pool = region_of(memory)
             agent = self._nixl_thread.register(pool, table)
@@ -106,30 +105,19 @@ class NixlSender:
             agent=agent,
             **asdict(pool),
             table_address=table.address,
-            nonce=self._table.nonce,
+            nonce=self.leases.nonce,
         )
         self.why_not_offered = _why_slower(pool) if self._is_auto else None
-
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
-        """Return the grant of these blocks. Raises TransferError for too many leases."""
-        if self.pool_info.status is not DataStatus.OK:
-            return None
-        return encode_grant(*self._table.open(name), block_ids, ID_TYPE)
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease: reads of it fail from now on, running ones too."""
-        self._table.end(name)
-        self._on_idle(name)
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._table.end_all()
+        self.leases.revoke_all()
         self._port.close()
         self._nixl_thread.close()
-        self._table.close()
+        self.leases.close()
 
     def _serve(self, connection: Connection) -> None:
         """Send the pool's description, and help the reader as it asks."""

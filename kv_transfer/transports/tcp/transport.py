@@ -12,14 +12,12 @@ one call, and blocks lie in the stream as in memory: the kernel copies them a te
 
 import select
 import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
-from kv_transfer.protocol.reads import LeaseName, PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import bytes_of_each
 from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import (
@@ -45,18 +43,8 @@ class TcpSender(LendingSender):
     def __init__(self, context: TransportContext, book: LeaseBook | None = None) -> None:
         """Open the port. ``book`` replaces the LeaseBook that calls ``context.on_idle`` (tests)."""
         super().__init__(book or LeaseBook(context.on_idle))
-        self._lock = threading.Lock()
-        self._reading: dict[Connection, LeaseName] = {}
         self._port = DataPort(context, "kv-data", self._serve, transport="tcp")
         self.address = self._port.address
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease; shut down a connection that is in the middle of reading it."""
-        super().release(name)
-        with self._lock:
-            for connection, reading in self._reading.items():
-                if reading == name:
-                    shut_down(connection.sock)
 
     def close(self) -> None:
         """Shut every connection down and join every thread."""
@@ -67,35 +55,25 @@ class TcpSender(LendingSender):
             self._answer(connection, request)
 
     def _answer(self, connection: Connection, request: ReadRequest) -> None:
-        """Answer a request. Raises StaleLeaseError after a STALE answer, which ends the connection."""
+        """Answer a request. Raises StaleLeaseError after a STALE answer, which ends the connection.
+
+        The end of the lease shuts the connection down, but not after the last block: the peer may release the lease as soon
+        as it has the last answer, and use the connection again.
+        """
         answers = OK_FRAME
         try:
-            with self.book.reading(request) as views, self._reading_for(connection, request.name):
+            with self.leases.reading(request, partial(shut_down, connection.sock)) as views:
                 blocks = socket_blocks(views)
                 for start, piece in request.pieces(bytes_of_each(views)):
-                    self.book.check(request.name)
+                    self.leases.check(request.name)
                     blocks.send(connection.sock, answers, start, start + piece.num_blocks)
                     answers = 2 * OK_FRAME  # the second one of this piece, and the first one of the next
             answers = OK_FRAME
-            self.book.check(request.name)
+            self.leases.check(request.name)
             connection.sock.sendall(answers)
         except StaleLeaseError:
             connection.sock.sendall(STALE_FRAME * (len(answers) // len(OK_FRAME)))
             raise
-
-    @contextmanager
-    def _reading_for(self, connection: Connection, name: LeaseName) -> Iterator[None]:
-        """End the connection if the lease is released within.
-
-        Afterwards it must not: the peer may release the lease as soon as it has the last byte, and use the connection again.
-        """
-        with self._lock:
-            self._reading[connection] = name
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._reading[connection]
 
 
 def requests_from(sock: socket.socket) -> Iterator[ReadRequest]:
