@@ -113,7 +113,7 @@ class RangeAggregator:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._ranges: dict[str, list[deque[Range]]] = {}
-        """By rank, in order. All ranks cut a request's blocks alike, so their first ranges begin with the same block."""
+        """By rank, in order. All ranks get the same orders, so their first ranges begin with the same block."""
 
     def add(self, key: str, rank: int, what: Range) -> list[Range]:
         """Take a rank's report; return the ranges that all ranks are done with now, in order.
@@ -143,6 +143,7 @@ def _take_first(by_rank: list[deque[Range]]) -> Range | None:
     failure = next((head for head in heads if isinstance(head, ev.RangeFailed)), None)
     if failure is None:
         return _joined([ranges.popleft() for ranges in by_rank])
+    # The rest of the order fails, once no rank digests a block of it any more.
     end = _end_of(failure)
     if any(_end_of(ranges[-1]) < end for ranges in by_rank):
         return None

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from contract.errors import InternalError
-from engine.mailbox import Mailbox
+from kv_transfer.data.threads import JobThread
 from kv_transfer.links.framing import FrameBuffer, as_frame
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import Offer
@@ -196,10 +196,7 @@ class RankSocket(Generic[_T]):
 
     def send(self, message: ToRank | FromRank) -> None:
         """Send a message, from any thread; it is dropped if the other process has ended."""
-        self.send_frame(to_frame(message))
-
-    def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message."""
+        frame = to_frame(message)
         with self._lock, suppress(OSError):
             self._sock.sendall(frame)
 
@@ -246,51 +243,38 @@ class RankSockets:
         self._on_message = on_message
         self._one_at_a_time = threading.Lock()
         self._sockets: list[RankSocket[FromRank]] = []
-        self._outboxes: list[Mailbox[bytes | None]] = []
-        self._senders: list[threading.Thread] = []
+        self._senders: list[JobThread] = []
         for rank, sock in enumerate(sockets):
             name = f"kv-ranks-{rank}"
-            end = RankSocket(sock, from_rank, partial(self._receive, rank), on_bug, name)
-            outbox = Mailbox[bytes | None]()
-            sender = threading.Thread(target=_send_queued, args=(end, outbox), name=name, daemon=True)
-            self._sockets.append(end)
-            self._outboxes.append(outbox)
-            self._senders.append(sender)
-        for end in self._sockets:
-            end.start()
+            self._sockets.append(RankSocket(sock, from_rank, partial(self._receive, rank), on_bug, name))
+            self._senders.append(JobThread(name, partial(on_bug, name)))
         for sender in self._senders:
             sender.start()
+        for end in self._sockets:
+            end.start()
 
     def send(self, rank: int, message: ToRank) -> None:
         """Send a message to one rank; it is dropped if the rank's process has ended."""
-        self._outboxes[rank].put(to_frame(message))
+        self._senders[rank].post(partial(self._sockets[rank].send, message))
 
     def send_to_all(self, message: ToRank) -> None:
         """Send a message to every rank."""
-        frame = to_frame(message)
-        for outbox in self._outboxes:
-            outbox.put(frame)
+        for rank in range(len(self._sockets)):
+            self.send(rank, message)
 
     def close(self) -> None:
         """End the threads and close the sockets. Idempotent."""
-        for end, outbox in zip(self._sockets, self._outboxes, strict=True):
+        for end, sender in zip(self._sockets, self._senders, strict=True):
             end.shut_down()
-            outbox.put(None)
-        for sender in self._senders:
+            sender.end()
             sender.join()
-        for end in self._sockets:
             end.close()
 
     @property
     def unsent_messages(self) -> list[int]:
         """The number of messages that wait to be sent, by rank."""
-        return [outbox.num_waiting for outbox in self._outboxes]
+        return [sender.num_queued for sender in self._senders]
 
     def _receive(self, rank: int, message: FromRank) -> None:
         with self._one_at_a_time:
             self._on_message(rank, message)
-
-
-def _send_queued(end: RankSocket[FromRank], outbox: Mailbox[bytes | None]) -> None:
-    while (frame := outbox.get()) is not None:
-        end.send_frame(frame)
