@@ -8,10 +8,11 @@ from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol import send_side
 from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
-from kv_transfer.protocol.send_side import Send, SendState
+from kv_transfer.protocol.send_side import Send, SendState, SendStep
 from kv_transfer.settings import LocalWorker, TransferSettings
 
 TransferKey = tuple[str, int]
@@ -99,8 +100,20 @@ class OutgoingTransfer:
         num_parts = worker.settings.num_layer_groups if is_split else 1
         return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, announces_end=is_last)
 
-    def note_range(self, ready: ev.BlockRange) -> None:
-        """Keep a range's grants, and the digests of the ranks from 1 on."""
+    def step_of(self, event: ev.SendEvent) -> SendStep:
+        """Return the transfer after a report of the data half, and what to do. Keeps the grants and digests in it."""
+        match event:
+            case ev.BlockRange():
+                self._keep(event)
+                return send_side.blocks_ready(self.send, event)
+            case ev.LayerRange(first, num_blocks):
+                if event.grants:  # they are not repeated when the range is whole
+                    self.grants.append(RangeGrant(first, num_blocks, dict(event.grants)))
+                return send_side.layers_ready(self.send, event)
+            case ev.RangeFailed():
+                return send_side.range_failed(self.send, event)
+
+    def _keep(self, ready: ev.BlockRange) -> None:
         first = ready.first_block
         num_blocks = len(ready.digests)
         for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
@@ -109,11 +122,6 @@ class OutgoingTransfer:
         self.other_digests = self.other_digests or [[] for _ in ready.others]
         for known, other in zip(self.other_digests, ready.others, strict=True):
             known.extend(other.digests)
-
-    def note_layers(self, ready: ev.LayerRange) -> None:
-        """Keep the grants: they are not repeated when the range is whole."""
-        if ready.grants:
-            self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
 
     def message_of(self, action: ev.SendAction) -> msg.Message:
         """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""

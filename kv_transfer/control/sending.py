@@ -116,15 +116,7 @@ class SendTransfers(Transfers):
         """Process a report of the data half."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            match event:
-                case ev.BlockRange():
-                    outgoing.note_range(event)
-                    self._apply(outgoing, send_side.blocks_ready(outgoing.send, event))
-                case ev.LayerRange():
-                    outgoing.note_layers(event)
-                    self._apply(outgoing, send_side.layers_ready(outgoing.send, event))
-                case ev.RangeFailed():
-                    self._apply(outgoing, send_side.range_failed(outgoing.send, event))
+            self._apply(outgoing, outgoing.step_of(event))
 
     def end_expected(self, key: str, seconds: float) -> None:
         """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
@@ -224,10 +216,9 @@ class SendTransfers(Transfers):
         match action:
             case ev.SendNotice.REVOKE:
                 self._later.append(partial(self._ports.release, outgoing.name))
-            case ev.SendNotice.SENT:
-                if outgoing.key is not None:
-                    self._worker.completions.add_sent(outgoing.key)
-                    self._later.append(self._worker.wake)
+            case ev.SendNotice.SENT if outgoing.key is not None:
+                self._worker.completions.add_sent(outgoing.key)
+                self._later.append(self._worker.wake)
             case ev.Refuse():
                 self._post(action.peer, outgoing.message_of(action))
             case _ if outgoing.send.peer is not None:

@@ -111,7 +111,8 @@ class DataHalf:
         self._receiver.close()
         self._pulls.join()
         self._thread.end()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._senders.close()
 
     def debug_state(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class DataReports(Protocol):
         """Report a bug that ended a thread: what it served cannot end properly any more."""
 
 
-class JobThread:
+class JobThread(threading.Thread):
     """A thread that runs jobs in the order in which they are posted. on_bug: called with what ended it early.
 
     may_end: called if no job is posted for ``idle_seconds``, in the thread, which ends if this returns True.
@@ -44,16 +44,12 @@ class JobThread:
         idle_seconds: float | None = None,
         may_end: Callable[[], bool] = lambda: True,
     ) -> None:
+        super().__init__(name=name, daemon=True)
         self._on_bug = on_bug
         self._idle_seconds = idle_seconds
         self._may_end = may_end
         self._jobs = Mailbox[Callable[[], None] | None]()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._num_done = 0
-
-    def start(self) -> None:
-        """Start the thread; called once."""
-        self._thread.start()
 
     def post(self, job: Callable[[], None]) -> None:
         """Queue a job. Does not block."""
@@ -62,11 +58,6 @@ class JobThread:
     def end(self) -> None:
         """Have the thread end once the posted jobs are done. Does not block; idempotent."""
         self._jobs.put(None)
-
-    def join(self) -> None:
-        """Wait, after ``end``, until the thread has ended, if it was started."""
-        if self._thread.is_alive():
-            self._thread.join()
 
     def progress(self) -> int:
         """Return the number of finished jobs, and post one more if none waits: the number moves unless a job is stuck."""
@@ -79,12 +70,8 @@ class JobThread:
         """Number of jobs that have not begun."""
         return self._jobs.num_waiting
 
-    @property
-    def is_alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the jobs; called in the thread."""
         try:
             while (job := self._next()) is not None:
                 job()
@@ -181,7 +168,7 @@ class PullThreads:
         except RuntimeError:  # the system cannot start another thread
             return None
         self._open[source] = thread
-        self._threads = [each for each in self._threads if each.is_alive] + [thread]
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         return thread
 
     def _read(self, job: PullJob) -> None:
