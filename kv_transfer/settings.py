@@ -9,8 +9,8 @@ from pydantic import Field, model_validator
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.layout import Side
-from contract.options import PeerOptions
 from kv_transfer.counters import Completions, Counters
+from kv_transfer.options import LinkSettings
 from kv_transfer.transports.nixl.agent import why_missing
 from kv_transfer.transports.shm.sender import check_supported
 from kv_transfer.transports.transport import ReceiverTransport, TransportSettings
@@ -18,21 +18,13 @@ from kv_transfer.transports.transport import ReceiverTransport, TransportSetting
 DEFAULT_STAGING_BYTES = 16 * 2**20
 
 
-class TransferSettings(TransportSettings, PeerOptions):
+class TransferSettings(TransportSettings, LinkSettings):
     """Settings of one worker's connector. Raises SettingError with the name, the value and the allowed range."""
 
-    worker_id: str = Field(min_length=1)
-    """The worker's name in the cluster."""
-    role: Role
-    """The worker's role, which is not that of a router."""
-    secret: str = Field(min_length=1, repr=False)
-    """The cluster's secret."""
     parked_seconds: float = Field(default=30.0, gt=0)
     """Seconds that a fetch waits for a transfer that is not open yet."""
     max_parked: int = Field(default=1024, ge=1)
     """Fetches of one peer that may wait for transfers that are not open yet."""
-    max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
-    """The longest message on a control link."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
     """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
     num_layer_groups: int = Field(default=4, ge=1)
@@ -50,8 +42,7 @@ class TransferSettings(TransportSettings, PeerOptions):
             )
         if self.role is Role.ROUTER:
             raise SettingError("role is router; a router moves no KV", param="role")
-        missing = why_missing() if self.transport == "nixl" else None
-        if missing is not None:
+        if self.transport == "nixl" and (missing := why_missing()):
             raise SettingError(missing, param="transport")
         if self.transport == "shm":
             check_supported()

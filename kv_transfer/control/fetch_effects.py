@@ -12,7 +12,6 @@ from kv_transfer.control.incoming_transfer import IncomingTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.events import NOT_NEEDED, RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.plan import PeerTerms
@@ -26,9 +25,6 @@ _TOGETHER_SECONDS = 0.002
 _OVERDUE_SECONDS = 0.25
 """A fetch that is later than this is not expected any more."""
 _NUM_REMEMBERED = 16
-
-Later = list[Callable[[], None]]
-"""Calls to make once the lock is released; see ``Transfers``."""
 
 
 @dataclass
@@ -65,6 +61,8 @@ class ArrivalEstimates:
 
     def next(self, now: float) -> float | None:
         """Return when the next fetch is expected, which may be just past; None if no sender has sent an estimate."""
+        if not self._expected:
+            return None
         delay = self._usual_delay
         at = (one.at + delay for one in self._expected.values())
         return min((each for each in at if each > now - _OVERDUE_SECONDS), default=None)
@@ -109,25 +107,20 @@ class PeerSources:
         peer = self._peers.get(ref)
         return None if peer is None else peer.terms
 
-    def has_link(self, ref: PeerRef, source: Source) -> bool:
-        """Return whether the peer's link is the one that ``source`` belongs to."""
+    def choose(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
+        """Read a peer from ``chosen``, if it is still read from ``provisional``. Return False if that link is gone."""
         peer = self._peers.get(ref)
-        return peer is not None and peer.source.token == source.token
+        if peer is not None and peer.source == provisional:
+            peer.source = chosen
+        return peer is not None and peer.source.token == chosen.token
 
-    def replace(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
-        """Read the peer from ``chosen``, if it is still read from ``provisional``; return whether it was."""
-        peer = self._peers.get(ref)
-        if peer is None or peer.source != provisional:
-            return False
-        peer.source = chosen
-        return True
-
-    def retries(self, ref: PeerRef, failed: Source | None) -> tuple[tuple[RetryStep, ...], Source | None]:
+    def retries(self, ref: PeerRef, failed: Source | None) -> tuple[tuple[ev.RetryStep, ...], Source | None]:
         """Return how a failed read can be retried, best first, and the other source. No way if the link is gone."""
-        if failed is None or not self.has_link(ref, failed):
+        peer = self._peers.get(ref)
+        if failed is None or peer is None or peer.source.token != failed.token:
             return (), None
         other = self.alternatives.beside(failed)
-        return ((RetryStep.SAME_TRANSPORT,) if other is None else tuple(RetryStep)), other
+        return ((ev.RetryStep.SAME_TRANSPORT,) if other is None else tuple(ev.RetryStep)), other
 
     def mark_failed(self, ref: PeerRef, source: Source) -> None:
         """Record that a transfer's read from ``source`` failed, which may change where the peer is read."""
@@ -151,21 +144,23 @@ class FetchPorts:
 class FetchEffects:
     """Owns the events and the expected arrivals that the scheduler asks for. Used under the lock of ``FetchTransfers``.
 
-    events: for the scheduler, until it takes them.
+    events: for the scheduler, until it takes them. later: see ``Transfers``.
     """
 
-    def __init__(self, worker: LocalWorker, ports: FetchPorts, peers: PeerSources) -> None:
+    def __init__(
+        self, worker: LocalWorker, ports: FetchPorts, peers: PeerSources, later: list[Callable[[], None]]
+    ) -> None:
         self._worker = worker
-        self._completions = worker.completions
         self._ports = ports
         self._peers = peers
+        self._later = later
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
         worker.counters.add("transfer_fallbacks_total", 0)
-        for retry_step in RetryStep:
+        for retry_step in ev.RetryStep:
             worker.counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
-    def order(self, incoming: IncomingTransfer, action: ev.FetchOrder, later: Later) -> None:
+    def order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
@@ -175,25 +170,30 @@ class FetchEffects:
                 else:
                     job = incoming.ahead_job(action)
                 if job.is_here:  # it is verified, and reported, within the call
-                    later.append(partial(self._ports.pull, job))
+                    self._later.append(partial(self._ports.pull, job))
                 else:
                     self._ports.pull(job)
-            case RetryStep():
-                self._read_again(incoming, action)
+            case ev.RetryStep():
+                failed = incoming.read_again(action)
+                if failed is not None:
+                    self._peers.mark_failed(incoming.ref, failed)
+                self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
+                is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
+                self._worker.counters.add("transfer_fallbacks_total", is_fallback)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)
-                later.append(partial(self._ports.commit, commit))  # it may be reported within the call
+                self._later.append(partial(self._ports.commit, commit))  # it may be reported within the call
             case ev.StopReads():
-                later.append(incoming.read.stop)
+                self._later.append(incoming.read.stop)
 
-    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float, later: Later) -> None:
+    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float) -> None:
         """Send a message to the sender, or an event to the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
         ending = incoming.fetch.ending
         match action:
             case ev.FetchNotice.RELEASE:
                 # After this worker's core is woken: the sender's core may take the processor.
-                later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
+                self._later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
             case ev.FetchNotice.CANCEL:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
@@ -202,7 +202,7 @@ class FetchEffects:
                 terms = self._peers.terms_of(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
             case ev.FetchNotice.FAILED if ending is not None:
-                if ending.kind != NOT_NEEDED:
+                if ending.kind != ev.NOT_NEEDED:
                     self._worker.counters.add("transfer_failures_total", kind=ending.kind)
                 self.events.append(Failed(incoming.key, ending.kind, ending.message))
             case ev.FetchNotice.DRAINED:
@@ -211,12 +211,5 @@ class FetchEffects:
                 if incoming.source is not None:
                     self._peers.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)
-                self._completions.add_received(incoming.key)
-        later.append(self._worker.wake)
-
-    def _read_again(self, incoming: IncomingTransfer, retry_step: RetryStep) -> None:
-        failed = incoming.read_again(retry_step)
-        if failed is not None:
-            self._peers.mark_failed(incoming.ref, failed)
-        self._worker.counters.add("transfer_pulled_again_total", rung=retry_step.value)
-        self._worker.counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)
+                self._worker.completions.add_received(incoming.key)
+        self._later.append(self._worker.wake)

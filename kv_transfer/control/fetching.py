@@ -11,7 +11,7 @@ from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
 from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts, PeerSources
-from kv_transfer.control.incoming_transfer import IncomingTransfer, gauges_of, quarantine_of
+from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer, quarantine_of
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -39,10 +39,9 @@ class FetchTransfers(Transfers):
         self._worker = worker
         self._ports = ports
         self._clock = clock
-        self._completions = worker.completions
         self._incoming: TransferTable[IncomingTransfer] = TransferTable()
         self._peers = PeerSources(ports.alternatives)
-        self._effects = FetchEffects(worker, ports, self._peers)
+        self._effects = FetchEffects(worker, ports, self._peers, self._later)
         self._failure: str | None = None
 
     def start_fetch(self, request: EngineRequest) -> None:
@@ -85,7 +84,7 @@ class FetchTransfers(Transfers):
             self._effects.events = [
                 event for event in self._effects.events if event.key != key or isinstance(event, kept)
             ]
-            self._completions.discard_received(key)
+            self._worker.completions.discard_received(key)
             return is_free
 
     def take_received(self, key: str) -> Received:
@@ -119,14 +118,12 @@ class FetchTransfers(Transfers):
 
     def next_arrival(self) -> float | None:
         """See ``ReceiverConnector``."""
-        if not self._incoming:
-            return None
         with self._lock:
             return self._effects.arrival_estimates.next(self._clock())
 
     def has_arrived(self) -> bool:
         """See ``ReceiverConnector``."""
-        return self._completions.has_received
+        return self._worker.completions.has_received
 
     def fail(self, message: str) -> None:
         """Make the next ``take_events`` raise, which ends the engine, and wake the core for it."""
@@ -152,10 +149,9 @@ class FetchTransfers(Transfers):
 
         def on_chosen(provisional: Source, chosen: Source) -> bool:
             with self._lock:
-                if self._peers.replace(ref, provisional, chosen):
-                    for incoming in self._incoming:
-                        incoming.source = chosen if incoming.source == provisional else incoming.source
-                return self._peers.has_link(ref, chosen)
+                for incoming in self._incoming:
+                    incoming.source = chosen if incoming.source == provisional else incoming.source
+                return self._peers.choose(ref, provisional, chosen)
 
         with self._lock:
             self._peers.add(ref, self._ports.choose(session, on_chosen), session.terms)
@@ -177,7 +173,10 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get_by_wire((ref, message.transfer_id, message.attempt))
             if incoming is None:
-                self._drop(ref, message)
+                self._worker.counters.add("transfer_stale_messages_total")
+                # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
+                if not isinstance(message, msg.TransferFailed):
+                    self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
                 return
             if isinstance(message, msg.EndExpected):
                 if incoming.lease == message.lease:
@@ -192,9 +191,13 @@ class FetchTransfers(Transfers):
                 self._apply(incoming, step)
 
     def gauges(self) -> dict[str, float]:
-        """See ``gauges_of``."""
+        """Return the numbers of fetches, and of those that hold quarantined blocks."""
         with self._lock:
-            return gauges_of(self._incoming)
+            states = [incoming.fetch.state for incoming in self._incoming]
+        return {
+            "fetches_active": len(states),
+            "transfers_quarantined": sum(state in QUARANTINE for state in states),
+        }
 
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
@@ -206,19 +209,13 @@ class FetchTransfers(Transfers):
                 "transports": self._peers.alternatives.debug_state(),
             }
 
-    def _drop(self, ref: PeerRef, message: msg.SenderMessage) -> None:
-        self._worker.counters.add("transfer_stale_messages_total")
-        # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
-        if not isinstance(message, msg.TransferFailed):
-            self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
-
     def _apply(self, incoming: IncomingTransfer, step: FetchStep) -> None:
         incoming.fetch, actions = step
         for action in actions:
             if isinstance(action, ev.FetchOrder):
-                self._effects.order(incoming, action, self._later)
+                self._effects.order(incoming, action)
             else:
-                self._effects.report(incoming, action, self._clock(), self._later)
+                self._effects.report(incoming, action, self._clock())
         if incoming.fetch.has_ended:
             self._effects.arrival_estimates.forget(incoming.key)
         if incoming.fetch.state is FetchState.FREE:

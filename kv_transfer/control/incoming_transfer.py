@@ -13,7 +13,6 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import RunningDigests, Share, digest_seeds
-from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
@@ -21,7 +20,7 @@ from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source, gran
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
-_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
+QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass
@@ -154,12 +153,12 @@ class IncomingTransfer:
             self.ahead.append(known)
         return replace(self._job(first, end, pull.block_ids), ahead=known, part=pull.part)
 
-    def read_again(self, retry_step: RetryStep) -> Source | None:
+    def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
-        if retry_step is RetryStep.OTHER_TRANSPORT:
+        if retry_step is ev.RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
 
@@ -206,18 +205,9 @@ class IncomingTransfer:
         return next(covering, None)
 
 
-def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
-    """Return the numbers of fetches, and of those that hold quarantined blocks."""
-    states = [incoming.fetch.state for incoming in transfers]
-    return {
-        "fetches_active": len(states),
-        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
-    }
-
-
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
     """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in QUARANTINE]
     return {
         "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
         "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),

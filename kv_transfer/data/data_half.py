@@ -16,7 +16,7 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
 from kv_transfer.data.reading import BlockReader, DigestViews
-from kv_transfer.data.threads import DataReports, DataThread, PullThreads
+from kv_transfer.data.threads import DataReports, JobThread, PullThreads
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
@@ -44,14 +44,12 @@ class DataHalf:
     ) -> None:
         self._receiver = receiver
         self._completions = completions
-        self._transport_names = tuple(transport_names)
-        self._commit: CommitJob | None = None
         self._is_closing = False
-        self._thread = DataThread(self._on_bug)
+        self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
         self._pulls = PullThreads(self._pull, receiver.forget, self._on_bug)
-        for transport in self._transport_names:
+        for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
 
@@ -65,8 +63,8 @@ class DataHalf:
         self._memory = memory
         views = DigestViews(memory)
         self._reader.start(memory, views)
-        self._publisher = Publisher(memory, views, self._senders, self._reports, self._thread.post)
-        self._watch = PassWatch(memory, self._publisher)
+        self._publisher = Publisher(memory, views, self._senders, self._reports)
+        self._watch = PassWatch(memory, self._publisher, self._thread.post)
         self._senders.start(memory)
         self._thread.start()
 
@@ -74,7 +72,7 @@ class DataHalf:
         """See RankConnector."""
         for order in orders_of(metadata):
             if not self._watch.has_published(order):
-                self._publisher.post_order(order)
+                self._thread.post(partial(self._publisher.publish, order))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """See RankConnector."""
@@ -95,10 +93,11 @@ class DataHalf:
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
+        run = partial(self._run, job, partial(self._make_visible, job))
         if is_flat(self._memory):
-            self._run(job, partial(self._make_visible, job))
+            run()
         else:
-            self._thread.post(partial(self._commit_queued, job))
+            self._thread.post(run)
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
@@ -108,25 +107,19 @@ class DataHalf:
     def close(self) -> None:
         """Stop reads, close the receiver, without which some would never be terminal, then end the threads. Idempotent."""
         self._is_closing = True
-        commit = self._commit
-        if commit is not None:
-            commit.read.stop()
         self._pulls.stop()
         self._receiver.close()
         self._pulls.join()
-        self._thread.stop()
+        self._thread.end()
+        if self._thread.is_alive():
+            self._thread.join()
         self._senders.close()
 
     def debug_state(self) -> dict[str, Any]:
-        """Return what the threads do. current: the requests whose blocks are read or committed."""
-        commit = self._commit
+        """Return what the threads do. current: the requests whose blocks are read."""
         return {
-            "transports": list(self._transport_names),
-            "is_alive": self._thread.is_alive,
             "queued_jobs": self._thread.num_queued + self._pulls.num_queued,
-            "num_pull_threads": self._pulls.num_threads,
-            "silent": self._reader.silences.debug_state(),
-            "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
+            "current": self._pulls.current_keys,
         }
 
     def progress(self) -> dict[str, int]:
@@ -149,13 +142,6 @@ class DataHalf:
             end = time.monotonic()
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)
-
-    def _commit_queued(self, job: CommitJob) -> None:
-        self._commit = job
-        try:
-            self._run(job, partial(self._make_visible, job))
-        finally:
-            self._commit = None
 
     def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
         self._memory.commit(list(job.block_ids))

@@ -53,39 +53,17 @@ class UnfinishedBlocks:
 
 
 class Publisher:
-    """Owns the digests of blocks that are being computed. Orders come from the step thread; ``post`` runs them elsewhere.
+    """Owns the digests of blocks that are being computed. Used from the data thread."""
 
-    post: runs jobs in one thread, in the order in which they are posted.
-    """
-
-    def __init__(
-        self,
-        memory: KVMemory,
-        views: DigestViews,
-        senders: Senders,
-        reports: DataReports,
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
         self._memory = memory
         self._views = views
         self._senders = senders
         self._reports = reports
-        self._post = post
         self._unfinished: dict[str, UnfinishedBlocks] = {}
 
-    def post_layers(self, order: PublishOrder, num_bytes: int) -> None:
-        """Make the first ``num_bytes`` of each block of an order readable, in the data thread."""
-        self._post(partial(self._publish_layers, order, num_bytes))
-
-    def post_order(self, order: PublishOrder) -> None:
-        """Publish the blocks of an order, in the data thread."""
-        self._post(partial(self._publish, order))
-
-    def post_end(self, orders: Sequence[PublishOrder], end: float) -> None:
-        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
-        self._post(partial(self._report_end, orders, end))
-
-    def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+    def publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+        """Make the first ``num_bytes`` of each block of an order readable."""
         is_new = order.key not in self._unfinished
         if is_new:
             self._unfinished[order.key] = UnfinishedBlocks(order.block_ids, order.seeds)
@@ -99,13 +77,14 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
 
-    def _report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+    def report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
         seconds = max(0.0, end - time.monotonic())
         for order in orders:
             self._reports.end_expected(order.key, seconds)
 
-    def _publish(self, order: PublishOrder) -> None:
-        """Publish range by range: the receiver copies and verifies one while the next is being digested."""
+    def publish(self, order: PublishOrder) -> None:
+        """Publish an order range by range: the receiver copies and verifies one while the next is being digested."""
         unfinished = self._unfinished.pop(order.key, None)
         for start, end in self._ranges(order):
             outcome: ev.SendEvent
@@ -198,13 +177,18 @@ class PassWatch:
 
     It makes some orders readable group by group of layers, and publishes them before a token is sampled: the token travels
     through processes that compete with the publishing thread for processors. It also estimates when the pass will end.
+    post: runs a job in the data thread.
     """
 
-    def __init__(self, memory: KVMemory, publisher: Publisher) -> None:
+    def __init__(
+        self, memory: KVMemory, publisher: Publisher, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._memory = memory
         self._publisher = publisher
+        self._post = post
+        self._estimator = CompletionEstimator(memory.layout.num_layers)
         # On a device a layer is reported when it is launched, from which no end can be estimated.
-        self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
+        self._can_estimate = is_flat(memory)
         self._split: list[PublishOrder] = []
         self._due: dict[int, list[PublishOrder]] = {}
         self._last: list[PublishOrder] = []
@@ -218,10 +202,10 @@ class PassWatch:
         for order in self._split:
             for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
                 self._due[num_layers].append(order)
-        self._last = [] if self._estimator is None else [order for order in orders if order.announces_end]
-        if self._last and self._estimator is not None:
+        self._last = [order for order in orders if order.announces_end and self._can_estimate]
+        if self._last:
             num_blocks = sum(len(order.block_ids) for order in orders)
-            self._estimator.begin(num_blocks, partial(self._publisher.post_end, self._last))
+            self._estimator.begin(num_blocks, self._post_end)
         return self if self._split or self._last else None
 
     def stored(self, num_layers: int) -> None:
@@ -230,8 +214,9 @@ class PassWatch:
             self._memory.mark_computed()
             layout = self._memory.layout
             for order in self._due[num_layers]:
-                self._publisher.post_layers(order, layout.block_bytes // layout.num_layers * num_layers)
-        if self._last and self._estimator is not None:
+                num_bytes = layout.block_bytes // layout.num_layers * num_layers
+                self._post(partial(self._publisher.publish_layers, order, num_bytes))
+        if self._last:
             self._estimator.stored(num_layers)
 
     def computed(self) -> None:
@@ -240,16 +225,19 @@ class PassWatch:
             self._are_published = True
             self._memory.mark_computed()
             for order in self._split:
-                self._publisher.post_order(order)
-        if self._last and self._estimator is not None:
+                self._post(partial(self._publisher.publish, order))
+        if self._last:
             self._estimator.computed()
 
     def has_published(self, order: PublishOrder) -> bool:
         """Return whether the order was posted before its step was over."""
         return self._are_published and any(order is each for each in self._split)
 
+    def _post_end(self, end: float) -> None:
+        self._post(partial(self._publisher.report_end, self._last, end))
+
 
 def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
-    """Return after how many layers each of ``num_parts`` groups ends; none for a single group."""
+    """Return after how many layers each of ``num_parts`` groups ends."""
     ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))
-    return frozenset(end for end in ends if end) if num_parts > 1 else frozenset()
+    return frozenset(end for end in ends if end)

@@ -252,12 +252,6 @@ class Silences:
             for key in [key for key in self._silences if key[0] == source.token]:
                 del self._silences[key]
 
-    def debug_state(self) -> list[str]:
-        """Return the error messages of the sources that are not tried now."""
-        now = self._clock()
-        with self._lock:
-            return [silence.message for silence in self._silences.values() if silence.until > now]
-
 
 def _key(source: Source) -> tuple[str, str, str]:
     return source.token, source.transport, source.address

@@ -2,8 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
 from functools import partial
 from socket import socket
 from typing import Any
@@ -17,7 +15,7 @@ from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, TransferMetadata
-from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, rank_boot_id
+from kv_transfer.protocol.reads import LeaseName, Read, Source, rank_boot_id
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_messages import RankSocket
 from kv_transfer.settings import TransferSettings
@@ -55,13 +53,13 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
             f" it must be {65536 - num_ranks} or less",
             param="data_port",
         )
-    shared = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
+    values = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
     each_rank = []
     for rank in range(num_ranks):
-        boot_id = rank_boot_id(settings.boot_id, rank, num_ranks)
-        data_port = settings.data_port and settings.data_port + rank
-        own = {"rank": rank, "boot_id": boot_id, "data_port": data_port}
-        each_rank.append(RankSettings(**(shared | own)))
+        values["rank"] = rank
+        values["boot_id"] = rank_boot_id(settings.boot_id, rank, num_ranks)
+        values["data_port"] = settings.data_port and settings.data_port + rank
+        each_rank.append(RankSettings(**values))
     return each_rank
 
 
@@ -73,11 +71,15 @@ class RankData:
 
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
-        context = TransportContext(settings, self.sessions, self._on_idle, self._on_thread_failed)
+        context = TransportContext(
+            settings,
+            self.sessions,
+            on_idle=lambda name: self._reports.lease_idle(name),
+            on_thread_failed=lambda thread, error: self._reports.thread_failed(thread, error),
+        )
         opened = open_transports(context)
         self._senders = Senders({name: transport.sender for name, transport in opened.items()})
         self.release = self._senders.release
-        self.offers = self._senders.offers
         self._readers = {
             name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
             for name, transport in opened.items()
@@ -92,13 +94,10 @@ class RankData:
         self._reports = reports
         self.half.attach(self._senders, reports)
 
-    def readers(self) -> list[str]:
-        """Return the transports that can be read over, best first."""
-        return list(self._readers)
-
-    def probing(self) -> list[str]:
-        """Return the transports that have to be probed."""
-        return [name for name, reader in self._readers.items() if isinstance(reader, Probing)]
+    def opened(self) -> messages.Opened:
+        """Return what can be done over the transports, as the pool is known."""
+        probing = [name for name, reader in self._readers.items() if isinstance(reader, Probing)]
+        return messages.Opened(self._senders.offers(), list(self._readers), probing)
 
     def probe(self, source: Source, read: Read) -> None:
         """Try to read a source. Raises what a read would, and InternalError for a transport that cannot be probed."""
@@ -111,15 +110,9 @@ class RankData:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
         self._senders.close()
 
-    def _on_idle(self, name: LeaseName) -> None:
-        self._reports.lease_idle(name)
-
-    def _on_thread_failed(self, thread: str, error: BaseException) -> None:
-        self._reports.thread_failed(thread, error)
-
 
 class RankReader:
-    """A receiver for peers of several ranks: the source of a link names all, a read goes to one.
+    """A receiver for peers of several ranks: the source of a link names all, ``fetch`` gets one rank's.
 
     It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's. probe:
     see Probing; only over a transport that has to be probed.
@@ -129,13 +122,10 @@ class RankReader:
         self._receiver = receiver
         self._rank = rank
         self._num_ranks = num_ranks
+        self.fetch = receiver.fetch
         self.close = receiver.close
         if isinstance(receiver, Probing):
             self.probe = partial(self._probe_each, receiver)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """See ReceiverTransport; ``source`` is one rank's."""
-        self._receiver.fetch(source, request, views, read)
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
@@ -160,33 +150,31 @@ def open_rank_half(settings: bytes, sock: socket) -> "RankHalf":
 
     settings: ``RankSettings.encoded``. Raises SettingError, and OSError when a port cannot be bound.
     """
-    with ExitStack() as undo:
-        undo.callback(sock.close)
-        half = RankHalf(RankSettings.model_validate_json(settings), sock)
-        undo.pop_all()
-    return half
+    try:
+        return RankHalf(RankSettings.model_validate_json(settings), sock)
+    except BaseException:
+        sock.close()
+        raise
 
 
 class RankHalf:
     """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys."""
 
     def __init__(self, settings: RankSettings, sock: socket) -> None:
-        self._socket = RankSocket(sock)
+        self._socket = RankSocket(sock, messages.to_rank, self._on_message, self.thread_failed, "kv-rank")
         self._counters = Counters()
         self._data = RankData(settings, self._counters, Completions())
         self._data.attach(self)
         self._lock = threading.Lock()
         self._reads: dict[str, Read] = {}
         self._probes: dict[str, threading.Thread] = {}
-        self._thread = threading.Thread(target=self._receive, name="kv-rank", daemon=True)
 
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
         self._data.half.start(memory)
         self._report_counters()
-        data = self._data
-        self._socket.send(messages.Opened(data.offers(), data.readers(), data.probing()))
-        self._thread.start()
+        self._socket.send(self._data.opened())
+        self._socket.start()
 
     def watch_layers(self, metadata: Any) -> None:
         """See RankConnector: an engine of several ranks lends blocks when they are whole."""
@@ -209,9 +197,6 @@ class RankHalf:
         self._data.half.close()
         for probe in probes:
             probe.join()
-        self._socket.shut_down()
-        if self._thread.is_alive():
-            self._thread.join()
         self._socket.close()
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
@@ -239,13 +224,6 @@ class RankHalf:
         """See DataReports."""
         logger.critical("thread %s has ended because of a bug; this worker must end", thread, exc_info=error)
         self._socket.send(messages.ThreadFailed(thread, repr(error)))
-
-    def _receive(self) -> None:
-        try:
-            for message in self._socket.messages():
-                self._on_message(message)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must learn of its end
-            self.thread_failed(self._thread.name, error)
 
     def _on_message(self, message: messages.ToRank) -> None:
         match message:
@@ -292,22 +270,28 @@ class RankHalf:
         self._begin_read(probe.key, read)
         name = f"kv-try-{probe.source.worker_id}"
         thread = threading.Thread(target=self._probe, args=(probe, read), name=name, daemon=True)
-        with self._lock:
-            thread.start()  # it needs the lock to end
-            self._probes[probe.key] = thread
+        try:
+            with self._lock:
+                thread.start()  # it needs the lock to end
+                self._probes[probe.key] = thread
+        except RuntimeError as error:  # the system cannot start another thread
+            self._end_probe(probe.key, f"no thread can be started: {error}")
 
     def _probe(self, probe: messages.Probe, read: Read) -> None:
         source = probe.source
-        error: str | None = None
+        why_not: str | None = None
         try:
             self._data.probe(source, read)
-        except KvbatonError as failure:
-            error = failure.message
-        except Exception as failure:  # the boundary of a probe: the peer is read over something else
+        except KvbatonError as error:
+            why_not = error.message
+        except Exception as error:  # the boundary of a probe: the peer is read over something else
             logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
-            error = repr(failure)
-        self._end_read(probe.key)
-        self._socket.send(messages.Answer(probe.key, error))
+            why_not = repr(error)
+        self._end_probe(probe.key, why_not)
+
+    def _end_probe(self, key: str, why_not: str | None) -> None:
+        self._end_read(key)
+        self._socket.send(messages.Answer(key, why_not))
 
     def _report_counters(self) -> None:
         if added := self._counters.take():

@@ -8,9 +8,8 @@ from typing import Protocol, runtime_checkable
 
 from pydantic import Field
 
-from contract.options import PartSettings
 from engine.connector import KVMemory
-from kv_transfer.options import PortOptions, TransferOptions
+from kv_transfer.options import BootSettings, TransferOptions
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sender, Sessions
@@ -50,11 +49,9 @@ class Transport:
     receiver: ReceiverTransport
 
 
-class TransportSettings(TransferOptions, PortOptions, PartSettings):
+class TransportSettings(TransferOptions, BootSettings):
     """The part of a connector's settings that its transports are opened with."""
 
-    boot_id: str = Field(min_length=1)
-    """Identifies one start of the worker."""
     read_timeout_seconds: float = Field(default=10.0, gt=0)
     """A transfer fails if its data connection moves no byte for this time."""
 

@@ -1,6 +1,6 @@
 """Builders for the transfer tests: layouts, requests, connected pairs of workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,8 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.handshake import LocalIdentity
+from kv_transfer.protocol.messages import Offer
 from kv_transfer.settings import LocalWorker, TransferSettings
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
@@ -31,6 +33,14 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
         "peer_timeout_seconds": 30.0,
     }
     return TransferSettings(**{**defaults, **changes})
+
+
+def identity_for(
+    name: str, role: Role, side: Side | None = None, offers: Sequence[Offer] = (), **changes: Any
+) -> LocalIdentity:
+    """Return how a worker of boot "boot-NAME", which reads over TCP, introduces itself on control links."""
+    settings = settings_for(name, role, **{"boot_id": f"boot-{name}", **changes})
+    return LocalIdentity(settings, side or Side(LAYOUT), MODEL, ("tcp",), lambda: list(offers))
 
 
 def local_worker(layout: KVLayout = LAYOUT, **changes: Any) -> LocalWorker:

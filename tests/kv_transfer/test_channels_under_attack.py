@@ -37,7 +37,16 @@ from kv_transfer.transports.data_handshake import (
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.sender import ShmSender
 from kv_transfer.transports.tcp.transport import TcpSender
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    MODEL,
+    SECRET,
+    hand_over,
+    identity_for,
+    pair_of,
+    settings_for,
+    worker,
+)
 from tests.kv_transfer.fakes import context_of
 
 TOKEN, WAIT = "the token of a session", 30.0
@@ -205,9 +214,7 @@ class Wire:
 
 
 def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
-    return LocalIdentity(
-        worker_id, f"boot-{worker_id}", "decode", secret, MODEL, LAYOUT, ("tcp",), WAIT, list
-    )
+    return identity_for(worker_id, Role.DECODE, secret=secret)
 
 
 def shifted(hello: Hello) -> Hello:

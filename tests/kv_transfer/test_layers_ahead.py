@@ -286,4 +286,3 @@ def test_at_most_so_many_groups_of_layers() -> None:
     assert split_points(24, 4) == {6, 12, 18, 24}
     assert split_points(2, 4) == {1, 2}
     assert split_points(1, 4) == {1}
-    assert split_points(24, 1) == set()
