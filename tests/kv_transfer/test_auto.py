@@ -179,8 +179,6 @@ class Shelf:
     def close(self) -> None:
         self.gate.set()
 
-
-class ProbedShelf(Shelf):
     def probe(self, source: Source, read: Read) -> None:
         with suppress(TransferError), read.interruptible(self.gate.set):
             assert self.gate.wait(30)
@@ -203,7 +201,7 @@ def job_for(source: Source, first_block: int) -> PullJob:
 )
 def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None, expected: str) -> None:
     """P4: a bug in the thread of a trial left the reads waiting until the request's own time-out."""
-    shm, tcp, posted, told = ProbedShelf(error), Shelf(), list[PullJob](), threading.Event()
+    shm, tcp, posted, told = Shelf(error), Shelf(), list[PullJob](), threading.Event()
     chooser = Chooser(Counters())
     chooser.start({"shm": shm, "tcp": tcp}, posted.append)
     answers: list[tuple[Source, Source]] = []
@@ -230,7 +228,7 @@ def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None,
 
 def test_a_choice_that_comes_too_late_is_forgotten() -> None:
     """The link went down while its transport was tried."""
-    shm, tcp, is_forgotten = ProbedShelf(), Shelf(), threading.Event()
+    shm, tcp, is_forgotten = Shelf(), Shelf(), threading.Event()
     chooser = Chooser(counters := Counters())
     chooser.start({"shm": shm, "tcp": tcp}, lambda _: None)
 
@@ -254,7 +252,7 @@ def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytes
         raise RuntimeError("can't start new thread")
 
     chooser = Chooser(Counters())
-    chooser.start({"shm": ProbedShelf(), "tcp": Shelf()}, lambda _: None)
+    chooser.start({"shm": Shelf(), "tcp": Shelf()}, lambda _: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(UnavailableError, match="no thread can be started to probe worker p"):
@@ -264,7 +262,7 @@ def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytes
 
 
 def test_closing_ends_a_probe() -> None:
-    shm = ProbedShelf()
+    shm = Shelf()
     chooser = Chooser(Counters())
     chooser.start({"shm": shm, "tcp": Shelf()}, lambda _: None)
     chooser.choose(SESSION, lambda _provisional, _chosen: False)
