@@ -94,7 +94,7 @@ class RankData:
         self.half.attach(self._senders, reports)
 
     def opened(self) -> messages.Opened:
-        """Return what can be done over the transports, as the pool is known."""
+        """Return what can be read over, and what is lent over; that may be less once the pool is known."""
         return messages.Opened(self._senders.offers(), list(self._readers))
 
     def probe(self, source: Source, read: Read) -> None:
@@ -138,29 +138,25 @@ def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:
     return range(rank * num_theirs // num_ranks, ((rank + 1) * num_theirs - 1) // num_ranks + 1)
 
 
-def open_rank_half(settings: bytes, sock: socket) -> "RankHalf":
-    """Open a rank's half of a connector whose control half has the other end of ``sock``. Owns ``sock``.
-
-    settings: ``RankSettings.encoded``. Raises SettingError, and OSError when a port cannot be bound.
-    """
-    try:
-        return RankHalf(RankSettings.model_validate_json(settings), sock)
-    except BaseException:
-        sock.close()
-        raise
-
-
 class RankHalf:
-    """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys."""
+    """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys.
 
-    def __init__(self, settings: RankSettings, sock: socket) -> None:
+    settings: ``RankSettings.encoded``. sock: owned; the control half has the other end. Raises SettingError, and OSError
+    when a port cannot be bound.
+    """
+
+    def __init__(self, settings: bytes, sock: socket) -> None:
         self._socket = RankSocket(sock, messages.to_rank, self._on_message, self.thread_failed, "kv-rank")
         self._counters = Counters()
-        self._data = RankData(settings, self._counters, Completions())
-        self._data.attach(self)
         self._lock = threading.Lock()
         self._reads: dict[str, Read] = {}
         self._probes: dict[str, threading.Thread] = {}
+        try:
+            self._data = RankData(RankSettings.model_validate_json(settings), self._counters, Completions())
+        except BaseException:
+            self._socket.close()
+            raise
+        self._data.attach(self)
 
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""

@@ -26,7 +26,7 @@ from kv_transfer.ranks.rank_messages import RankSockets
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.transport import IdleTogether
 
-_OPENER = "kv_transfer.ranks.rank_data:open_rank_half"
+_OPENER = "kv_transfer.ranks.rank_data:RankHalf"
 _OPEN_SECONDS = 30.0
 
 

@@ -9,7 +9,7 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import Source
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.ranks.rank_data import open_rank_half, rank_settings
+from kv_transfer.ranks.rank_data import RankHalf, rank_settings
 from kv_transfer.ranks.rank_messages import RankSocket
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.fakes import ByteMemory
@@ -31,7 +31,7 @@ def rank_half() -> Iterator[tuple[RankSocket[messages.FromRank], Mailbox[message
 
     control = RankSocket(ours, messages.from_rank, received.put, on_bug, "control")
     settings = rank_settings(settings_for("d", Role.DECODE, transport="shm"), 2)[1]
-    half = open_rank_half(settings.encoded(), theirs)
+    half = RankHalf(settings.encoded(), theirs)
     try:
         half.start(ByteMemory(SHARE, 4))
         control.start()
