@@ -40,29 +40,21 @@ def _open_shm(context: TransportContext) -> Transport:
 
 def _open_nixl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nixl.agent import load
-    from kv_transfer.transports.nixl.nixl_thread import NixlThread
-    from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
+    from kv_transfer.transports.nixl.receiver import NixlReceiver
     from kv_transfer.transports.nixl.sender import NixlSender
 
     settings = context.settings
     if settings.transport == AUTO:  # the port that was set is for tcp then
         context = replace(context, settings=settings.model_copy(update={"data_port": 0}))
-    nixl_thread = NixlThread(load(settings.host), agent_name(settings.boot_id), context.on_thread_failed)
-    try:
-        sender = NixlSender(context, nixl_thread)
-    except BaseException:
-        nixl_thread.close()
-        raise
-    return Transport(sender, NixlReceiver(nixl_thread, settings.read_timeout_seconds))
+    sender = NixlSender(context, load(settings.host))
+    return Transport(sender, NixlReceiver(sender.nixl_thread, settings.read_timeout_seconds))
 
 
 def _open_nccl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
-    settings = context.settings
-    host = settings.advertise_host or settings.host
-    return Transport(sender, NcclReceiver(sender, host, settings.read_timeout_seconds))
+    return Transport(sender, NcclReceiver(sender, context.settings))
 
 
 def _open_tcp(context: TransportContext) -> Transport:

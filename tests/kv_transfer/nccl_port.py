@@ -29,9 +29,10 @@ class Reader:
 
     def __init__(self, timeout_seconds: float = 30.0) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
-        self._sender = NcclSender(context_for("reader", Sessions(), []))
+        context = context_for("reader", Sessions(), [], timeout_seconds)
+        self._sender = NcclSender(context)
         self._sender.start(self.memory)
-        self.receiver = NcclReceiver(self._sender, "127.0.0.1", timeout_seconds)
+        self.receiver = NcclReceiver(self._sender, context.settings)
 
     def fetch(self, source: Source, blocks: range, read: Read | None = None) -> None:
         """Read these of the lease's blocks into the first ones."""

@@ -18,7 +18,7 @@ from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import NixlLibrary, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.receiver import NixlReceiver, agent_name
+from kv_transfer.transports.nixl.receiver import NixlReceiver
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.fakes import ByteMemory, context_of
@@ -35,14 +35,19 @@ def context_for(
     return context_of(boot_id, sessions, idle.append, read_timeout_seconds=timeout_seconds, **settings)
 
 
+def is_driving(nixl_thread: NixlThread) -> bool:
+    """The thread does not rest, because something is read from here or by this worker."""
+    return nixl_thread.ask(lambda driver: driver.is_active)
+
+
 class NixlPort:
     """A sender with one session, whose block i is full of bytes i + 1."""
 
     def __init__(self, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin(TOKEN)
-        self.nixl_thread = NixlThread(load("127.0.0.1"), agent_name(boot_id))
-        self.sender = NixlSender(context_for(boot_id, self.sessions, self.idle), self.nixl_thread)
+        self.sender = NixlSender(context_for(boot_id, self.sessions, self.idle), load("127.0.0.1"))
+        self.nixl_thread = self.sender.nixl_thread
         self.memory = memory or ByteMemory(LAYOUT, NUM_BLOCKS)
         for block_id in range(self.memory.num_blocks):
             self.memory.fill(block_id, bytes([block_id + 1]))
@@ -52,7 +57,7 @@ class NixlPort:
 
     def until_resting(self) -> None:
         """Wait until no reader needs help."""
-        while self.nixl_thread.is_driving():
+        while is_driving(self.nixl_thread):
             time.sleep(0.001)
 
     def publish(self, name: LeaseName, block_ids: Sequence[int]) -> tuple[RangeGrant, ...]:
@@ -69,8 +74,8 @@ class Reader:
 
     def __init__(self, library: NixlLibrary | None = None, timeout_seconds: float = 30.0) -> None:
         self.memory = ByteMemory(LAYOUT, NUM_BLOCKS)
-        self.nixl_thread = NixlThread(library or load("127.0.0.1"), agent_name("reader"))
-        self._sender = NixlSender(context_for("reader", Sessions(), []), self.nixl_thread)
+        self._sender = NixlSender(context_for("reader", Sessions(), []), library or load("127.0.0.1"))
+        self.nixl_thread = self._sender.nixl_thread
         self._sender.start(self.memory)
         self.receiver = NixlReceiver(self.nixl_thread, timeout_seconds)
 

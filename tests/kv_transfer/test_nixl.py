@@ -24,9 +24,8 @@ from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, BlockGrant, GenerationTable
 from kv_transfer.transports.nixl.agent import ID_TYPE, Region, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.remote_pool import HostMemory
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo
+from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, NixlPoolInfo, agent_name
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import (
     BEFORE_POST,
@@ -39,6 +38,7 @@ from tests.kv_transfer.nixl_port import (
     NixlPort,
     Reader,
     context_for,
+    is_driving,
 )
 from tests.kv_transfer.watched_nixl import Watch
 
@@ -154,7 +154,7 @@ def test_the_generation_is_read_only_when_the_last_byte_is_there(
     thread = threading.Thread(target=fetch)
     thread.start()
     assert watch.has_posted.wait(30)
-    watched.nixl_thread.settle()
+    is_driving(watched.nixl_thread)  # answered after all that is posted
     assert watch.seen == [("posted", [0, 1])]
     port.sender.release(NAME)
     watch.may_end.set()
@@ -242,10 +242,10 @@ def test_the_library_is_driven_only_while_something_is_read(port: NixlPort, read
     seen: list[bool] = []
     reader.receiver.probe(port.source, Read())
     while seen.count(True) < 200 and False not in seen:
-        read = HookedRead(BEFORE_POST, lambda: seen.append(port.nixl_thread.is_driving()))
+        read = HookedRead(BEFORE_POST, lambda: seen.append(is_driving(port.nixl_thread)))
         reader.fetch(port.source, range(2), port.grants[NAME], read=read)
         port.until_resting()
-        assert not reader.nixl_thread.is_driving()
+        assert not is_driving(reader.nixl_thread)
     assert False in seen
 
 
@@ -255,7 +255,7 @@ def test_a_reader_that_can_ask_no_more_is_helped_on(port: NixlPort, reader: Read
     port.until_resting()
     reader.receiver.forget(port.source)
     port.sender._port.close()  # joins the thread of the connection
-    assert port.nixl_thread.is_driving()
+    assert is_driving(port.nixl_thread)
 
 
 def test_two_sessions_share_an_agent_and_the_last_one_forgets_it(port: NixlPort, reader: Reader) -> None:
@@ -285,7 +285,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
     thread = threading.Thread(target=fetch_from_second)
     thread.start()
     for number in numbers:
-        reader.nixl_thread.begin_serving()
+        reader.nixl_thread.tell(lambda driver: driver.serve(second))
         reader.fetch(
             port.source, range(number, number + 2), port.grants[NAME], [number % 50, number % 50 + 1]
         )
@@ -293,7 +293,7 @@ def test_two_threads_read_by_one_agent_while_it_is_read_from(port: NixlPort, rea
             True,
             True,
         )
-        reader.nixl_thread.end_serving()
+        reader.nixl_thread.tell(lambda driver: driver.rest(second))
     thread.join(60)
     assert not thread.is_alive()
     assert all(reader.holds(50 + number % 50, NUM_BLOCKS - number) for number in numbers[-12:])
@@ -321,11 +321,12 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
 def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
     """Open a data port that describes ``port``'s pool wrongly."""
     table = GenerationTable(lambda _: None, ID_TYPE)
-    other = NixlThread(load("127.0.0.1"), agent_name("liar"))
+    other = NixlThread(load("127.0.0.1"), agent_name("liar"), lambda _thread, _error: None)
     pool = HostMemory(LAYOUT.block_bytes, 4)
+    generations = Region(table.address, SLOT_BYTES, NUM_SLOTS)
     truth = NixlPoolInfo(
         DataStatus.OK,
-        agent=other.register(pool.region, Region(table.address, SLOT_BYTES, NUM_SLOTS)),
+        agent=other.ask(lambda driver: driver.register(pool.region, generations)),
         address=pool.region.address,
         block_bytes=LAYOUT.block_bytes,
         num_blocks=4,
@@ -335,7 +336,7 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
 
     def talk(connection: Connection) -> None:
         assert table and pool, "alive as long as somebody may read them"
-        other.begin_serving()
+        other.tell(lambda driver: driver.serve(connection))
         write_frame(connection.sock, lie(truth), MAX_NIXL_FRAME_BYTES)
         connection.sock.recv(1)
         other.close()

@@ -1,15 +1,15 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from contract.errors import SettingError
+from kv_transfer.links.listening import listen_on
 from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import Region, load, why_missing
-from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.receiver import agent_name
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from kv_transfer.transports.registry import auto_names
@@ -40,8 +40,7 @@ def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
 
 def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
     """The devices are known before, the place of the pool only at ``start``."""
-    nixl_thread = NixlThread(load("127.0.0.1"), agent_name("auto"))
-    sender = NixlSender(context_for("auto", Sessions(), [], transport="auto"), nixl_thread)
+    sender = NixlSender(context_for("auto", Sessions(), [], transport="auto"), load("127.0.0.1"))
     assert sender.why_not_offered == "the pool is not allocated yet"
     sender.start(ByteMemory(LAYOUT, 4))
     expected = (
@@ -52,6 +51,19 @@ def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() 
     assert sender.why_not_offered == expected
     sender.close()
     sender.close()
+
+
+def test_a_sender_that_cannot_open_its_port_leaves_nothing_open() -> None:
+    """The table of generations has a descriptor, and the agent a thread and descriptors of its own."""
+    library = load("127.0.0.1")
+    with listen_on("127.0.0.1", 0) as taken:
+        context = context_for("late", Sessions(), [], data_port=taken.getsockname()[1])
+        descriptors = sorted(Path("/proc/self/fd").iterdir())
+        threads = threading.enumerate()
+        with pytest.raises(OSError, match="in use"):
+            NixlSender(context, library)
+        assert sorted(Path("/proc/self/fd").iterdir()) == descriptors
+        assert threading.enumerate() == threads
 
 
 def test_the_devices_of_a_machine(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from tests.kv_transfer.nixl_port import (
     NixlPort,
     Reader,
     from_words,
+    is_driving,
 )
 from tests.kv_transfer.sender_process import Sender, running_sender
 from tests.kv_transfer.test_two_processes import prefill_process
@@ -144,7 +145,7 @@ def test_a_sender_killed_in_the_middle_of_a_read_and_its_successor(reader: Reade
     with sender_process("second") as successor:
         reader.fetch(successor.source, range(6, 7), grants_of(successor), [99])
         assert reader.holds(99, NUM_BLOCKS - 6)
-    assert reader.nixl_thread.is_driving() is False
+    assert is_driving(reader.nixl_thread) is False
 
 
 def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Reader) -> None:
@@ -157,14 +158,14 @@ def test_a_read_from_a_stopped_sender_stays_open_until_it_is_terminal(reader: Re
         fetching.read.stop()
         reader.receiver.forget(sender.source)
         assert fetching.is_running()
-        assert reader.nixl_thread.is_driving() is True
+        assert is_driving(reader.nixl_thread) is True
         assert not reader.holds(0, NUM_BLOCKS)
         reader.fetch(other.source, range(1), grants, [99])
         assert reader.holds(99, 42), "another peer is read meanwhile"
         sender.process.send_signal(signal.SIGCONT)
         assert isinstance(fetching.end(), ReadStoppedError)
         assert reader.holds(0, NUM_BLOCKS)
-        assert reader.nixl_thread.is_driving() is False
+        assert is_driving(reader.nixl_thread) is False
     other.sender.close()
 
 

@@ -38,14 +38,14 @@ def test_a_read_needs_no_word_of_the_sender(port: NixlPort, reader: Reader) -> N
 
     def talk(connection: Connection) -> None:
         write_frame(connection.sock, port.sender.pool_info, MAX_NIXL_FRAME_BYTES)
-        port.nixl_thread.begin_serving()
+        port.nixl_thread.tell(lambda driver: driver.serve(connection))
         with suppress(KvbatonError, OSError):  # it leaves
             while True:
                 heard.append(read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help)
                 if heard[-1] is Help.BEGIN:
-                    port.nixl_thread.begin_serving()
+                    port.nixl_thread.tell(lambda driver: driver.serve(connection))
                     continue
-                port.nixl_thread.end_serving()
+                port.nixl_thread.tell(lambda driver: driver.rest(connection))
                 if heard[-1] is Help.PAUSE:
                     write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
         has_left.set()

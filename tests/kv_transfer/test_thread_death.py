@@ -1,7 +1,10 @@
 """A bug that ends a thread of the connector ends the engine: a worker must not look healthy and hand nothing over."""
 
 import socket
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +28,7 @@ from kv_transfer.transports.transport import ReceiverTransport
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import context_of
+from tests.kv_transfer.nixl_port import NAME, NixlPort, Reader, is_driving
 
 
 class UnforgivingReceiver:
@@ -116,12 +120,43 @@ def test_the_thread_of_nixl() -> None:
         load("127.0.0.1"), "kvbaton-b", lambda thread, error: failed.put((thread, error))
     )
     try:
-        nixl_thread.disconnect(cast(Any, "no pool"))
+        nixl_thread.tell(lambda driver: driver.disconnect(cast(Any, "no pool")))
         assert failed.get(30)[0] == "kv-nixl"
         with pytest.raises(TransferError, match="is closed"):
-            nixl_thread.is_driving()
+            is_driving(nixl_thread)
     finally:
         nixl_thread.close()
+
+
+def test_what_waits_for_the_thread_of_nixl_ends_with_it() -> None:
+    """A read that is to be posted, and a question behind it."""
+    port, reader = NixlPort(), Reader()
+    grants = port.publish(NAME, [1])
+    reader.receiver.probe(port.source, Read())
+    is_busy, may_fail = threading.Event(), threading.Event()
+
+    def fail(_driver: object) -> None:
+        is_busy.set()
+        may_fail.wait(30)
+        raise RuntimeError("a bug")
+
+    def until_waiting(count: int) -> None:
+        while reader.nixl_thread._commands.num_waiting < count:
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(2) as pool:
+        reader.nixl_thread.tell(fail)
+        assert is_busy.wait(30)
+        fetch = pool.submit(reader.fetch, port.source, range(1), grants)
+        until_waiting(1)
+        answer = pool.submit(is_driving, reader.nixl_thread)
+        until_waiting(2)
+        may_fail.set()
+        with pytest.raises(TransferError, match="the NIXL agent is closed"):
+            fetch.result(30)
+        assert answer.result(30) is False
+    reader.close()
+    port.sender.close()
 
 
 def test_what_a_transport_says_of_its_thread_ends_the_engine() -> None:

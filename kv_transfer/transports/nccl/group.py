@@ -14,6 +14,7 @@ from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
 from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, read_views
+from kv_transfer.transports.transport import TransportSettings
 
 SENDER = 0
 RECEIVER = 1
@@ -22,28 +23,27 @@ _distributed: Any = dist
 """Torch's stubs lack the classes for a group without a default group."""
 
 
-class Meeting:
-    """The sender's store, at which the group meets. It listens on ``host`` only, and lives as long as the group."""
-
-    def __init__(self, host: str, advertise_host: str | None, timeout_seconds: float) -> None:
-        listener = listen_on(host, 0)
-        port = listener.getsockname()[1]
-        self.address = format_address(advertise_host or host, port)
-        self.store = _distributed.TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout_seconds),
-            master_listen_fd=listener.detach(),
-        )
+def meet(settings: TransportSettings) -> tuple[str, Any]:
+    """Return the address and the store at which a group meets, for its sender. The store listens on ``host`` only."""
+    listener = listen_on(settings.host, 0)
+    port = listener.getsockname()[1]
+    store = _distributed.TCPStore(
+        settings.host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=settings.read_timeout_seconds),
+        master_listen_fd=listener.detach(),
+    )
+    return format_address(settings.advertise_host or settings.host, port), store
 
 
-def join(address: str, timeout_seconds: float) -> Any:
+def join(address: str, settings: TransportSettings) -> Any:
     """Return the store of the group's sender. Raises TransferError."""
     host, port = parse_address(address)
+    timeout = timedelta(seconds=settings.read_timeout_seconds)
     try:
-        return _distributed.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_seconds))
+        return _distributed.TCPStore(host, port, is_master=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
         raise TransferError(f"the group's store at {address} cannot be reached: {error}") from error
 
@@ -51,24 +51,26 @@ def join(address: str, timeout_seconds: float) -> Any:
 class PairGroup:
     """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError."""
 
-    def __init__(self, backend: str, store: Any, rank: int, host: str, timeout_seconds: float) -> None:
+    def __init__(self, backend: str, store: Any, rank: int, settings: TransportSettings) -> None:
         self._other = 1 - rank
-        self._timeout = timedelta(seconds=timeout_seconds)
+        self._timeout = timedelta(seconds=settings.read_timeout_seconds)
         self._store = _distributed.PrefixStore("kv", store)
         self._group: Any = None
         begun = time.monotonic()
         try:
-            self._group = self._make(backend, rank, host)
+            self._group = self._make(backend, rank, settings.advertise_host or settings.host)
         except RuntimeError as error:
             raise self._failed(begun, f"the group of two could not be formed: {error}") from error
 
     def send(self, content: torch.Tensor) -> None:
         """Send all of it."""
-        self._wait(lambda: self._group.send([content], self._other, _TAG))
+        self._wait(self._group.send, content)
 
-    def receive(self, content: torch.Tensor) -> None:
-        """Fill all of it."""
-        self._wait(lambda: self._group.recv([content], self._other, _TAG))
+    def receive(self, num_bytes: int, place: torch.device) -> torch.Tensor:
+        """Return so many bytes, in memory at ``place``."""
+        content = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+        self._wait(self._group.recv, content)
+        return content
 
     def close(self) -> None:
         """End the group, and what the other rank waits for. Idempotent."""
@@ -92,10 +94,10 @@ class PairGroup:
         is_over = time.monotonic() - begun >= self._timeout.total_seconds()
         return PeerSilentError(message) if is_over else PeerUnreachableError(message)
 
-    def _wait(self, begin: Any) -> None:
+    def _wait(self, move: Any, content: torch.Tensor) -> None:
         begun = time.monotonic()
         try:
-            begin().wait(self._timeout)
+            move([content], self._other, _TAG).wait(self._timeout)
         except RuntimeError as error:
             self.close()
             message = f"the group of two has failed: {str(error).splitlines()[0]}"
@@ -121,22 +123,14 @@ class GroupPool:
 
     def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
         """Return these blocks, or the part of each, side by side as bytes. Raises TransferError."""
-        start, end = block_span(self.block_bytes, part)
         if self._rows is not None:
+            start, end = block_span(self.block_bytes, part)
             rows = self._rows if part is None else self._rows.view(torch.uint8)[:, start:end]
             taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
             torch.cuda.synchronize(self.place)
             return taken.view(torch.uint8).flatten()
-        size = end - start
-        content = self.empty(len(block_ids) * size)
-        target = content.numpy().data
-        for number, view in enumerate(read_views(self._memory, block_ids, part)):
-            target[number * size : (number + 1) * size] = view
-        return content
-
-    def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return memory for so many bytes."""
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.place)
+        content = bytearray().join(read_views(self._memory, block_ids, part))
+        return torch.frombuffer(content, dtype=torch.uint8)
 
     def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
         """Copy the bytes into views of one size, in order."""

@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from contract.errors import PeerUnreachableError, TransferError
+from contract.errors import TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
@@ -24,8 +24,8 @@ from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import LeaseBook, LendingSender
-from kv_transfer.transports.nccl.group import RECEIVER, SENDER, GroupPool, Meeting, PairGroup, join
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.nccl.group import RECEIVER, SENDER, GroupPool, PairGroup, join, meet
+from kv_transfer.transports.transport import TransportContext, TransportSettings
 
 logger = logging.getLogger(__name__)
 
@@ -69,29 +69,23 @@ class NcclSender(LendingSender):
 
     def _serve(self, connection: Connection) -> None:
         pool = self.pool
-        timeout_seconds = self._settings.read_timeout_seconds
         if pool is None:
             denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
             raise TransferError(denied.message)
-        meeting = Meeting(self._settings.host, self._settings.advertise_host, timeout_seconds)
+        address, store = meet(self._settings)
         info = NcclPoolInfo(
             DataStatus.OK,
-            store=meeting.address,
+            store=address,
             backend=pool.backend,
             device=pool.device,
             block_bytes=pool.block_bytes,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
-        host = self._settings.advertise_host or self._settings.host
-        try:
-            group = PairGroup(pool.backend, meeting.store, SENDER, host, timeout_seconds)
-            with closing(group):
-                while True:
-                    request = read_frame(connection.sock, ReadRequest, MAX_DATA_FRAME_BYTES)
-                    self._answer(connection, request, pool, group)
-        except PeerUnreachableError as error:
-            raise TransferError(error.message) from error
+        with closing(PairGroup(pool.backend, store, SENDER, self._settings)) as group:
+            while True:
+                request = read_frame(connection.sock, ReadRequest, MAX_DATA_FRAME_BYTES)
+                self._answer(connection, request, pool, group)
 
     def _answer(
         self, connection: Connection, request: ReadRequest, pool: GroupPool, group: PairGroup
@@ -112,11 +106,10 @@ class NcclSender(LendingSender):
 class _Peer(PeerConnection):
     """The connection to a sender's data port, and the group."""
 
-    def __init__(self, source: Source, sender: NcclSender, host: str, timeout_seconds: float) -> None:
-        super().__init__(source, unconnected(source, timeout_seconds))
+    def __init__(self, source: Source, sender: NcclSender, settings: TransportSettings) -> None:
+        super().__init__(source, unconnected(source, settings.read_timeout_seconds))
         self._sender = sender
-        self._host = host
-        self._timeout_seconds = timeout_seconds
+        self._settings = settings
         self._group: PairGroup | None = None
         self._block_bytes = 0
 
@@ -126,47 +119,42 @@ class _Peer(PeerConnection):
         if self._group is not None:
             self._group.close()
 
-    def connect(self, read: Read) -> None:
-        """Connect, authenticate and join the group, once. Raises KvbatonError."""
-        with read.interruptible(self.interrupt):
-            self._joined()
-        read.check()
-
-    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Read piece by piece. A stop ends the current one; that can take the group's timeout, if the peer is silent."""
-        with read.interruptible(self.interrupt):
-            pool, group = self._joined()
-            for start, piece in request.pieces(views[0].nbytes):
-                self._fetch_piece(pool, group, piece, views[start : start + piece.num_blocks])
-        read.check()  # a stop after the last byte has shut the connection down as well
-
-    def _joined(self) -> tuple[GroupPool, PairGroup]:
+    def connect(self, read: Read) -> tuple[GroupPool, PairGroup]:
+        """Return this worker's pool and the group. At the first call, authenticate and join it. Raises KvbatonError."""
         pool = self._sender.pool
         if pool is None:
             raise TransferError("the pool is not allocated yet")
-        if self._group is None:
-            dial(self._sock, self._source)
-            info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
-            check_info(info, pool, self._who)
-            self._block_bytes = info.block_bytes
-            store = join(info.store, self._timeout_seconds)
-            self._group = PairGroup(pool.backend, store, RECEIVER, self._host, self._timeout_seconds)
-        return pool, self._group
+        group = self._group
+        if group is None:
+            with read.interruptible(self.interrupt):
+                dial(self._sock, self._source)
+                info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
+                check_info(info, pool, self._who)
+                self._block_bytes = info.block_bytes
+                store = join(info.store, self._settings)
+                group = self._group = PairGroup(pool.backend, store, RECEIVER, self._settings)
+            read.check()
+        return pool, group
 
-    def _fetch_piece(
-        self, pool: GroupPool, group: PairGroup, piece: ReadRequest, views: Sequence[memoryview]
-    ) -> None:
-        """Read one piece. No byte of a stale one reaches the views."""
-        start, end = block_span(self._block_bytes, piece.part)
-        check_sizes(views, end - start, self._who)
-        write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
-        self._expect_ok(piece)
-        content = pool.empty(piece.num_blocks * (end - start))
-        group.receive(content)
-        self._expect_ok(piece)
-        pool.scatter(content, views)
+    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        """Read piece by piece. No byte of a stale one reaches the views.
 
-    def _expect_ok(self, piece: ReadRequest) -> None:
+        A stop ends the current one; that can take the group's timeout, if the peer is silent.
+        """
+        pool, group = self.connect(read)
+        first, last = block_span(self._block_bytes, request.part)
+        size = last - first
+        check_sizes(views, size, self._who)
+        with read.interruptible(self.interrupt):
+            for start, piece in request.pieces(size):
+                write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
+                self._expect_ok()
+                content = group.receive(piece.num_blocks * size, pool.place)
+                self._expect_ok()
+                pool.scatter(content, views[start : start + piece.num_blocks])
+        read.check()  # a stop after the last byte has shut the connection down as well
+
+    def _expect_ok(self) -> None:
         reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
         if reply.status is not DataStatus.OK:
             raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
@@ -175,8 +163,8 @@ class _Peer(PeerConnection):
 class NcclReceiver(PeerReceiver):
     """Owns the connections to peers. A connection is closed after any error but a stale lease."""
 
-    def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:
-        super().__init__(partial(_Peer, sender=sender, host=host, timeout_seconds=timeout_seconds))
+    def __init__(self, sender: NcclSender, settings: TransportSettings) -> None:
+        super().__init__(partial(_Peer, sender=sender, settings=settings))
 
 
 def check_info(info: NcclPoolInfo, pool: GroupPool, who: str) -> None:

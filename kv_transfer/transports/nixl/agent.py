@@ -9,7 +9,8 @@ import importlib
 import importlib.util
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,15 +44,19 @@ def why_missing(modules: Sequence[str] = _MODULES) -> str | None:
 
 def load(host: str, modules: Sequence[str] = _MODULES) -> NixlLibrary:
     """Load the first build of the library that is installed. Raises SettingError. host: see ``prepare_ucx``."""
-    installed = _installed(modules)
-    if not installed:
+    module = _installed(modules)
+    if module is None:
         raise SettingError(_MISSING, param="transport")
     prepare_ucx(host)
-    return _described(_import(installed[0]))
+    api = _import(module)
+    bindings = api.nixlBind
+    names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    errors = tuple(getattr(bindings, name) for name in names)
+    return NixlLibrary(api, errors, bindings.nixlRemoteDisconnectError)
 
 
-def _installed(modules: Sequence[str]) -> list[str]:
-    return [module for module in modules if importlib.util.find_spec(module.partition(".")[0]) is not None]
+def _installed(modules: Sequence[str]) -> str | None:
+    return next((each for each in modules if importlib.util.find_spec(each.partition(".")[0])), None)
 
 
 def _import(module: str) -> Any:
@@ -72,17 +77,8 @@ def _import(module: str) -> Any:
         nixl_logger.setLevel(logging.WARNING)
 
 
-def _described(api: Any) -> NixlLibrary:
-    bindings = api.nixlBind
-    errors = [
-        getattr(bindings, name)
-        for name in dir(bindings)
-        if name.startswith("nixl") and name.endswith("Error")
-    ]
-    return NixlLibrary(api, tuple(errors), bindings.nixlRemoteDisconnectError)
-
-
 _END_OF_MEMORY = 2**63
+Ids = npt.NDArray[np.int32]
 ID_TYPE = np.dtype(np.int32)
 """The library counts blocks by 32 bits."""
 _MAX_BLOCKS = 2**31 - 1
@@ -117,14 +113,12 @@ class Region:
                 f"{self.num_blocks} blocks of {self.block_bytes} bytes at {self.address} are not memory"
             )
 
-    def find(
-        self, views: Sequence[memoryview], part: BlockPart | None = None
-    ) -> npt.NDArray[np.int64] | None:
+    def find(self, views: Sequence[memoryview], part: BlockPart | None = None) -> Ids | None:
         """Return the blocks that the writable ``views`` are, or are this part of; None if one is not in this region."""
         if isinstance(views, BlockViews):
             is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
-            return views.ids if is_here and is_same else None
+            return views.ids.astype(ID_TYPE) if is_here and is_same else None
         (start, end) = block_span(self.block_bytes, part)
         found = list[int]()
         for view in views:
@@ -132,40 +126,32 @@ class Region:
             if offset != start or view.nbytes != end - start or not 0 <= number < self.num_blocks:
                 return None
             found.append(number)
-        return np.array(found, np.int64)
-
-    def strided_row(self, part: BlockPart | None = None) -> Any:
-        """Return all blocks, or the part of each, as one row of [address, length, device, stride, count]."""
-        start, end = block_span(self.block_bytes, part)
-        row = (self.address + start, end - start, self.device_id, self.block_bytes, self.num_blocks)
-        return np.array([row], np.uint64)
-
-    def rows(self, part: BlockPart | None = None) -> Any:
-        """Return a row of [address, length, device] for each block, or the part of it."""
-        start, end = block_span(self.block_bytes, part)
-        rows = np.empty((self.num_blocks, 3), np.uint64)
-        rows[:, 0] = np.arange(self.num_blocks, dtype=np.uint64) * self.block_bytes + self.address + start
-        rows[:, 1] = end - start
-        rows[:, 2] = self.device_id
-        return rows
+        return np.array(found, ID_TYPE)
 
 
 class NixlAgent:
-    """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError."""
+    """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError.
+
+    undo: gets the call that undoes the one that it is passed to.
+    """
 
     def __init__(self, library: NixlLibrary, name: str) -> None:
-        """Start it. Raises SettingError."""
         self._library = library
+        self._name = name
         self._num_users: Counter[str] = Counter()
-        api = library.api
-        errors: tuple[type[Exception], ...] = (RuntimeError, *library.errors)
+        self._agent: Any = None
+
+    def start(self) -> None:
+        """Start it; called once, first. Raises SettingError."""
+        api = self._library.api
+        errors: tuple[type[Exception], ...] = (RuntimeError, *self._library.errors)
         try:
             config = api.nixl_agent_config(
                 enable_prog_thread=False,
                 backends=[],
                 sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
             )
-            self._agent: Any = api.nixl_agent(name, config)
+            self._agent = api.nixl_agent(self._name, config)
             self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
         except errors as error:
             raise SettingError(
@@ -173,88 +159,81 @@ class NixlAgent:
                 param="transport",
             ) from error
 
-    def register(self, region: Region) -> Any:
+    def register(self, region: Region, undo: ExitStack) -> None:
         """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read."""
         row = (region.address, region.num_bytes, region.device_id, "")
-        return self._call("registering memory", self._agent.register_memory, [row], region.memory_type)
-
-    def deregister(self, registration: Any) -> None:
-        """End a registration."""
-        self._call("deregistering memory", self._agent.deregister_memory, registration)
+        registered = self._call("registering memory", "register_memory", [row], region.memory_type)
+        undo.callback(self._call, "deregistering memory", "deregister_memory", registered)
 
     def metadata(self) -> bytes:
         """Return what a peer needs to read the regions that are registered now."""
-        found: bytes = self._agent.get_agent_metadata()
+        found: bytes = self._call("describing this agent", "get_agent_metadata")
         return found
 
-    def describe(self, region: Region, peer: str = SELF, part: BlockPart | None = None) -> Any:
-        """Describe a region's blocks, or the part of each, for ``prepare``."""
-        what = "describing memory"
-        describe = self._agent.prep_xfer_dlist
-        try:
-            return self._call(what, describe, peer, region.strided_row(part), region.memory_type)
-        except (TypeError, ValueError, AttributeError):  # the library takes no strided row
-            return self._call(what, describe, peer, region.rows(part), region.memory_type)
+    def describe(self, region: Region, peer: str, part: BlockPart | None, undo: ExitStack) -> Any:
+        """Describe a region's blocks, or the part of each, for ``prepare``. peer: whose they are, or SELF."""
+        start, end = block_span(region.block_bytes, part)
+        # One row for all blocks: where the first one begins, length, device, stride and count.
+        row = (region.address + start, end - start, region.device_id, region.block_bytes, region.num_blocks)
+        rows = np.array([row], np.uint64)
+        blocks = self._call("describing memory", "prep_xfer_dlist", peer, rows, region.memory_type)
+        undo.callback(self._call, "releasing descriptors", "release_dlist_handle", blocks)
+        return blocks
 
-    def undescribe(self, blocks: Any) -> None:
-        """Release a description."""
-        self._call("releasing descriptors", self._agent.release_dlist_handle, blocks)
-
-    def add_peer(self, metadata: bytes, name: str) -> None:
-        """Add a peer, which must have this name. Does not wait for it. Each call needs a ``remove_peer``."""
-        what = f"adding {name}"
-        found = self._call(what, self._agent.add_remote_agent, metadata)
+    def add_peer(self, metadata: bytes, name: str, undo: ExitStack) -> None:
+        """Add a peer, which must have this name. Does not wait for it. The last undo disconnects it."""
+        found = self._call(f"adding {name}", "add_remote_agent", metadata)
         found = found.decode() if isinstance(found, bytes) else found
         if found != name:
             raise TransferError(f"the peer's agent is {found}; it should be {name}")
+        self._call(f"adding {name}", "make_connection", name)
         self._num_users[name] += 1
-        self._call(what, self._agent.make_connection, name)
+        undo.callback(self._remove_peer, name)
 
-    def remove_peer(self, name: str) -> None:
-        """Undo one ``add_peer``; the last one disconnects the peer."""
-        self._num_users[name] -= 1
-        if not self._num_users[name]:
-            del self._num_users[name]
-            self._call(f"removing {name}", self._agent.remove_remote_agent, name)
-
-    def prepare(
-        self, local: Any, local_ids: npt.NDArray[np.int32], remote: Any, remote_ids: npt.NDArray[np.int32]
-    ) -> Any:
+    def prepare(self, local: Any, local_ids: Ids, remote: Any, remote_ids: Ids) -> Any:
         """Prepare a read of remote blocks into local ones, to be posted."""
-        make = self._agent.make_prepped_xfer
-        return self._call("preparing a read", make, "READ", local, local_ids, remote, remote_ids)
+        sides = (local, local_ids, remote, remote_ids)
+        return self._call("preparing a read", "make_prepped_xfer", "READ", *sides)
 
     def post(self, handle: Any) -> bool:
         """Begin a read; return True if it is done already."""
-        return _is_done(self._call("a read", self._agent.transfer, handle))
+        return self._is_done("transfer", handle)
 
     def is_done(self, handle: Any) -> bool:
         """Let a posted read progress; return True when every byte is in place."""
-        return _is_done(self._call("a read", self._agent.check_xfer_state, handle))
+        return self._is_done("check_xfer_state", handle)
 
     def release(self, handle: Any) -> None:
         """Release the handle of a terminal read."""
-        self._call("releasing a read", self._agent.release_xfer_handle, handle)
+        self._call("releasing a read", "release_xfer_handle", handle)
 
     def progress(self) -> None:
         """Let the reads of peers progress."""
-        self._call("serving peers", self._agent.get_new_notifs)
+        self._call("serving peers", "get_new_notifs")
 
     def close(self) -> None:
-        """End the library's agent, the last call: nothing that was posted can land any more."""
+        """End the library's agent: nothing that was posted can land any more."""
         self._agent = None
 
-    def _call(self, what: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call the library, and replace its errors by ours."""
+    def _remove_peer(self, name: str) -> None:
+        self._num_users[name] -= 1
+        if not self._num_users[name]:
+            del self._num_users[name]
+            self._call(f"removing {name}", "remove_remote_agent", name)
+
+    def _is_done(self, method: str, handle: Any) -> bool:
+        state = self._call("a read", method, handle)
+        if state == "ERR":
+            raise TransferError("nixl: a read ended in an error")
+        return bool(state == "DONE")
+
+    def _call(self, what: str, method: str, *arguments: Any) -> Any:
+        """Call a method of the library's agent, and replace its errors by ours."""
+        if self._agent is None:
+            raise TransferError("the NIXL agent is closed")
         try:
-            return function(*arguments)
+            return getattr(self._agent, method)(*arguments)
         except self._library.disconnected as error:
             raise PeerUnreachableError(f"nixl: {what} failed: the peer is gone") from error
         except self._library.errors as error:
             raise TransferError(f"nixl: {what} failed: {error!r}") from error
-
-
-def _is_done(state: str) -> bool:
-    if state == "ERR":
-        raise TransferError("nixl: a read ended in an error")
-    return state == "DONE"

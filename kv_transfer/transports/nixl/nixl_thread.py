@@ -11,21 +11,20 @@ The library has no blocking wait, so this thread polls while a read is posted he
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from queue import Empty
 from typing import TypeVar
 
 from contract.errors import TransferError
 from engine.mailbox import Mailbox
-from kv_transfer.transports.nixl.agent import NixlLibrary, Region
+from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary
 from kv_transfer.transports.nixl.reads import AgentDriver, NixlRead
-from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
+from kv_transfer.transports.nixl.remote_pool import DescribedRegion
 
 logger = logging.getLogger(__name__)
+_Command = Callable[[AgentDriver], object]
 _T = TypeVar("_T")
 
 
@@ -33,42 +32,46 @@ class NixlThread:
     """Owns the agent and its thread. Every method may be called from any thread; a caller of the driver holds ``_turn``."""
 
     def __init__(
-        self,
-        library: NixlLibrary,
-        name: str,
-        on_failed: Callable[[str, BaseException], None] = lambda _thread, _error: None,
+        self, library: NixlLibrary, name: str, on_failed: Callable[[str, BaseException], None]
     ) -> None:
-        """Start the agent. Raises SettingError if the library cannot work here."""
+        """Start the agent. Raises SettingError if the library cannot work here. on_failed: see ``TransportContext``."""
         self._on_failed = on_failed
-        self._driver = AgentDriver()
-        self._commands = Mailbox[Callable[[], None] | None]()
+        agent = NixlAgent(library, name)
+        self._driver = AgentDriver(agent)
+        self._commands = Mailbox[_Command | None]()
         self._lock = threading.Lock()
         self._turn = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
         self._thread.start()
         try:
-            self._ask(partial(self._driver.start, library, name))
+            self.ask(lambda _driver: agent.start())
         except BaseException:
             self.close()
             raise
 
     @property
     def pool_blocks(self) -> DescribedRegion | None:
-        """This worker's own blocks, as the target of a ``ReadStep``: None before ``register``, or on a device."""
+        """See ``AgentDriver``."""
         return self._driver.pool_blocks
 
-    def register(self, pool: Region, table: Region) -> bytes:
-        """Make both readable by peers; return the metadata that peers need. Called once."""
-        return self._ask(partial(self._driver.register, pool, table))
+    def ask(self, work: Callable[[AgentDriver], _T]) -> _T:
+        """Let the thread do it after all earlier commands; return the result. Raises TransferError after ``close``."""
+        answer: Future[_T] = Future()
 
-    def connect(self, pool: RemotePool, metadata: bytes) -> None:
-        """Make a peer's pool readable. Raises KvbatonError. Does not wait for the peer; each call needs a ``disconnect``."""
-        self._ask(partial(self._driver.connect, pool, metadata))
+        def run(driver: AgentDriver) -> None:
+            try:
+                answer.set_result(work(driver))
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: passed to the waiting one
+                answer.set_exception(error)
 
-    def disconnect(self, pool: RemotePool) -> None:
-        """Remove a peer's pool, as soon as no read of it is posted. Does not block."""
-        self._tell(partial(self._driver.disconnect, pool))
+        self._put(run)
+        return answer.result()
+
+    def tell(self, command: _Command) -> None:
+        """Let the thread do it, unless it is closed. Does not block. An error ends the thread."""
+        with suppress(TransferError):
+            self._put(command)
 
     def post(self, read: NixlRead) -> None:
         """Begin a read; a failure ends it. Raises TransferError after ``close``.
@@ -76,65 +79,33 @@ class NixlThread:
         While the thread rests the caller posts the read, which may copy the bytes: then no thread is woken or waited for.
         """
         if read.pool.region.is_device or not self._turn.acquire(blocking=False):
-            self._put(partial(self._driver.begin, read))
+            self._put(lambda driver: driver.begin(read))
             return
         try:
             self._driver.begin(read)
         finally:
             self._turn.release()
         if not read.is_terminal:
-            self._tell(_look_again)
-
-    def begin_serving(self) -> None:
-        """Drive the library on: a peer may read from here. Does not block."""
-        self._tell(partial(self._driver.serve, 1))
-
-    def end_serving(self) -> None:
-        """Undo one ``begin_serving``. Does not block."""
-        self._tell(partial(self._driver.serve, -1))
-
-    def serve_on(self, seconds: float) -> None:
-        """Drive the library on for so long: a peer may read that cannot report its end any more. Does not block."""
-        self._tell(partial(self._driver.serve_until, time.monotonic() + seconds))
-
-    def settle(self) -> None:
-        """Wait until all earlier commands are done."""
-        self._ask(_look_again)
-
-    def is_driving(self) -> bool:
-        """Return True if the thread does not rest, because something is read from here or by this worker."""
-        return self._ask(lambda: self._driver.is_active)
+            self.tell(_look_again)
 
     def close(self) -> None:
         """End the agent and the thread; reads that are not terminal fail. Idempotent."""
-        self._tell(None)
-        with self._lock:
-            self._is_closed = True
+        with suppress(TransferError):
+            self._put(None)
         self._thread.join()
 
-    def _tell(self, command: Callable[[], None] | None) -> None:
-        """Let the thread do it, unless it is closed; None ends the thread."""
-        with suppress(TransferError):
-            self._put(command)
-
-    def _put(self, command: Callable[[], None] | None) -> None:
-        """Let the thread do it. Raises TransferError after ``close``."""
+    def _put(self, command: _Command | None) -> None:
+        """Let the thread do it; None ends the thread. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:
                 raise TransferError("the NIXL agent is closed")
             self._commands.put(command)
 
-    def _ask(self, work: Callable[[], _T]) -> _T:
-        """Let the thread do it, and return the result. Raises TransferError after ``close``."""
-        answer: Future[_T] = Future()
-        self._put(partial(_answer, answer, work))
-        return answer.result()
-
     def _run(self) -> None:
         try:
             while (command := self._next()) is not None:
                 with self._turn:
-                    command()
+                    command(self._driver)
                     self._driver.drive()
         except Exception as error:  # the boundary of the thread: waiting threads get an error
             logger.exception("the NIXL thread has failed")
@@ -143,7 +114,7 @@ class NixlThread:
             with self._turn:
                 self._end()
 
-    def _next(self) -> Callable[[], None] | None:
+    def _next(self) -> _Command | None:
         """Return the next command, or one that does nothing when it is time to drive; None after ``close``."""
         try:
             command = self._commands.get(self._driver.pause_seconds())
@@ -159,16 +130,8 @@ class NixlThread:
         self._driver.close()
         while self._commands.num_waiting:
             if (command := self._commands.get()) is not None:
-                command()
+                command(self._driver)
 
 
-def _look_again() -> None:
+def _look_again(_driver: AgentDriver) -> None:
     """Do nothing: after each command the thread drives the library on."""
-
-
-def _answer(answer: "Future[_T]", work: Callable[[], _T]) -> None:
-    """Do the work of an ``_ask``; any error is raised there."""
-    try:
-        answer.set_result(work())
-    except Exception as error:  # noqa: BLE001 - the boundary of the thread: passed to the waiting one
-        answer.set_exception(error)

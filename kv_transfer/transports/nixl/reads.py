@@ -7,19 +7,16 @@ Ending the agent makes every read terminal.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from contract.errors import KvbatonError, TransferError
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary, Region
+from kv_transfer.transports.nixl.agent import Ids, NixlAgent, Region
 from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 
 logger = logging.getLogger(__name__)
@@ -28,70 +25,52 @@ _MIN_PAUSE_SECONDS = 0.2e-3
 _MAX_PAUSE_SECONDS = 20e-3
 _IDLE_PER_PAUSE = 250
 """A pause is this small a part of the time for which nothing has happened."""
-LATE_SECONDS = 0.02
-"""A read that is open for longer may need its sender's help, which is requested then and for later reads."""
-Ids = npt.NDArray[np.int32]
 
 
 @dataclass
 class ReadStep:
-    """A read of blocks of one region into blocks of another one of the same size, whole or a part of each."""
+    """A read of blocks of a peer's pool into those of a region with blocks of the same size, whole or a part of each."""
 
     into: DescribedRegion
     into_ids: Ids
-    out_of: DescribedRegion
-    out_of_ids: Ids
+    block_ids: Ids
     part: BlockPart | None = None
-
-    def prepare(self, agent: NixlAgent) -> Any:
-        """Return the handle to post, which the caller releases. Raises KvbatonError."""
-        return agent.prepare(
-            self.into.blocks(self.part), self.into_ids, self.out_of.blocks(self.part), self.out_of_ids
-        )
 
 
 @dataclass
 class SlotsStep:
-    """A read of slots of a peer's table of generations into ``pool.found``."""
+    """A read of slots of a peer's table of generations into ``RemotePool.found``."""
 
-    pool: RemotePool
     slots: tuple[int, ...]
-
-    def prepare(self, agent: NixlAgent) -> Any:
-        """Return the handle to post, which the pool keeps. Raises KvbatonError."""
-        return self.pool.look_at(agent, self.slots)
 
 
 class NixlRead:
     """One read in steps; a step is posted when the one before is terminal.
 
-    The driver carries it on, and one thread waits for it. is_late: it was open for LATE_SECONDS. posted: the handle of the
-    open step. handles: those to release when the read is terminal.
+    The driver carries it on, and one thread waits for it. handles: to be released when the read is terminal.
     """
 
     def __init__(self, pool: RemotePool, steps: Sequence[ReadStep | SlotsStep]) -> None:
         self.pool = pool
-        self._steps = iter(steps)
-        self.posted: Any = None
         self.handles: list[Any] = []
         self.is_terminal = False
-        self.is_late = False
-        self._opened_at = time.monotonic()
+        self._steps = iter(steps)
+        self._posted: Any = None
         self._error: KvbatonError | None = None
         self._changes: Mailbox[None] = Mailbox()
 
-    def post_next(self, agent: NixlAgent) -> bool:
-        """Post further steps as long as each is done at once; return False if all are. Raises KvbatonError."""
+    def advance(self, agent: NixlAgent) -> bool:
+        """Post further steps as long as the open one is done; return False if all are. Raises KvbatonError."""
+        if self._posted is not None and not agent.is_done(self._posted):
+            return True
         for step in self._steps:
-            self.posted = step.prepare(agent)
-            if isinstance(step, ReadStep):
-                self.handles.append(self.posted)
-            if not agent.post(self.posted):
+            self._posted = self._prepare(agent, step)
+            if not agent.post(self._posted):
                 return True
         return False
 
     def wake(self) -> None:
-        """Make the waiting thread check again. Does not block."""
+        """End the current ``wait``, or the next one. Does not block."""
         self._changes.put(None)
 
     def end(self, error: KvbatonError | None) -> None:
@@ -100,67 +79,73 @@ class NixlRead:
         self.is_terminal = True
         self.wake()
 
-    def check_late(self) -> None:
-        """Mark an open read as late, once."""
-        if not self.is_late and time.monotonic() - self._opened_at >= LATE_SECONDS:
-            self.is_late = True
-            self.wake()
-
-    def wait(self, timeout_seconds: float) -> bool:
-        """Wait for a change of the read; return False if there was none for so long."""
-        with suppress(Empty):
-            self._changes.get(timeout_seconds)
-            return True
-        return False
+    def wait(self, timeout_seconds: float | None) -> bool:
+        """Wait until the read is terminal, ``wake`` is called, or for so long; return True if the read is terminal."""
+        if not self.is_terminal:
+            with suppress(Empty):
+                self._changes.get(timeout_seconds)
+        return self.is_terminal
 
     def check(self) -> None:
         """Raise the error of a terminal read, if any."""
         if self._error is not None:
             raise self._error
 
+    def _prepare(self, agent: NixlAgent, step: ReadStep | SlotsStep) -> Any:
+        if isinstance(step, SlotsStep):
+            return self.pool.look_at(agent, step.slots)
+        remote = self.pool.blocks.blocks(step.part)
+        handle = agent.prepare(step.into.blocks(step.part), step.into_ids, remote, step.block_ids)
+        self.handles.append(handle)
+        return handle
+
 
 class AgentDriver:
-    """Owns the agent and everything that is posted to it. Called by one thread at a time."""
+    """Owns what is posted to the agent, and ends it. Called by one thread at a time. Raises TransferError after ``close``.
 
-    def __init__(self) -> None:
+    pool_blocks: this worker's own blocks, as the target of a ``ReadStep``; None before ``register``, or on a device.
+    """
+
+    def __init__(self, agent: NixlAgent) -> None:
         self.pool_blocks: DescribedRegion | None = None
-        self._agent: NixlAgent | None = None
+        self._agent = agent
         self._posted: list[NixlRead] = []
         self._pools: set[RemotePool] = set()
-        self._num_serving = 0
+        self._served: set[object] = set()
         self._serves_until = 0.0
         self._active_at = 0.0
-
-    def start(self, library: NixlLibrary, name: str) -> None:
-        """Start the agent. Raises SettingError."""
-        self._agent = NixlAgent(library, name)
+        self._undo = ExitStack()
 
     def register(self, pool: Region, table: Region) -> bytes:
-        """Register both; return the agent's metadata for peers."""
-        agent = self._alive()
-        agent.register(pool)
-        agent.register(table)
+        """Make both readable by peers; return the metadata that peers need. Called once."""
+        self._agent.register(pool, self._undo)
+        self._agent.register(table, self._undo)
         if not pool.is_device:
-            self.pool_blocks = DescribedRegion(agent, pool)
-        return agent.metadata()
+            self.pool_blocks = DescribedRegion(self._agent, pool, self._undo)
+        return self._agent.metadata()
 
     def connect(self, pool: RemotePool, metadata: bytes) -> None:
-        """Make a peer's pool readable."""
-        pool.enter(self._alive(), metadata)
+        """Make a peer's pool readable. Does not wait for the peer. Needs ``disconnect``, also after a failure."""
         self._pools.add(pool)
+        pool.enter(self._agent, metadata)
 
     def disconnect(self, pool: RemotePool) -> None:
         """Remove a peer's pool, as soon as no read of it is posted."""
         self._pools.discard(pool)
-        _logging_failure(pool.leave)
+        self._release_unused(pool)
 
-    def serve(self, change: int) -> None:
-        """Change the number of peers that read from here."""
-        self._num_serving += change
+    def serve(self, reader: object) -> None:
+        """Drive the library on for this reader, which may read from here, until ``rest``."""
+        self._served.add(reader)
 
-    def serve_until(self, due: float) -> None:
-        """Serve until this time (monotonic seconds) in any case."""
-        self._serves_until = max(self._serves_until, due)
+    def rest(self, reader: object) -> None:
+        """Undo ``serve``."""
+        self._served.discard(reader)
+
+    def serve_lost(self, reader: object, seconds: float) -> None:
+        """Drive the library on for so long: this reader may read, and cannot report its end any more."""
+        self.rest(reader)
+        self._serves_until = time.monotonic() + seconds
 
     @property
     def is_active(self) -> bool:
@@ -184,73 +169,55 @@ class AgentDriver:
         self._active_at = time.monotonic()
 
     def begin(self, read: NixlRead) -> None:
-        """Post the first step of a read."""
+        """Post the first step of a read; a failure ends it."""
         self._posted.append(read)
-        read.pool.num_posted += 1
         self._advance(read)
 
     def drive(self) -> None:
         """Let posted reads and those of peers progress."""
         for read in list(self._posted):
-            try:
-                is_done = self._alive().is_done(read.posted)
-            except KvbatonError as error:
-                self._finish(read, error)
-                continue
-            if is_done:
-                self._advance(read)
-            else:
-                read.check_late()
+            self._advance(read)
         if self._is_serving:
-            _logging_failure(self._alive().progress)
+            _logging_failure(self._agent.progress)
 
     def close(self) -> None:
-        """End the agent; every read fails. Later calls raise TransferError."""
-        posted = self._posted
-        agent = self._agent
-        self._agent = None
-        self._posted = []
+        """End the agent; every read fails."""
         self.pool_blocks = None
-        if agent is not None:
-            for read in posted:
-                _release_handles(agent, read)
-            for pool in self._pools | {read.pool for read in posted}:
-                _logging_failure(pool.abandon)
-            agent.close()
-        for read in posted:
-            read.end(TransferError("the NIXL agent was closed"))
+        for read in self._posted:
+            self._release_handles(read)
+        for pool in self._pools | {read.pool for read in self._posted}:
+            _logging_failure(pool.release)
+        _logging_failure(self._undo.close)
+        self._agent.close()
+        while self._posted:
+            self._posted.pop().end(TransferError("the NIXL agent was closed"))
 
     @property
     def _is_serving(self) -> bool:
-        return self._num_serving > 0 or time.monotonic() < self._serves_until
-
-    def _alive(self) -> NixlAgent:
-        if self._agent is None:
-            raise TransferError("the NIXL agent is closed")
-        return self._agent
+        return bool(self._served) or time.monotonic() < self._serves_until
 
     def _advance(self, read: NixlRead) -> None:
-        """Post the next step of a read none of whose steps is open, or finish the read."""
+        """Carry a read on, and end it after its last step or an error."""
+        error: KvbatonError | None = None
         try:
-            is_open = read.post_next(self._alive())
-        except KvbatonError as error:
-            self._finish(read, error)
-            return
-        if not is_open:
-            self._finish(read, None)
-
-    def _finish(self, read: NixlRead, error: KvbatonError | None) -> None:
+            if read.advance(self._agent):
+                return
+        except KvbatonError as failure:
+            error = type(failure)(f"{read.pool.who}: {failure.message}")
         self.mark_active()
         self._posted.remove(read)
-        read.pool.num_posted -= 1
-        read.end(None if error is None else type(error)(f"{read.pool.who}: {error.message}"))
-        _release_handles(self._alive(), read)
-        _logging_failure(read.pool.release_if_unused)
+        read.end(error)
+        self._release_handles(read)
+        self._release_unused(read.pool)
 
+    def _release_handles(self, read: NixlRead) -> None:
+        for handle in read.handles:
+            _logging_failure(partial(self._agent.release, handle))
 
-def _release_handles(agent: NixlAgent, read: NixlRead) -> None:
-    for handle in read.handles:
-        _logging_failure(partial(agent.release, handle))
+    def _release_unused(self, pool: RemotePool) -> None:
+        """Release a peer's pool if it is disconnected and no read of it is posted."""
+        if pool not in self._pools and all(read.pool is not pool for read in self._posted):
+            _logging_failure(pool.release)
 
 
 def _logging_failure(work: Callable[[], None]) -> None:

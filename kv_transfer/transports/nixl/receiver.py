@@ -14,7 +14,6 @@ import logging
 import select
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from functools import partial
 
@@ -28,35 +27,40 @@ from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
-from kv_transfer.transports.nixl.agent import ID_TYPE, Region
+from kv_transfer.transports.nixl.agent import ID_TYPE, Ids, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.reads import Ids, NixlRead, ReadStep, SlotsStep
-from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
-from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
+from kv_transfer.transports.nixl.reads import NixlRead, ReadStep, SlotsStep
+from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, RemotePool
+from kv_transfer.transports.nixl.sender import (
+    MAX_NIXL_FRAME_BYTES,
+    Help,
+    NixlAsk,
+    NixlPoolInfo,
+    NixlResting,
+    agent_name,
+)
 
 logger = logging.getLogger(__name__)
+LATE_SECONDS = 0.02
+"""A read that is open for longer may need its sender's help, which is requested then and for later reads."""
 _MAX_POST_BYTES = 64 * 2**20
 """Reads are posted in parts: the CPU may be what moves the bytes, and a stop takes effect between two of them."""
 _NONCE_SLOT = (0,)
+_FIRST_BLOCK = np.zeros(1, ID_TYPE)
 Steps = Sequence[ReadStep | SlotsStep]
 
 
-def agent_name(boot_id: str) -> str:
-    """Return the name of the agent of this incarnation of a worker."""
-    return f"kvbaton-{boot_id}"
-
-
 class _Lane:
-    """Posts reads of one peer and waits for them; asks the peer's thread for help if they need it.
+    """Posts reads of one peer's ``pool`` and waits for them; asks the peer's thread for help if they need it.
 
     _needs_help: the thread must drive the library on while something is read; None after a late read: to be found out.
     """
 
     def __init__(
-        self, sock: socket.socket, who: str, nixl_thread: NixlThread, timeout_seconds: float
+        self, sock: socket.socket, pool: RemotePool, nixl_thread: NixlThread, timeout_seconds: float
     ) -> None:
+        self.pool = pool
         self._sock = sock
-        self._who = who
         self._nixl_thread = nixl_thread
         self._timeout_seconds = timeout_seconds
         self._needs_help: bool | None = None
@@ -64,12 +68,12 @@ class _Lane:
         self._end = select.poll()
         self._end.register(sock, select.POLLIN)
 
-    def prepare(self, pool: RemotePool, read: Read) -> None:
+    def prepare(self, read: Read) -> None:
         """Ask for help if the next read needs it. Raises PeerUnreachableError if the peer has closed the connection."""
         if self._end.poll(0):  # the peer sends only answers, so this is the end of its half of the connection
-            raise PeerUnreachableError(f"{self._who} closed its data connection")
+            raise PeerUnreachableError(f"{self.pool.who} closed its data connection")
         if self._needs_help is None:
-            self.find_out(pool, read)
+            self.find_out(read)
         if self._needs_help:
             self._ask(Help.BEGIN)
 
@@ -78,80 +82,70 @@ class _Lane:
         if self._is_helped:
             self._ask(Help.END)
 
-    def find_out(self, pool: RemotePool, read: Read) -> None:
+    def find_out(self, read: Read) -> None:
         """Find out, by a read while the peer rests, if reads need help."""
-        with read.interruptible(lambda: shut_down(self._sock)):
+        with read.interruptible(partial(shut_down, self._sock)):
             self._ask(Help.PAUSE)
             read_frame(self._sock, NixlResting, MAX_NIXL_FRAME_BYTES)
-        self._needs_help = False
-        self.read_nonce(pool, read)
+        self.read_nonce(read)
         self._needs_help = self._is_helped
         self.end_help()
 
-    def read_nonce(self, pool: RemotePool, read: Read) -> int:
+    def read_nonce(self, read: Read) -> int:
         """Return slot 0 of the peer's table."""
-        self.run_bounded(pool, [SlotsStep(pool, _NONCE_SLOT)], read)
-        return pool.found.numbers(1)[0]
+        self.run_bounded([SlotsStep(_NONCE_SLOT)], read)
+        return self.pool.found.numbers(1)[0]
 
-    def run(self, pool: RemotePool, steps: Steps) -> None:
+    def run(self, steps: Steps) -> None:
         """Read, and wait until that is terminal, however long: it may write to blocks of this worker's pool."""
-        posted = self._post(pool, steps)
-        has_warned = False
-        while not posted.is_terminal:
-            if not posted.wait(self._timeout_seconds) and not has_warned:
-                has_warned = True
-                logger.warning(
-                    "a read from %s is not terminal after %s s; its blocks stay in quarantine",
-                    self._who,
-                    self._timeout_seconds,
-                )
-            self._help_if_late(posted)
+        posted = self._post(steps)
+        if not posted.wait(self._timeout_seconds):
+            logger.warning(
+                "a read from %s is not terminal after %s s; its blocks stay in quarantine",
+                self.pool.who,
+                self._timeout_seconds,
+            )
+            posted.wait(None)
         posted.check()
 
-    def run_bounded(self, pool: RemotePool, steps: Steps, read: Read) -> None:
+    def run_bounded(self, steps: Steps, read: Read) -> None:
         """Read into memory of ``pool``, and wait until that is terminal, stopped or too late: it may end at any time."""
-        posted = self._post(pool, steps)
-        until = time.monotonic() + self._timeout_seconds
+        posted = self._post(steps)
         with read.interruptible(posted.wake):
-            while not (posted.is_terminal or read.is_stopped) and (left := until - time.monotonic()) > 0:
-                posted.wait(left)
-                self._help_if_late(posted)
+            posted.wait(self._timeout_seconds)
         read.check()
         if not posted.is_terminal:
-            raise PeerSilentError(f"nixl read nothing from {self._who} in {self._timeout_seconds} s")
+            raise PeerSilentError(f"nixl read nothing from {self.pool.who} in {self._timeout_seconds} s")
         posted.check()
 
-    def _post(self, pool: RemotePool, steps: Steps) -> NixlRead:
-        posted = NixlRead(pool, steps)
+    def _post(self, steps: Steps) -> NixlRead:
+        """Post a read, and ask for help if it is late and has none. It goes on in any case."""
+        posted = NixlRead(self.pool, steps)
         self._nixl_thread.post(posted)
+        if not posted.wait(LATE_SECONDS) and not self._is_helped:
+            self._needs_help = None
+            try:
+                self._ask(Help.BEGIN)
+            except OSError as error:
+                logger.debug("%s cannot be asked for help: %s", self.pool.who, error)
         return posted
 
     def _ask(self, wanted: Help) -> None:
         write_frame(self._sock, NixlAsk(wanted), MAX_NIXL_FRAME_BYTES)
         self._is_helped = wanted is Help.BEGIN
 
-    def _help_if_late(self, posted: NixlRead) -> None:
-        """Ask for help with a late read that has none. The read goes on in any case."""
-        if not posted.is_late or posted.is_terminal or self._is_helped:
-            return
-        self._needs_help = None
-        try:
-            self._ask(Help.BEGIN)
-        except OSError as error:
-            logger.debug("%s cannot be asked for help: %s", self._who, error)
-
 
 class _Peer(PeerConnection):
-    """The connection to a sender's data port; its pool and the lane to it once connected."""
+    """The connection to a sender's data port, and the lane to its pool once connected."""
 
     def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
         super().__init__(source, unconnected(source, timeout_seconds))
         self._nixl_thread = nixl_thread
-        self._pool: RemotePool | None = None
+        self._timeout_seconds = timeout_seconds
+        self._lane: _Lane | None = None
         self._lock = threading.Lock()
         self._is_interrupted = False
         self._is_posted = False
-        self._lane = _Lane(self._sock, self._who, nixl_thread, timeout_seconds)
 
     def interrupt(self) -> None:
         """End a wait for the peer's messages at once, and a posted read when it is terminal: the link is gone.
@@ -166,13 +160,14 @@ class _Peer(PeerConnection):
     def close(self) -> None:
         """Close the connection, and forget the pool as soon as nothing is posted to it."""
         super().close()
-        if self._pool is not None:
-            self._nixl_thread.disconnect(self._pool)
+        if self._lane is not None:
+            pool = self._lane.pool
+            self._nixl_thread.tell(lambda driver: driver.disconnect(pool))
 
-    def connect(self, read: Read) -> RemotePool:
-        """Return the pool. At the first call, dial and prove by reading that the library reaches the right memory."""
-        if self._pool is not None:
-            return self._pool
+    def connect(self, read: Read) -> _Lane:
+        """Return the lane. At the first call, dial and prove by reading that the library reaches the right memory."""
+        if self._lane is not None:
+            return self._lane
         with read.interruptible(super().interrupt):
             dial(self._sock, self._source)
             info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
@@ -181,84 +176,80 @@ class _Peer(PeerConnection):
         blocks = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
         table = Region(info.table_address, SLOT_BYTES, NUM_SLOTS)
         pool = RemotePool(agent_name(self._source.boot_id), self._who, blocks, table)
-        self._nixl_thread.connect(pool, info.agent)
-        self._pool = pool
-        if self._lane.read_nonce(pool, read) != info.nonce:
+        # Any failure from here on ends in ``close``, which disconnects the pool.
+        lane = self._lane = _Lane(self._sock, pool, self._nixl_thread, self._timeout_seconds)
+        self._nixl_thread.ask(lambda driver: driver.connect(pool, info.agent))
+        if lane.read_nonce(read) != info.nonce:
             raise TransferError(f"nixl reads other memory than that of {self._who}")
-        self._lane.run_bounded(pool, [_into_bounce(pool, np.zeros(1, np.int32))], read)
-        self._lane.find_out(pool, read)
-        return pool
+        lane.run_bounded([ReadStep(pool.bounce_blocks, _FIRST_BLOCK, _FIRST_BLOCK)], read)
+        lane.find_out(read)
+        return lane
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read the blocks, then if their lease has ended. A stop ends it after the posted part, once that is terminal."""
-        pool = self.connect(read)
+        lane = self.connect(read)
+        pool = lane.pool
         start, end = block_span(pool.region.block_bytes, request.part)
         check_sizes(views, end - start, self._who)
         block_ids, leases = granted_blocks(request, self._source.transport, self._who, ID_TYPE)
         if len(leases) > MAX_SLOTS_AT_ONCE or len(block_ids) != len(views):
             raise TransferError(f"{len(views)} blocks under {len(leases)} leases are not read at once")
         self._check_link()
-        self._lane.prepare(pool, read)
+        lane.prepare(read)
         slots, generations = zip(*leases, strict=True)
         try:
-            self._move(pool, block_ids, views, request, slots, read)
+            self._move(lane, block_ids, views, request.part, SlotsStep(slots), read)
         except TransferError as error:  # the library checks each id
             outside = block_outside(block_ids.astype(np.int64), pool.region.num_blocks)
             if outside is None:
                 raise
             message = f"{self._who} granted block {outside} of a pool of {pool.region.num_blocks}"
             raise TransferError(message) from error
-        self._lane.end_help()
+        lane.end_help()
         if pool.found.numbers(len(slots)) != list(generations):
             raise lease_ended(request, self._who, f"while {len(views)} blocks")
 
     def _move(
         self,
-        pool: RemotePool,
+        lane: _Lane,
         block_ids: Ids,
         views: Sequence[memoryview],
-        request: ReadRequest,
-        slots: tuple[int, ...],
+        part: BlockPart | None,
+        look: SlotsStep,
         read: Read,
     ) -> None:
-        """Read part by part. The last one reads the slots too, which it posts only when its blocks have arrived."""
-        part = request.part
-        own = self._own_blocks(views, request)
-        count = len(views)
-        step = pool.bounce.region.num_blocks
-        if own is not None:
-            step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
-        for start in range(0, count, step):
-            end = min(start + step, count)
-            ids = block_ids[start:end]
-            steps: list[ReadStep | SlotsStep] = [_into_bounce(pool, ids, part)]
-            if own is not None:
-                blocks, own_ids = own
-                steps = [ReadStep(blocks, own_ids[start:end], pool.blocks, ids, part)]
-            if end == count:
-                steps.append(SlotsStep(pool, slots))
-            self._run(pool, steps, read)
-            if own is None:
+        """Read part by part. The last one looks at the slots too, which it posts only when its blocks have arrived.
+
+        The blocks go straight into this worker's own pool, or by way of ``bounce`` to views that are not of it.
+        """
+        pool = lane.pool
+        own = self._nixl_thread.pool_blocks
+        own_ids = None if own is None else own.region.find(views, part)
+        step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
+        if own_ids is None:
+            step = pool.bounce.region.num_blocks
+        for start in range(0, len(views), step):
+            here = slice(start, start + step)
+            ids = block_ids[here]
+            if own is None or own_ids is None:
+                blocks = ReadStep(pool.bounce_blocks, np.arange(len(ids), dtype=ID_TYPE), ids, part)
+            else:
+                blocks = ReadStep(own, own_ids[here], ids, part)
+            is_last = start + step >= len(views)
+            self._run(lane, [blocks, look] if is_last else [blocks], read)
+            if own_ids is None:
                 first, last = block_span(pool.region.block_bytes, part)
-                for number in range(end - start):
-                    views[start + number][:] = pool.bounce.block(number)[first:last]
+                for number, view in enumerate(views[here]):
+                    view[:] = pool.bounce.block(number)[first:last]
 
-    def _own_blocks(
-        self, views: Sequence[memoryview], request: ReadRequest
-    ) -> tuple[DescribedRegion, Ids] | None:
-        """Return the blocks of this worker's own pool that the views are, or None."""
-        blocks = self._nixl_thread.pool_blocks
-        found = None if blocks is None else blocks.region.find(views, request.part)
-        return None if found is None or blocks is None else (blocks, found.astype(np.int32))
-
-    def _run(self, pool: RemotePool, steps: Steps, read: Read) -> None:
+    def _run(self, lane: _Lane, steps: Steps, read: Read) -> None:
         """Run steps. Raises ReadStoppedError before and after them, TransferError without a link."""
         read.check()
         with self._lock:
             self._check_link()
             self._is_posted = True
         try:
-            self._lane.run(pool, steps)
+            lane.run(steps)
         finally:
             with self._lock:
                 self._is_posted = False
@@ -281,10 +272,3 @@ class NixlReceiver(PeerReceiver):
         """Close every connection, and the agent: a read that is not terminal fails."""
         super().close()
         self._nixl_thread.close()
-
-
-def _into_bounce(pool: RemotePool, block_ids: Ids, part: BlockPart | None = None) -> ReadStep:
-    """Return a read of these blocks, or the part of each, into the first ones of ``pool.bounce``."""
-    return ReadStep(
-        pool.bounce_blocks, np.arange(len(block_ids), dtype=np.int32), pool.blocks, block_ids, part
-    )

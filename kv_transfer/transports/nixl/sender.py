@@ -12,6 +12,7 @@ and one to END after each; neither is answered. When the session is over the sen
 and sends no more. It goes on to receive, so that a read that is open then can still be helped.
 """
 
+from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
 
@@ -20,11 +21,11 @@ import msgspec
 from contract.errors import KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.transports.block_views import FlatMemory, OnDevice, address_of
+from kv_transfer.transports.block_views import OnDevice, address_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, Sender
-from kv_transfer.transports.nixl.agent import ID_TYPE, Region
+from kv_transfer.transports.nixl.agent import ID_TYPE, NixlLibrary, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device
 from kv_transfer.transports.transport import AUTO, TransportContext
@@ -71,8 +72,13 @@ class NixlResting(msgspec.Struct, frozen=True):
     """The answer to PAUSE: this reader is not helped any more."""
 
 
+def agent_name(boot_id: str) -> str:
+    """Return the name of the agent of this incarnation of a worker."""
+    return f"kvbaton-{boot_id}"
+
+
 class NixlSender(Sender):
-    """Owns the data port and the table of its leases; closes ``nixl_thread``, whose agent it shares with the receiver.
+    """Owns the data port, the table of its leases, and ``nixl_thread``, whose agent it shares with the receiver.
 
     why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster.
     pool_info: the first message to a reader.
@@ -80,15 +86,21 @@ class NixlSender(Sender):
 
     leases: GenerationTable
 
-    def __init__(self, context: TransportContext, nixl_thread: NixlThread) -> None:
-        """Open the port."""
-        super().__init__(GenerationTable(context.on_idle, ID_TYPE))
+    def __init__(self, context: TransportContext, library: NixlLibrary) -> None:
+        """Start the agent and open the port. Raises SettingError, OSError."""
         self.why_not_offered = "the pool is not allocated yet"
         self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
-        self._nixl_thread = nixl_thread
         self._is_auto = context.settings.transport == AUTO
-        self._is_closed = False
-        self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
+        with ExitStack() as undo:
+            super().__init__(GenerationTable(context.on_idle, ID_TYPE))
+            undo.callback(self.leases.close)
+            name = agent_name(context.settings.boot_id)
+            self.nixl_thread = NixlThread(library, name, context.on_thread_failed)
+            undo.callback(self.nixl_thread.close)
+            self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
+            undo.callback(self._port.close)
+            undo.callback(self.leases.revoke_all)
+            self._undo = undo.pop_all()
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:
@@ -96,7 +108,7 @@ class NixlSender(Sender):
         table = Region(self.leases.address, SLOT_BYTES, NUM_SLOTS)
         try:
             pool = region_of(memory)
-            agent = self._nixl_thread.register(pool, table)
+            agent = self.nixl_thread.ask(lambda driver: driver.register(pool, table))
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
@@ -107,17 +119,13 @@ class NixlSender(Sender):
             table_address=table.address,
             nonce=self.leases.nonce,
         )
-        self.why_not_offered = _why_slower(pool) if self._is_auto else None
+        self.why_not_offered = None
+        if self._is_auto and not (pool.is_device or has_rdma_device()):
+            self.why_not_offered = "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        self.leases.revoke_all()
-        self._port.close()
-        self._nixl_thread.close()
-        self.leases.close()
+        self._undo.close()
 
     def _serve(self, connection: Connection) -> None:
         """Send the pool's description, and help the reader as it asks."""
@@ -127,34 +135,19 @@ class NixlSender(Sender):
                 if self.pool_info.status is DataStatus.OK:
                     self._help(connection)
             finally:
-                self._nixl_thread.serve_on(_HELP_ON_SECONDS)
+                self.nixl_thread.tell(lambda driver: driver.serve_lost(connection, _HELP_ON_SECONDS))
 
     def _help(self, connection: Connection) -> None:
         """Help until the connection ends."""
         wanted = Help.BEGIN
         while True:
             if wanted is Help.BEGIN:
-                self._nixl_thread.begin_serving()
-                try:
-                    wanted = _receive(connection)
-                finally:
-                    self._nixl_thread.end_serving()
+                self.nixl_thread.tell(lambda driver: driver.serve(connection))
             else:
-                wanted = _receive(connection)
+                self.nixl_thread.ask(lambda driver: driver.rest(connection))
             if wanted is Help.PAUSE:
-                self._nixl_thread.settle()
                 write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
-
-
-def _receive(connection: Connection) -> Help:
-    return read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
-
-
-def _why_slower(pool: Region) -> str | None:
-    """Return why ``tcp`` is faster, if it is: over plain TCP between host memories."""
-    if pool.is_device or has_rdma_device():
-        return None
-    return "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
+            wanted = read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
 
 
 def region_of(memory: KVMemory) -> Region:
@@ -163,8 +156,6 @@ def region_of(memory: KVMemory) -> Region:
     count = memory.num_blocks
     if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
         return Region(memory.pool.data_ptr(), size, count, True, memory.pool.device.index or 0)
-    if isinstance(memory, FlatMemory):
-        return Region(address_of(memory.pool_view), size, count)
     first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
     if last != first + (count - 1) * size:
         raise TransferError("the KV pool is not in one piece of memory")
