@@ -32,7 +32,7 @@ class ArrivalEstimates:
 
     def __init__(self) -> None:
         self._expected: dict[str, tuple[PeerRef, float]] = {}
-        """The sender and the time."""
+        """The sender and the time, by the key of the fetch."""
         self._delays = deque[float](maxlen=_NUM_REMEMBERED)
 
     def expect(self, key: str, sender: PeerRef, at: float) -> None:
@@ -86,7 +86,7 @@ class FetchPorts:
 
 
 class FetchEffects:
-    """Owns where each linked peer is read, and what the scheduler has not asked for yet. Not thread-safe.
+    """Owns the peers' sources, the expected arrivals and the events. Used under the lock of ``FetchTransfers``.
 
     alternatives: the peers' other sources. events: for the scheduler, until it takes them. later: see ``Transfers``.
     """
