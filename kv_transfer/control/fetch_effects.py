@@ -27,33 +27,28 @@ _OVERDUE_SECONDS = 0.25
 _NUM_REMEMBERED = 16
 
 
-@dataclass
-class _Expected:
-    sender: PeerRef
-    at: float
-
-
 class ArrivalEstimates:
     """Owns the expected end of each fetch, by the receiver's clock. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, _Expected] = {}
+        self._expected: dict[str, tuple[PeerRef, float]] = {}
+        """The sender and the time, by the key of the fetch."""
         self._delays = deque[float](maxlen=_NUM_REMEMBERED)
 
     def expect(self, key: str, sender: PeerRef, at: float) -> None:
         """Record the sender's newest estimate for a fetch."""
-        self._expected[key] = _Expected(sender, at)
+        self._expected[key] = (sender, at)
 
     def arrived(self, key: str, now: float) -> None:
         """Record how late a fetch was, and expect those that belong to the same step at once."""
-        one = self._expected.pop(key, None)
-        if one is None:
+        if key not in self._expected:
             return
+        sender, expected_at = self._expected.pop(key)
         usual = self._usual_delay
-        self._delays.append(now - one.at)
-        for other in self._expected.values():
-            if other.sender == one.sender and abs(other.at - one.at) < _TOGETHER_SECONDS:
-                other.at = now - usual
+        self._delays.append(now - expected_at)
+        for other, (its_sender, at) in self._expected.items():
+            if its_sender == sender and abs(at - expected_at) < _TOGETHER_SECONDS:
+                self._expected[other] = (sender, now - usual)
 
     def forget(self, key: str) -> None:
         """Stop expecting a fetch that has ended."""
@@ -64,8 +59,8 @@ class ArrivalEstimates:
         if not self._expected:
             return None
         delay = self._usual_delay
-        at = (one.at + delay for one in self._expected.values())
-        return min((each for each in at if each > now - _OVERDUE_SECONDS), default=None)
+        ends = (at + delay for _, at in self._expected.values())
+        return min((end for end in ends if end > now - _OVERDUE_SECONDS), default=None)
 
     @property
     def _usual_delay(self) -> float:
@@ -91,7 +86,7 @@ class FetchPorts:
 
 
 class FetchEffects:
-    """Owns where each linked peer is read, and what the scheduler has not asked for yet. Not thread-safe.
+    """Owns the peers' sources, the expected arrivals and the events. Used under the lock of ``FetchTransfers``.
 
     alternatives: the peers' other sources. events: for the scheduler, until it takes them. later: see ``Transfers``.
     """

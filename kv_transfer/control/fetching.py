@@ -30,10 +30,7 @@ class FetchTransfers(Transfers):
     """Fulfils ``ReceiverConnector``; owns the receiver's transfers and the events for the scheduler. Thread-safe."""
 
     def __init__(
-        self,
-        worker: LocalWorker,
-        ports: FetchPorts,
-        clock: Callable[[], float] = time.monotonic,
+        self, worker: LocalWorker, ports: FetchPorts, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
         self._worker = worker

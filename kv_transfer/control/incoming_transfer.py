@@ -75,9 +75,7 @@ class IncomingTransfer:
             "age_seconds": now - self.since,
             "num_blocks": self.fetch.num_blocks,
             "num_announced": len(self.fetch.digests),
-            "num_landed": self.fetch.num_landed,
             "transport": None if self.source is None else self.source.transport,
-            "rungs": [str(retry_step) for retry_step in self.fetch.retry_steps],
             "peer": self.ref.boot_id,
         }
 

@@ -31,7 +31,6 @@ class OutgoingTransfer:
     transfer_id: str
     attempt: int
     send: Send
-    since: float
     key: str | None = None
     lease: str = ""
     block_ids: list[int] = field(default_factory=list)
@@ -54,7 +53,7 @@ class OutgoingTransfer:
             from_block=message.from_block,
             deadline=now + settings.parked_seconds,
         )
-        return cls(message.transfer_id, message.attempt, send, now)
+        return cls(message.transfer_id, message.attempt, send)
 
     @property
     def wire_key(self) -> TransferKey:
@@ -104,7 +103,13 @@ class OutgoingTransfer:
         """Return the transfer after a report of the data half, and what to do. Keeps the grants and digests in it."""
         match event:
             case ev.BlockRange():
-                self._keep(event)
+                for rank, each in enumerate((event, *event.others)):
+                    if each.grants:
+                        grant = RangeGrant(each.first_block, len(each.digests), dict(each.grants), rank)
+                        self.grants.append(grant)
+                self.other_digests = self.other_digests or [[] for _ in event.others]
+                for known, other in zip(self.other_digests, event.others, strict=True):
+                    known.extend(other.digests)
                 return send_side.blocks_ready(self.send, event)
             case ev.LayerRange(first, num_blocks):
                 if event.grants:  # they are not repeated when the range is whole
@@ -112,16 +117,6 @@ class OutgoingTransfer:
                 return send_side.layers_ready(self.send, event)
             case ev.RangeFailed():
                 return send_side.range_failed(self.send, event)
-
-    def _keep(self, ready: ev.BlockRange) -> None:
-        first = ready.first_block
-        num_blocks = len(ready.digests)
-        for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
-            if grants:
-                self.grants.append(RangeGrant(first, num_blocks, dict(grants), rank))
-        self.other_digests = self.other_digests or [[] for _ in ready.others]
-        for known, other in zip(self.other_digests, ready.others, strict=True):
-            known.extend(other.digests)
 
     def message_of(self, action: ev.SendAction) -> msg.Message:
         """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""
@@ -144,14 +139,13 @@ class OutgoingTransfer:
             case _:
                 raise InternalError(f"{action} stands for no message")
 
-    def debug_state(self, now: float) -> dict[str, Any]:
+    def debug_state(self) -> dict[str, Any]:
         """Return the transfer as plain data."""
         return {
             "transfer_id": self.transfer_id,
             "attempt": self.attempt,
             "request": self.key,
             "state": str(self.send.state),
-            "age_seconds": now - self.since,
             "num_blocks": self.send.num_blocks,
             "num_published": len(self.send.digests),
             "peer": self.send.peer,

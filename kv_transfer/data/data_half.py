@@ -43,7 +43,7 @@ class DataHalf:
         max_staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
         self._receiver = receiver
-        self._completions = completions
+        self.take_finished = completions.take
         self._is_closing = False
         self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
@@ -76,10 +76,6 @@ class DataHalf:
         """See RankConnector."""
         return self._watch.begin(orders_of(metadata))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """See RankConnector."""
-        return self._completions.take()
-
     def post_pull(self, job: PullJob) -> None:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. Runs at once if nothing is left to read."""
         if job.is_here:
@@ -107,7 +103,7 @@ class DataHalf:
         self._pulls.stop()
         self._receiver.close()
         self._pulls.join()
-        self._thread.end()
+        self._thread.post(None)
         if self._thread.is_alive():
             self._thread.join()
         self._senders.close()

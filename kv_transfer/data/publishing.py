@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from statistics import median
 
@@ -24,32 +25,13 @@ _SHARES = (0.125, 0.5, 0.75, 0.875, 0.95)
 _NUM_TAILS = 5
 
 
-class UnfinishedBlocks:
-    """Owns the digests of lent blocks, of which the first ``num_bytes`` bytes are computed. Used from one thread.
+@dataclass
+class _Unfinished:
+    """Lent blocks of which the first ``num_bytes`` bytes are digested. error: why they will fail when they are published."""
 
-    error: why they will fail when they are published.
-    """
-
-    def __init__(self, block_ids: Sequence[int], seeds: Sequence[int]) -> None:
-        self._block_ids = block_ids
-        self._digests = RunningDigests(seeds)
-        self.num_bytes = 0
-        self.error: Exception | None = None
-
-    def advance(self, memory: KVMemory, num_bytes: int) -> None:
-        """Digest the blocks' next bytes: the first ``num_bytes`` of each are computed now."""
-        start = self.num_bytes
-        self._digests.go_on(memory.read_view(block_id)[start:num_bytes] for block_id in self._block_ids)
-        self.num_bytes = num_bytes
-
-    def finish(self, memory: KVMemory, start: int, end: int) -> tuple[int, ...]:
-        """Return the digests of blocks ``start``..``end`` - 1, which are complete. Raises ``error``."""
-        if self.error is not None:
-            raise self.error
-        if self.num_bytes < memory.layout.block_bytes:
-            block_ids = self._block_ids[start:end]
-            self._digests.go_on((memory.read_view(each)[self.num_bytes :] for each in block_ids), start)
-        return self._digests.values(start, end)
+    digests: RunningDigests
+    num_bytes: int = 0
+    error: Exception | None = None
 
 
 class Publisher:
@@ -60,16 +42,17 @@ class Publisher:
         self._views = views
         self._senders = senders
         self._reports = reports
-        self._unfinished: dict[str, UnfinishedBlocks] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
 
     def publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
         """Make the first ``num_bytes`` of each block of an order readable."""
         is_new = order.key not in self._unfinished
         if is_new:
-            self._unfinished[order.key] = UnfinishedBlocks(order.block_ids, order.seeds)
+            self._unfinished[order.key] = _Unfinished(RunningDigests(order.seeds))
         unfinished = self._unfinished[order.key]
         try:
-            unfinished.advance(self._memory, num_bytes)
+            self._digest(unfinished, order.block_ids, num_bytes)
+            unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
                 grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
                 ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
@@ -100,15 +83,27 @@ class Publisher:
                 return
 
     def _publish_range(
-        self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
+        self, order: PublishOrder, start: int, end: int, unfinished: _Unfinished | None
     ) -> ev.BlockRange:
         first = order.first_block + start
-        if unfinished is not None:  # its blocks are lent already
-            return ev.BlockRange(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
+        if unfinished is not None:  # its blocks are lent already
+            if unfinished.error is not None:
+                raise unfinished.error
+            block_bytes = self._memory.layout.block_bytes
+            if unfinished.num_bytes < block_bytes:
+                self._digest(unfinished, block_ids, block_bytes, start)
+            return ev.BlockRange(first, unfinished.digests.values(start, end))
         views = self._views.of(read_views(self._memory, block_ids))
         digests = digests_of(views, order.seeds[start:end])
         return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
+
+    def _digest(
+        self, unfinished: _Unfinished, block_ids: Sequence[int], num_bytes: int, start: int = 0
+    ) -> None:
+        """Digest the bytes up to ``num_bytes`` of these blocks, which are those from ``start`` on of their order."""
+        new = (self._memory.read_view(each)[unfinished.num_bytes : num_bytes] for each in block_ids)
+        unfinished.digests.go_on(new, start)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step = blocks_per_piece(self._memory.layout.block_bytes)
@@ -195,11 +190,11 @@ class PassWatch:
         self._can_estimate = is_flat(memory)
         self._split: list[PublishOrder] = []
         self._last: list[PublishOrder] = []
-        self._are_published = False
+        self._published: list[PublishOrder] = []
 
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
-        self._are_published = False
+        self._published = []
         self._split = [order for order in orders if order.num_parts > 1]
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
@@ -221,7 +216,7 @@ class PassWatch:
     def computed(self) -> None:
         """See LayerWatch."""
         if self._split:
-            self._are_published = True
+            self._published = self._split
             self._memory.mark_computed()
             for order in self._split:
                 self._post(partial(self._publisher.publish, order))
@@ -231,7 +226,7 @@ class PassWatch:
     def end(self, orders: Sequence[PublishOrder]) -> None:
         """Publish the orders of a step that is over, but for those that were published before."""
         for order in orders:
-            if not (self._are_published and any(order is each for each in self._split)):
+            if not any(order is each for each in self._published):
                 self._post(partial(self._publisher.publish, order))
 
     def _post_end(self, end: float) -> None:

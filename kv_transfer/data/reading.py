@@ -15,7 +15,6 @@ from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import (
     BlockPart,
     PeerSilentError,
-    Read,
     ReadRequest,
     ReadStoppedError,
     Source,
@@ -100,9 +99,8 @@ class BlockReader:
 
     def read_share(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> Copied:
         """Read blocks of one of the sender's ranks, and verify each piece as it lands."""
-        end_block = first_block + len(views)
         offset = first_block - job.first_block
-        grants = grants_within(job.grants, first_block, end_block)
+        grants = grants_within(job.grants, first_block, first_block + len(views))
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
         contents = self._views.of(views)
 
@@ -124,7 +122,7 @@ class BlockReader:
         request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
         landing = Landing(lambda start, end: ahead.digests.go_on(views[start:end], start))
         try:
-            self._fetch(job.source, request, views, job.read, landing)
+            self._fetch(job, 0, request, views, landing)
         except ReadStoppedError:
             raise
         except KvbatonError as error:
@@ -164,23 +162,19 @@ class BlockReader:
 
         landing = Landing(verify)
         if views:
-            self._fetch(job.source.of_rank(share.rank), request, views, job.read, landing)
+            self._fetch(job, share.rank, request, views, landing)
         landing.landed(request.num_blocks)
         self._counters.add("transfer_blocks_total", request.num_blocks, transport=job.source.transport)
         return landing.begin, time.monotonic()
 
     def _fetch(
-        self,
-        source: Source,
-        request: ReadRequest,
-        views: Sequence[memoryview],
-        read: Read,
-        landing: Landing,
+        self, job: PullJob, rank: int, request: ReadRequest, views: Sequence[memoryview], landing: Landing
     ) -> None:
+        source = job.source.of_rank(rank)
         self.silences.check(source)
         try:
-            with read.reporting(landing.landed):
-                self._receiver.fetch(source, request, views, read)
+            with job.read.reporting(landing.landed):
+                self._receiver.fetch(source, request, views, job.read)
         except PeerSilentError as error:
             self.silences.record(source, error)
             raise

@@ -32,7 +32,7 @@ class DataReports(Protocol):
 
 
 class JobThread(threading.Thread):
-    """A thread that runs jobs in the order in which they are posted. on_bug: called with what ended it early.
+    """A thread that runs jobs in the order in which they are posted, until None is. on_bug: called with what ended it early.
 
     may_end: called if no job is posted for ``idle_seconds``, in the thread, which ends if this returns True.
     """
@@ -51,13 +51,9 @@ class JobThread(threading.Thread):
         self._jobs = Mailbox[Callable[[], None] | None]()
         self._num_done = 0
 
-    def post(self, job: Callable[[], None]) -> None:
-        """Queue a job. Does not block."""
+    def post(self, job: Callable[[], None] | None) -> None:
+        """Queue a job, or the end of the thread. Does not block."""
         self._jobs.put(job)
-
-    def end(self) -> None:
-        """Have the thread end once the posted jobs are done. Does not block; idempotent."""
-        self._jobs.put(None)
 
     def progress(self) -> int:
         """Return the number of finished jobs, and post one more if none waits: the number moves unless a job is stuck."""
@@ -182,7 +178,7 @@ class PullThreads:
     def _end(self, source: Source) -> None:
         thread = self._open.pop(source)
         thread.post(partial(self._forget, source))
-        thread.end()
+        thread.post(None)
 
     def _may_end(self, source: Source, thread: JobThread) -> bool:
         """Let an idle thread end, unless something was posted meanwhile. Its source may be read again by another one."""
