@@ -67,12 +67,6 @@ class ArrivalEstimates:
         return median(self._delays) if self._delays else 0.0
 
 
-@dataclass
-class _Peer:
-    source: Source
-    terms: PeerTerms | None
-
-
 @dataclass(frozen=True)
 class FetchPorts:
     """The calls by which the effects leave; from any thread, none blocks."""
@@ -88,7 +82,8 @@ class FetchPorts:
 class FetchEffects:
     """Owns the peers' sources, the expected arrivals and the events. Used under the lock of ``FetchTransfers``.
 
-    alternatives: the peers' other sources. events: for the scheduler, until it takes them. later: see ``Transfers``.
+    alternatives: the peers' other sources. terms: of those linked peers whose blocks are not ours, one for one. events: for
+    the scheduler, until it takes them. later: see ``Transfers``.
     """
 
     def __init__(self, worker: LocalWorker, ports: FetchPorts, later: list[Callable[[], None]]) -> None:
@@ -96,7 +91,8 @@ class FetchEffects:
         self._completions = worker.completions
         self._ports = ports
         self._later = later
-        self._peers: dict[PeerRef, _Peer] = {}
+        self._sources: dict[PeerRef, Source] = {}
+        self.terms: dict[PeerRef, PeerTerms] = {}
         self.alternatives = ports.alternatives
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
@@ -106,34 +102,30 @@ class FetchEffects:
 
     def add_peer(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
         """Record a new link. terms: None if the peer's blocks are ours, one for one."""
-        self._peers[ref] = _Peer(source, terms)
+        self._sources[ref] = source
         if terms is not None:
+            self.terms[ref] = terms
             converted = terms.plan.describe() or "nothing"
             text = "KV from worker %s (model %s): converting %s"
             logger.info(text, source.worker_id, terms.model_fingerprint, converted)
 
     def remove_peer(self, ref: PeerRef) -> Source | None:
         """Remove a link; return where the peer was read."""
-        peer = self._peers.pop(ref, None)
-        return None if peer is None else peer.source
-
-    def terms_of(self, ref: PeerRef) -> PeerTerms | None:
-        """Return a peer's terms, or None if it has none or no link."""
-        peer = self._peers.get(ref)
-        return None if peer is None else peer.terms
+        self.terms.pop(ref, None)
+        return self._sources.pop(ref, None)
 
     def choose_source(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
         """Read a peer from ``chosen``, if it is still read from ``provisional``. Return False if that link is gone."""
-        peer = self._peers.get(ref)
-        if peer is not None and peer.source == provisional:
-            peer.source = chosen
-        return peer is not None and peer.source.token == chosen.token
+        source = self._sources.get(ref)
+        if source == provisional:
+            self._sources[ref] = chosen
+        return source is not None and source.token == chosen.token
 
     def retries(self, incoming: IncomingTransfer) -> tuple[ev.RetryStep, ...]:
         """Return how a failed read can be retried, best first; not at all if the link is gone. Sets ``other``."""
-        peer = self._peers.get(incoming.ref)
+        source = self._sources.get(incoming.ref)
         failed = incoming.source
-        if failed is None or peer is None or peer.source.token != failed.token:
+        if failed is None or source is None or source.token != failed.token:
             return ()
         incoming.other = self.alternatives.beside(failed)
         return (ev.RetryStep.SAME_TRANSPORT,) if incoming.other is None else tuple(ev.RetryStep)
@@ -142,7 +134,7 @@ class FetchEffects:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
-                incoming.source = incoming.source or self._peers[incoming.ref].source
+                incoming.source = incoming.source or self._sources[incoming.ref]
                 job = incoming.job(action, self._worker.side.layout.block_bytes)
                 if job.is_here:  # it is verified, and reported, within the call
                     self._later.append(partial(self._ports.pull, job))
@@ -152,8 +144,8 @@ class FetchEffects:
                 failed = incoming.read_again(action)
                 if failed is not None:
                     next_source = self.alternatives.failed(failed)
-                    if incoming.ref in self._peers:
-                        self._peers[incoming.ref].source = next_source
+                    if incoming.ref in self._sources:
+                        self._sources[incoming.ref] = next_source
                 self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
                 is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
                 self._worker.counters.add("transfer_fallbacks_total", is_fallback)
@@ -176,7 +168,7 @@ class FetchEffects:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
             case ev.FetchNotice.PUBLISHED:
-                terms = self.terms_of(incoming.ref)
+                terms = self.terms.get(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
             case ev.FetchNotice.FAILED if ending is not None:
                 if ending.kind != ev.NOT_NEEDED:

@@ -50,7 +50,7 @@ class FetchTransfers(Transfers):
         incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
-            terms = self._effects.terms_of(incoming.ref)
+            terms = self._effects.terms.get(incoming.ref)
         # This hashes a long prompt: better here than under the lock at the sender's first message.
         incoming.use_terms(terms)
         with self._acting():
@@ -178,7 +178,7 @@ class FetchTransfers(Transfers):
                 if incoming.lease == message.lease:
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
-            incoming.use_terms(self._effects.terms_of(ref))
+            incoming.use_terms(self._effects.terms.get(ref))
             try:
                 step = incoming.step_of(message, now, reads_ahead=self._worker.is_single_rank)
             except TransferError as error:
