@@ -262,7 +262,7 @@ class RankSockets:
         """End the threads and close the sockets. Idempotent."""
         for end, sender in zip(self._sockets, self._senders, strict=True):
             end.shut_down()
-            sender.end()
+            sender.post(None)
             sender.join()
             end.close()
 
