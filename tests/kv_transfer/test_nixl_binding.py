@@ -1,5 +1,6 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
+import gc
 import threading
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def test_a_sender_that_cannot_open_its_port_leaves_nothing_open() -> None:
     library = load("127.0.0.1")
     with listen_on("127.0.0.1", 0) as taken:
         context = context_for("late", Sessions(), [], data_port=taken.getsockname()[1])
+        gc.collect()  # which closes descriptors that earlier tests have left
         descriptors = sorted(Path("/proc/self/fd").iterdir())
         threads = threading.enumerate()
         with pytest.raises(OSError, match="in use"):
