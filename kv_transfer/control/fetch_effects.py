@@ -1,4 +1,4 @@
-"""The effects of the fetches' state machine; the peers' sources and the expected arrivals, which they use and change."""
+"""The effects of the fetches' state machine, on the peers' sources, the expected arrivals and the scheduler's events."""
 
 import logging
 from collections import deque
@@ -78,57 +78,6 @@ class _Peer:
     terms: PeerTerms | None
 
 
-class PeerSources:
-    """Owns the source and the terms of each linked peer; ``alternatives`` has their other sources. Not thread-safe."""
-
-    def __init__(self, alternatives: Alternatives) -> None:
-        self.alternatives = alternatives
-        self._peers: dict[PeerRef, _Peer] = {}
-
-    def add(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
-        """Record a new link. terms: None if the peer's blocks are ours, one for one."""
-        self._peers[ref] = _Peer(source, terms)
-        if terms is not None:
-            converted = terms.plan.describe() or "nothing"
-            text = "KV from worker %s (model %s): converting %s"
-            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
-
-    def remove(self, ref: PeerRef) -> Source | None:
-        """Remove a link; return where the peer was read."""
-        peer = self._peers.pop(ref, None)
-        return None if peer is None else peer.source
-
-    def source_of(self, ref: PeerRef) -> Source:
-        """Return where a linked peer is read."""
-        return self._peers[ref].source
-
-    def terms_of(self, ref: PeerRef) -> PeerTerms | None:
-        """Return a peer's terms, or None if it has none or no link."""
-        peer = self._peers.get(ref)
-        return None if peer is None else peer.terms
-
-    def choose(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
-        """Read a peer from ``chosen``, if it is still read from ``provisional``. Return False if that link is gone."""
-        peer = self._peers.get(ref)
-        if peer is not None and peer.source == provisional:
-            peer.source = chosen
-        return peer is not None and peer.source.token == chosen.token
-
-    def retries(self, ref: PeerRef, failed: Source | None) -> tuple[tuple[ev.RetryStep, ...], Source | None]:
-        """Return how a failed read can be retried, best first, and the other source. No way if the link is gone."""
-        peer = self._peers.get(ref)
-        if failed is None or peer is None or peer.source.token != failed.token:
-            return (), None
-        other = self.alternatives.beside(failed)
-        return ((ev.RetryStep.SAME_TRANSPORT,) if other is None else tuple(ev.RetryStep)), other
-
-    def mark_failed(self, ref: PeerRef, source: Source) -> None:
-        """Record that a transfer's read from ``source`` failed, which may change where the peer is read."""
-        next_source = self.alternatives.failed(source)
-        if ref in self._peers:
-            self._peers[ref].source = next_source
-
-
 @dataclass(frozen=True)
 class FetchPorts:
     """The calls by which the effects leave; from any thread, none blocks."""
@@ -142,33 +91,64 @@ class FetchPorts:
 
 
 class FetchEffects:
-    """Owns the events and the expected arrivals that the scheduler asks for. Used under the lock of ``FetchTransfers``.
+    """Owns where each linked peer is read, and what the scheduler has not asked for yet. Not thread-safe.
 
-    events: for the scheduler, until it takes them. later: see ``Transfers``.
+    alternatives: the peers' other sources. events: for the scheduler, until it takes them. later: see ``Transfers``.
     """
 
-    def __init__(
-        self, worker: LocalWorker, ports: FetchPorts, peers: PeerSources, later: list[Callable[[], None]]
-    ) -> None:
+    def __init__(self, worker: LocalWorker, ports: FetchPorts, later: list[Callable[[], None]]) -> None:
         self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
-        self._peers = peers
         self._later = later
+        self._peers: dict[PeerRef, _Peer] = {}
+        self.alternatives = ports.alternatives
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
         worker.counters.add("transfer_fallbacks_total", 0)
         for retry_step in ev.RetryStep:
             worker.counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
+    def add_peer(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
+        """Record a new link. terms: None if the peer's blocks are ours, one for one."""
+        self._peers[ref] = _Peer(source, terms)
+        if terms is not None:
+            converted = terms.plan.describe() or "nothing"
+            text = "KV from worker %s (model %s): converting %s"
+            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
+
+    def remove_peer(self, ref: PeerRef) -> Source | None:
+        """Remove a link; return where the peer was read."""
+        peer = self._peers.pop(ref, None)
+        return None if peer is None else peer.source
+
+    def terms_of(self, ref: PeerRef) -> PeerTerms | None:
+        """Return a peer's terms, or None if it has none or no link."""
+        peer = self._peers.get(ref)
+        return None if peer is None else peer.terms
+
+    def choose_source(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
+        """Read a peer from ``chosen``, if it is still read from ``provisional``. Return False if that link is gone."""
+        peer = self._peers.get(ref)
+        if peer is not None and peer.source == provisional:
+            peer.source = chosen
+        return peer is not None and peer.source.token == chosen.token
+
+    def retries(self, incoming: IncomingTransfer) -> tuple[ev.RetryStep, ...]:
+        """Return how a failed read can be retried, best first; not at all if the link is gone. Sets ``other``."""
+        peer = self._peers.get(incoming.ref)
+        failed = incoming.source
+        if failed is None or peer is None or peer.source.token != failed.token:
+            return ()
+        incoming.other = self.alternatives.beside(failed)
+        return (ev.RetryStep.SAME_TRANSPORT,) if incoming.other is None else tuple(ev.RetryStep)
+
     def order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
-                incoming.source = incoming.source or self._peers.source_of(incoming.ref)
-                if action.part is None:
-                    job = incoming.pull_job(action, self._worker.side.layout.block_bytes)
-                else:
-                    job = incoming.ahead_job(action)
+                incoming.source = incoming.source or self._peers[incoming.ref].source
+                job = incoming.job(action, self._worker.side.layout.block_bytes)
                 if job.is_here:  # it is verified, and reported, within the call
                     self._later.append(partial(self._ports.pull, job))
                 else:
@@ -176,7 +156,9 @@ class FetchEffects:
             case ev.RetryStep():
                 failed = incoming.read_again(action)
                 if failed is not None:
-                    self._peers.mark_failed(incoming.ref, failed)
+                    next_source = self.alternatives.failed(failed)
+                    if incoming.ref in self._peers:
+                        self._peers[incoming.ref].source = next_source
                 self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
                 is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
                 self._worker.counters.add("transfer_fallbacks_total", is_fallback)
@@ -199,7 +181,7 @@ class FetchEffects:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
             case ev.FetchNotice.PUBLISHED:
-                terms = self._peers.terms_of(incoming.ref)
+                terms = self.terms_of(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
             case ev.FetchNotice.FAILED if ending is not None:
                 if ending.kind != ev.NOT_NEEDED:
@@ -209,7 +191,7 @@ class FetchEffects:
                 self.events.append(Drained(incoming.key))
             case ev.FetchNotice.RECEIVED:
                 if incoming.source is not None:
-                    self._peers.alternatives.worked(incoming.source)
+                    self.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)
-                self._worker.completions.add_received(incoming.key)
+                self._completions.add_received(incoming.key)
         self._later.append(self._worker.wake)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
-from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts, PeerSources
+from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
 from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer, quarantine_of
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
@@ -37,11 +37,11 @@ class FetchTransfers(Transfers):
     ) -> None:
         super().__init__()
         self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
         self._clock = clock
         self._incoming: TransferTable[IncomingTransfer] = TransferTable()
-        self._peers = PeerSources(ports.alternatives)
-        self._effects = FetchEffects(worker, ports, self._peers, self._later)
+        self._effects = FetchEffects(worker, ports, self._later)
         self._failure: str | None = None
 
     def start_fetch(self, request: EngineRequest) -> None:
@@ -53,7 +53,7 @@ class FetchTransfers(Transfers):
         incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
-            terms = self._peers.terms_of(incoming.ref)
+            terms = self._effects.terms_of(incoming.ref)
         # This hashes a long prompt: better here than under the lock at the sender's first message.
         incoming.use_terms(terms)
         with self._acting():
@@ -84,7 +84,7 @@ class FetchTransfers(Transfers):
             self._effects.events = [
                 event for event in self._effects.events if event.key != key or isinstance(event, kept)
             ]
-            self._worker.completions.discard_received(key)
+            self._completions.discard_received(key)
             return is_free
 
     def take_received(self, key: str) -> Received:
@@ -123,7 +123,7 @@ class FetchTransfers(Transfers):
 
     def has_arrived(self) -> bool:
         """See ``ReceiverConnector``."""
-        return self._worker.completions.has_received
+        return self._completions.has_received
 
     def fail(self, message: str) -> None:
         """Make the next ``take_events`` raise, which ends the engine, and wake the core for it."""
@@ -137,8 +137,7 @@ class FetchTransfers(Transfers):
             incoming = self._incoming.find(key)
             before = incoming.fetch.retry_steps
             if isinstance(event, ev.JobFailed) and event.may_heal:
-                (steps, incoming.other) = self._peers.retries(incoming.ref, incoming.source)
-                event = replace(event, retry_steps=steps)
+                event = replace(event, retry_steps=self._effects.retries(incoming))
             self._apply(incoming, advance_fetch(incoming.fetch, event))
             if isinstance(event, ev.JobFailed) and incoming.fetch.retry_steps != before:
                 way = incoming.fetch.retry_steps[-1].replace("_", " ")
@@ -151,17 +150,17 @@ class FetchTransfers(Transfers):
             with self._lock:
                 for incoming in self._incoming:
                     incoming.source = chosen if incoming.source == provisional else incoming.source
-                return self._peers.choose(ref, provisional, chosen)
+                return self._effects.choose_source(ref, provisional, chosen)
 
         with self._lock:
-            self._peers.add(ref, self._ports.choose(session, on_chosen), session.terms)
+            self._effects.add_peer(ref, self._ports.choose(session, on_chosen), session.terms)
         if session.terms is not None and not session.terms.plan.is_direct:
             self._worker.counters.add("transfer_converting_links_total")
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """Fail every fetch that still needs a peer whose link ended. Returns where the peer was read."""
         with self._acting():
-            source = self._peers.remove(ref)
+            source = self._effects.remove_peer(ref)
             for incoming in self._incoming:
                 if incoming.ref == ref:
                     self._apply(incoming, fetch_side.sender_failed(incoming.fetch, kind, message))
@@ -182,7 +181,7 @@ class FetchTransfers(Transfers):
                 if incoming.lease == message.lease:
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
-            incoming.use_terms(self._peers.terms_of(ref))
+            incoming.use_terms(self._effects.terms_of(ref))
             try:
                 step = incoming.step_of(message, now, reads_ahead=self._worker.is_single_rank)
             except TransferError as error:
@@ -206,7 +205,7 @@ class FetchTransfers(Transfers):
             return {
                 "fetches": [incoming.debug_state(now) for incoming in self._incoming],
                 "quarantine": quarantine_of(self._incoming),
-                "transports": self._peers.alternatives.debug_state(),
+                "transports": self._effects.alternatives.debug_state(),
             }
 
     def _apply(self, incoming: IncomingTransfer, step: FetchStep) -> None:

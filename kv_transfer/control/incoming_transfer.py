@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 from contract.errors import ErrorKind, InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
@@ -119,39 +117,41 @@ class IncomingTransfer:
             seeds = digest_seeds(self.request, terms.model_fingerprint, block_size)
             self.announced = AnnouncedBlocks(terms.plan, len(self.request.prompt_token_ids), seeds)
 
-    def pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
-        """Return the job that reads whole blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
+    def job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
+        """Return the job that reads these blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
+        if self.source is None:
+            raise InternalError(f"request {self.key} is read before its source is known")
         first = pull.first_block
         end = first + len(pull.block_ids)
         blocks = range(first, end)
         seeds = self.seeds[first:end]
         shares: tuple[Share, ...] = (Share(0, pull.digests),)
+        ahead: Ahead | None = None
         conversion: Conversion | None = None
-        if (announced := self.announced) is not None:
+        if (announced := self.announced) is None:
+            ahead = self._ahead_of(first, end, is_begun=pull.part is not None)
+        else:
             blocks, seeds, shares = announced.sources_of(first, end)
             block_bytes = announced.plan.crossing_bytes
             if not announced.plan.is_direct:
                 conversion = Conversion(announced.plan, first, end, announced.num_tokens)
-        ahead = None if announced is not None else self._ahead_of(first, end)
-        self.num_bytes += len(blocks) * block_bytes
-        return replace(
-            self._job(blocks.start, blocks.stop, pull.block_ids),
+        if pull.part is None:
+            self.num_bytes += len(blocks) * block_bytes
+        return PullJob(
+            key=self.key,
+            source=self.source,
+            name=LeaseName(self.transfer_id, self.attempt, self.lease),
+            first_block=blocks.start,
+            block_ids=pull.block_ids,
             shares=shares,
             seeds=seeds,
+            read=self.read,
             conversion=conversion,
+            grants=tuple(grants_within(self.grants, blocks.start, blocks.stop)),
             ahead=ahead,
+            part=pull.part,
             is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
-
-    def ahead_job(self, pull: ev.PullBlocks) -> PullJob:
-        """Return the job that reads a part of each block, once ``source`` is known."""
-        first = pull.first_block
-        end = first + len(pull.block_ids)
-        known = self._ahead_of(first, end)
-        if known is None:
-            known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
-            self.ahead.append(known)
-        return replace(self._job(first, end, pull.block_ids), ahead=known, part=pull.part)
 
     def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
@@ -183,26 +183,15 @@ class IncomingTransfer:
         # A grant that came ahead with the layers is repeated with the announcement.
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def _job(self, first_block: int, end_block: int, block_ids: tuple[int, ...]) -> PullJob:
-        if self.source is None:
-            raise InternalError(f"request {self.key} is read before its source is known")
-        return PullJob(
-            key=self.key,
-            source=self.source,
-            name=LeaseName(self.transfer_id, self.attempt, self.lease),
-            first_block=first_block,
-            block_ids=block_ids,
-            shares=(),
-            seeds=(),
-            read=self.read,
-            grants=tuple(grants_within(self.grants, first_block, end_block)),
-        )
-
-    def _ahead_of(self, first_block: int, end_block: int) -> Ahead | None:
-        covering = (
-            one for one in self.ahead if one.first_block <= first_block and end_block <= one.end_block
-        )
-        return next(covering, None)
+    def _ahead_of(self, first: int, end: int, *, is_begun: bool) -> Ahead | None:
+        """Return what is read ahead of these blocks. is_begun: from now on, if nothing is yet."""
+        for known in self.ahead:
+            if known.first_block <= first and end <= known.end_block:
+                return known
+        if not is_begun:
+            return None
+        self.ahead.append(Ahead(first, end, RunningDigests(self.seeds[first:end])))
+        return self.ahead[-1]
 
 
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:

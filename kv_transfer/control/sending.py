@@ -44,6 +44,7 @@ class SendTransfers(Transfers):
     ) -> None:
         super().__init__()
         self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
         self._clock = clock
         self._new_lease = new_lease
@@ -217,7 +218,7 @@ class SendTransfers(Transfers):
             case ev.SendNotice.REVOKE:
                 self._later.append(partial(self._ports.release, outgoing.name))
             case ev.SendNotice.SENT if outgoing.key is not None:
-                self._worker.completions.add_sent(outgoing.key)
+                self._completions.add_sent(outgoing.key)
                 self._later.append(self._worker.wake)
             case ev.Refuse():
                 self._post(action.peer, outgoing.message_of(action))

@@ -6,7 +6,7 @@ One thread publishes what is lent and commits what has arrived; each peer that i
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -48,7 +48,7 @@ class DataHalf:
         self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
-        self._pulls = PullThreads(self._pull, receiver.forget, self._on_bug)
+        self._pulls = PullThreads(self._run, receiver.forget, self._on_bug)
         for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
@@ -63,16 +63,14 @@ class DataHalf:
         self._memory = memory
         views = DigestViews(memory)
         self._reader.start(memory, views)
-        self._publisher = Publisher(memory, views, self._senders, self._reports)
-        self._watch = PassWatch(memory, self._publisher, self._thread.post)
+        publisher = Publisher(memory, views, self._senders, self._reports)
+        self._watch = PassWatch(memory, publisher, self._thread.post)
         self._senders.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
         """See RankConnector."""
-        for order in orders_of(metadata):
-            if not self._watch.has_published(order):
-                self._thread.post(partial(self._publisher.publish, order))
+        self._watch.end(orders_of(metadata))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """See RankConnector."""
@@ -85,7 +83,7 @@ class DataHalf:
     def post_pull(self, job: PullJob) -> None:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. Runs at once if nothing is left to read."""
         if job.is_here:
-            self._pull(job)
+            self._run(job)
         elif not self._pulls.post(job):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
@@ -93,11 +91,10 @@ class DataHalf:
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
-        run = partial(self._run, job, partial(self._make_visible, job))
         if is_flat(self._memory):
-            run()
+            self._run(job)
         else:
-            self._thread.post(run)
+            self._thread.post(partial(self._run, job))
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
@@ -129,11 +126,12 @@ class DataHalf:
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
 
-    def _pull(self, job: PullJob) -> None:
-        work = self._read_and_verify if job.part is None else self._reader.read_ahead
-        self._run(job, partial(work, job))
-
-    def _read_and_verify(self, job: PullJob) -> ev.FetchEvent:
+    def _work(self, job: PullJob | CommitJob) -> ev.FetchEvent:
+        if isinstance(job, CommitJob):
+            self._memory.commit(list(job.block_ids))
+            return ev.CommitDone()
+        if job.part is not None:
+            return self._reader.read_ahead(job)
         if job.conversion is None:
             (begin, end) = self._reader.read(job)
         else:
@@ -143,18 +141,14 @@ class DataHalf:
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)
 
-    def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
-        self._memory.commit(list(job.block_ids))
-        return ev.CommitDone()
-
-    def _run(self, job: PullJob | CommitJob, work: Callable[[], ev.FetchEvent]) -> None:
+    def _run(self, job: PullJob | CommitJob) -> None:
         """Run a job to exactly one terminal event, whatever happens."""
         if self._is_closing:
             job.read.stop()
         outcome: ev.FetchEvent
         try:
             job.read.check()
-            outcome = work()
+            outcome = self._work(job)
         except ReadStoppedError:
             outcome = ev.JobStopped()
         except KvbatonError as error:

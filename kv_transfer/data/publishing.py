@@ -2,9 +2,9 @@
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
@@ -120,31 +120,35 @@ class CompletionEstimator:
     """A ``LayerWatch`` that estimates the end of a pass. Used for one pass after another.
 
     At first a pass is assumed to take as long as the last one of its size; later its remaining layers to take as long as
-    those before, and what follows the last layer's KV as long as it usually did.
+    those before, and what follows the last layer's KV as long as it usually did. report: called with each new estimate.
     """
 
-    def __init__(self, num_layers: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        report: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_layers = num_layers
+        self._report = report
         self._clock = clock
         self._points = frozenset(max(2, round(share * num_layers)) for share in _SHARES)
         self._tails = deque[float](maxlen=_NUM_TAILS)
         self._seconds_per_block: dict[int, float] = {}
-        self._report: Callable[[float], None] = lambda _end: None
         self._num_blocks = 1
         self._begin = 0.0
         self._first = (0, 0.0)
         """The first number of layers that was stored in this pass, and when."""
         self._last = (0, 0.0)
 
-    def begin(self, num_blocks: int, report: Callable[[float], None]) -> None:
-        """Start a pass that computes ``num_blocks``. report: called with each new estimate of its end, by the clock."""
+    def begin(self, num_blocks: int) -> None:
+        """Start a pass that computes ``num_blocks``."""
         self._num_blocks = num_blocks
-        self._report = report
         self._begin = self._clock()
         self._first = self._last = (0, 0.0)
         known = self._seconds_per_block.get(self._size)
         if known is not None:
-            report(self._begin + known * num_blocks)
+            self._report(self._begin + known * num_blocks)
 
     def stored(self, num_layers: int) -> None:
         """See LayerWatch."""
@@ -186,11 +190,10 @@ class PassWatch:
         self._memory = memory
         self._publisher = publisher
         self._post = post
-        self._estimator = CompletionEstimator(memory.layout.num_layers)
+        self._estimator = CompletionEstimator(memory.layout.num_layers, self._post_end)
         # On a device a layer is reported when it is launched, from which no end can be estimated.
         self._can_estimate = is_flat(memory)
         self._split: list[PublishOrder] = []
-        self._due: dict[int, list[PublishOrder]] = {}
         self._last: list[PublishOrder] = []
         self._are_published = False
 
@@ -198,24 +201,20 @@ class PassWatch:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
         self._are_published = False
         self._split = [order for order in orders if order.num_parts > 1]
-        self._due = defaultdict(list)
-        for order in self._split:
-            for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
-                self._due[num_layers].append(order)
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
-            num_blocks = sum(len(order.block_ids) for order in orders)
-            self._estimator.begin(num_blocks, self._post_end)
+            self._estimator.begin(sum(len(order.block_ids) for order in orders))
         return self if self._split or self._last else None
 
     def stored(self, num_layers: int) -> None:
         """See LayerWatch."""
-        if num_layers in self._due:
+        layout = self._memory.layout
+        due = [each for each in self._split if num_layers in split_points(layout.num_layers, each.num_parts)]
+        if due:
             self._memory.mark_computed()
-            layout = self._memory.layout
-            for order in self._due[num_layers]:
-                num_bytes = layout.block_bytes // layout.num_layers * num_layers
-                self._post(partial(self._publisher.publish_layers, order, num_bytes))
+        for order in due:
+            num_bytes = layout.block_bytes // layout.num_layers * num_layers
+            self._post(partial(self._publisher.publish_layers, order, num_bytes))
         if self._last:
             self._estimator.stored(num_layers)
 
@@ -229,14 +228,17 @@ class PassWatch:
         if self._last:
             self._estimator.computed()
 
-    def has_published(self, order: PublishOrder) -> bool:
-        """Return whether the order was posted before its step was over."""
-        return self._are_published and any(order is each for each in self._split)
+    def end(self, orders: Sequence[PublishOrder]) -> None:
+        """Publish the orders of a step that is over, but for those that were published before."""
+        for order in orders:
+            if not (self._are_published and any(order is each for each in self._split)):
+                self._post(partial(self._publisher.publish, order))
 
     def _post_end(self, end: float) -> None:
         self._post(partial(self._publisher.report_end, self._last, end))
 
 
+@cache
 def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
     """Return after how many layers each of ``num_parts`` groups ends."""
     ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))

@@ -198,9 +198,8 @@ class BlockReader:
             self._counters.add("transfer_digest_mismatches_total")
             of_rank = f" of rank {share.rank}" if job.source.num_ranks > 1 else ""
             raise TransferError(
-                f"block {first_block + bad}{of_rank} of transfer {job.name.transfer_id} (attempt"
-                f" {job.name.attempt}) from worker {job.source.worker_id} failed its digest check:"
-                f" {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
+                f"block {first_block + bad}{of_rank} of {job.name} from worker {job.source.worker_id} failed its"
+                f" digest check: {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
 
 

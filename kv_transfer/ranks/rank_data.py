@@ -2,7 +2,6 @@
 
 import logging
 import threading
-from functools import partial
 from socket import socket
 from typing import Any
 
@@ -22,7 +21,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.transport import Probing, ReceiverTransport, Senders, TransportContext
+from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext
 
 logger = logging.getLogger(__name__)
 
@@ -84,10 +83,10 @@ class RankData:
             name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
             for name, transport in opened.items()
         }
-        self.chooser = Chooser(self._readers, counters)
+        self.chooser = Chooser(counters)
         receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
         self.half = DataHalf(receiver, counters, completions, tuple(opened), settings.max_staging_bytes)
-        self.chooser.attach(self.half.post_pull)
+        self.chooser.start(self._readers, self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:
         """Set the receiver of the reports; called once, before ``half.start``."""
@@ -96,15 +95,11 @@ class RankData:
 
     def opened(self) -> messages.Opened:
         """Return what can be read over, and what is lent over; that may be less once the pool is known."""
-        probing = [name for name, reader in self._readers.items() if isinstance(reader, Probing)]
-        return messages.Opened(self._senders.offers(), list(self._readers), probing)
+        return messages.Opened(self._senders.offers(), list(self._readers))
 
     def probe(self, source: Source, read: Read) -> None:
-        """Try to read a source. Raises what a read would, and InternalError for a transport that cannot be probed."""
-        reader = self._readers[source.transport]
-        if not isinstance(reader, Probing):
-            raise InternalError(f"transport {source.transport} cannot be probed")
-        reader.probe(source, read)
+        """Try to read a source. Raises what a read would."""
+        self._readers[source.transport].probe(source, read)
 
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
@@ -114,27 +109,25 @@ class RankData:
 class RankReader:
     """A receiver for peers of several ranks: the source of a link names all, ``fetch`` gets one rank's.
 
-    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's. probe:
-    see Probing; only over a transport that has to be probed.
+    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's.
     """
 
-    def __init__(self, receiver: ReceiverTransport, rank: int, num_ranks: int) -> None:
+    def __init__(self, receiver: ProbingReceiver, rank: int, num_ranks: int) -> None:
         self._receiver = receiver
         self._rank = rank
         self._num_ranks = num_ranks
         self.fetch = receiver.fetch
         self.close = receiver.close
-        if isinstance(receiver, Probing):
-            self.probe = partial(self._probe_each, receiver)
+
+    def probe(self, source: Source, read: Read) -> None:
+        """See ProbingReceiver; every rank of ``source``."""
+        for each in self._each(source):
+            self._receiver.probe(each, read)
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
         for each in self._each(source):
             self._receiver.forget(each)
-
-    def _probe_each(self, receiver: Probing, source: Source, read: Read) -> None:
-        for each in self._each(source):
-            receiver.probe(each, read)
 
     def _each(self, source: Source) -> list[Source]:
         return [source.of_rank(rank) for rank in ranks_read(self._rank, self._num_ranks, source.num_ranks)]

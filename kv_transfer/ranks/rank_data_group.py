@@ -44,8 +44,7 @@ class RankDataGroup:
     ) -> None:
         num_ranks = len(settings)
         self._settings = settings
-        self.chooser = Chooser({}, counters)
-        self.chooser.attach(self.post_pull)
+        self.chooser = Chooser(counters)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
         self.take_finished = take_finished
         self._opening: list[Future[messages.Opened]] = [Future() for _ in settings]
@@ -80,15 +79,14 @@ class RankDataGroup:
         missing = [rank for rank, opened in enumerate(self._opening) if not opened.done()]
         if missing:
             raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
-        opened = self.opened()
-        probes = dict.fromkeys(opened.probing, self.sessions.probe)
-        self.chooser.add({name: RankReceiver(self._send_to_all, probes.get(name)) for name in opened.readers})
+        receiver = RankReceiver(self._send_to_all, self.sessions.probe)
+        self.chooser.start(dict.fromkeys(self.opened().readers, receiver), self.post_pull)
         self._serve()
 
     def opened(self) -> messages.Opened:
         """Return what the transports of all ranks can do together; nothing before the last rank has opened its own."""
         if not all(opened.done() for opened in self._opening):
-            return messages.Opened([], [], [])
+            return messages.Opened([], [])
         return _together([opened.result() for opened in self._opening])
 
     def post_pull(self, job: PullJob) -> None:
@@ -175,32 +173,25 @@ class RankDataGroup:
 
 
 def _together(ranks: list[messages.Opened]) -> messages.Opened:
-    """Return what every rank can do, best first as on rank 0. What must be probed on one rank must be on all."""
+    """Return what every rank can do, best first as on rank 0."""
     readers = [name for name in ranks[0].readers if all(name in rank.readers for rank in ranks)]
-    probing = [name for name in readers if any(name in rank.probing for rank in ranks)]
     offers = []
     addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
     for name in addresses[0]:
         if all(name in each for each in addresses):
             first, *others = [each[name] for each in addresses]
             offers.append(Offer(name, first, tuple(others)))
-    return messages.Opened(offers, readers, probing)
+    return messages.Opened(offers, readers)
 
 
 class RankReceiver:
-    """A transport over which the ranks read; the chooser has it in place of a receiver.
-
-    probe: see Probing; without it the transport is chosen untried.
-    """
+    """The transports over which the ranks read; the chooser has it in place of a receiver. probe: see ProbingReceiver."""
 
     def __init__(
-        self,
-        send_to_all: Callable[[messages.ToRank], None],
-        probe: Callable[[Source, Read], None] | None = None,
+        self, send_to_all: Callable[[messages.ToRank], None], probe: Callable[[Source, Read], None]
     ) -> None:
         self._send_to_all = send_to_all
-        if probe is not None:
-            self.probe = probe
+        self.probe = probe
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Raise InternalError: jobs are sent to the ranks."""

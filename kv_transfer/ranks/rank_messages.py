@@ -86,14 +86,10 @@ ToRank = PullJob | CommitJob | Stop | Forget | Release | BeginSession | EndSessi
 
 
 class Opened(RankMessage, frozen=True):
-    """The transports are open and have the pool. readers: transports that can be read over, best first.
-
-    probing: those of them that have to be probed.
-    """
+    """The transports are open and have the pool. readers: transports that can be read over, best first."""
 
     offers: list[Offer]
     readers: list[str]
-    probing: list[str]
 
 
 class RangeReport(RankMessage, frozen=True):

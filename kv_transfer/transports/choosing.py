@@ -1,8 +1,9 @@
 """The choice of the transport that each peer is read over, and of another one after failures.
 
-The best transport that both sides support is chosen when a link comes up. One that may fail although both support it
-(``shm``: the peer may be on another machine) is probed first, in a thread of its own because the I/O thread must not wait;
-reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next transport is used.
+The best transport that both sides support is chosen when a link comes up. All but the last one may fail although both
+support them (``shm``: the peer may be on another machine), and are probed first, in a thread of its own because the I/O
+thread must not wait; reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next
+transport is used.
 """
 
 import logging
@@ -18,7 +19,7 @@ from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.transport import Probing, ReceiverTransport
+from kv_transfer.transports.transport import ProbingReceiver
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_IN_A_ROW = 2
@@ -128,20 +129,17 @@ class _Probe:
 class Chooser:
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
-    def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
-        self._receivers = dict(receivers)
+    def __init__(self, counters: Counters) -> None:
+        self._receivers: Mapping[str, ProbingReceiver] = {}
         self._counters = counters
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
         self._is_closed = False
 
-    def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
-        """Add receivers that could not be made before; called before anything is chosen."""
-        self._receivers.update(receivers)
-
-    def attach(self, post: Callable[[PullJob], None]) -> None:
-        """Set the function that starts a job without blocking; called once, before anything is chosen."""
+    def start(self, receivers: Mapping[str, ProbingReceiver], post: Callable[[PullJob], None]) -> None:
+        """Choose among these; called once, before anything is chosen. post: starts a job without blocking."""
+        self._receivers = receivers
         self._post = post
 
     def choose(self, session: Session, on_chosen: Callable[[Source, Source], bool]) -> Source:
@@ -168,7 +166,7 @@ class Chooser:
             raise TransferError(f"worker {session.worker_id} lends over no transport that this one reads")
         self.alternatives.begin(candidates)
         first = candidates[0]
-        if len(candidates) == 1 or not isinstance(self._receivers[first.transport], Probing):
+        if len(candidates) == 1:
             names = ", ".join(offers)
             self._count(first, "only", f"it is the best of the transports that the worker offers ({names})")
             return first
@@ -246,10 +244,8 @@ class Chooser:
         """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
         for candidate in probe.candidates[:-1]:
-            receiver = self._receivers[candidate.transport]
             try:
-                if isinstance(receiver, Probing):
-                    receiver.probe(candidate, probe.read)
+                self._receivers[candidate.transport].probe(candidate, probe.read)
                 return candidate, "; ".join(why_not)
             except KvbatonError as error:
                 is_silent = isinstance(error, PeerSilentError)

@@ -95,6 +95,10 @@ class PeerReceiver:
         """See ``ReceiverTransport``. Raises PeerUnreachableError for a broken connection."""
         self._use(source, read, lambda connection: connection.fetch(request, views, read))
 
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect. Raises what ``fetch`` would."""
+        self._use(source, read, lambda connection: connection.connect(read))
+
     def forget(self, source: Source) -> None:
         """Close this source's connection, or interrupt its user, who closes it then."""
         with self._lock:
@@ -163,11 +167,3 @@ class PeerReceiver:
             if is_cached:
                 del self._cached[source]
         cached.close()
-
-
-class ProbingReceiver(PeerReceiver):
-    """A receiver whose connections may fail although both sides support the transport."""
-
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect. Raises what ``fetch`` would."""
-        self._use(source, read, lambda connection: connection.connect(read))

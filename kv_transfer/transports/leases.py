@@ -112,9 +112,7 @@ class LeaseBook:
     def _valid(self, name: LeaseName) -> _Lease:
         lease = self._leases.get(name)
         if lease is None or lease.num_revokes:
-            raise StaleLeaseError(
-                f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) is over or was never given"
-            )
+            raise StaleLeaseError(f"the lease of {name} is over or was never given")
         return lease
 
     def _begin(self, request: ReadRequest, interrupt: Callable[[], None]) -> _Lease:
@@ -314,8 +312,7 @@ class LendingSender(Sender):
 def lease_ended(request: ReadRequest, who: str, when: str) -> StaleLeaseError:
     """Return the error of a read from ``who`` whose generation has changed. when: "while ..." the blocks were read."""
     return StaleLeaseError(
-        f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
-        f" {when} were read from {who}; none of them can be used"
+        f"the lease of {request.name} ended {when} were read from {who}; none of them can be used"
     )
 
 

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from pydantic import Field
 
@@ -33,8 +33,7 @@ class ReceiverTransport(Protocol):
         """Close every connection; a running read fails. Idempotent."""
 
 
-@runtime_checkable
-class Probing(Protocol):
+class ProbingReceiver(ReceiverTransport, Protocol):
     """A receiver that can test whether a source is readable, and keeps the connection that the test opened."""
 
     def probe(self, source: Source, read: Read) -> None:
@@ -46,7 +45,7 @@ class Transport:
     """Both roles of one transport."""
 
     sender: Sender
-    receiver: ReceiverTransport
+    receiver: ProbingReceiver
 
 
 class TransportSettings(TransferOptions, BootSettings):

@@ -179,8 +179,6 @@ class Shelf:
     def close(self) -> None:
         self.gate.set()
 
-
-class ProbedShelf(Shelf):
     def probe(self, source: Source, read: Read) -> None:
         with suppress(TransferError), read.interruptible(self.gate.set):
             assert self.gate.wait(30)
@@ -203,9 +201,9 @@ def job_for(source: Source, first_block: int) -> PullJob:
 )
 def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None, expected: str) -> None:
     """P4: a bug in the thread of a trial left the reads waiting until the request's own time-out."""
-    shm, tcp, posted, told = ProbedShelf(error), Shelf(), list[PullJob](), threading.Event()
-    chooser = Chooser({"shm": shm, "tcp": tcp}, Counters())
-    chooser.attach(posted.append)
+    shm, tcp, posted, told = Shelf(error), Shelf(), list[PullJob](), threading.Event()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, posted.append)
     answers: list[tuple[Source, Source]] = []
 
     def hear(provisional: Source, chosen: Source) -> bool:
@@ -230,9 +228,9 @@ def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None,
 
 def test_a_choice_that_comes_too_late_is_forgotten() -> None:
     """The link went down while its transport was tried."""
-    shm, tcp, is_forgotten = ProbedShelf(), Shelf(), threading.Event()
-    chooser = Chooser({"shm": shm, "tcp": tcp}, counters := Counters())
-    chooser.attach(lambda _: None)
+    shm, tcp, is_forgotten = Shelf(), Shelf(), threading.Event()
+    chooser = Chooser(counters := Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, lambda _: None)
 
     def refuse(_provisional: Source, _chosen: Source) -> bool:
         is_forgotten.set()
@@ -253,7 +251,8 @@ def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytes
     def fail(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    chooser = Chooser({"shm": ProbedShelf(), "tcp": Shelf()}, Counters())
+    chooser = Chooser(Counters())
+    chooser.start({"shm": Shelf(), "tcp": Shelf()}, lambda _: None)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(UnavailableError, match="no thread can be started to probe worker p"):
@@ -263,9 +262,9 @@ def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytes
 
 
 def test_closing_ends_a_probe() -> None:
-    shm = ProbedShelf()
-    chooser = Chooser({"shm": shm, "tcp": Shelf()}, Counters())
-    chooser.attach(lambda _: None)
+    shm = Shelf()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": Shelf()}, lambda _: None)
     chooser.choose(SESSION, lambda _provisional, _chosen: False)
     chooser.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-probe")]

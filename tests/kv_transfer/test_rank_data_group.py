@@ -237,17 +237,17 @@ def test_a_probe_can_be_stopped_and_ends_with_the_ranks() -> None:
 
 
 def test_only_what_every_rank_can_do_is_offered() -> None:
-    """In the first rank's order, with the address of each; probed if one rank has to."""
+    """In the first rank's order, with the address of each."""
     with two_ranks() as world:
         offers = [Offer("shm", "/a"), Offer("tcp", "h:1")]
-        world.ranks[0].send(messages.Opened(offers, ["shm", "nixl", "tcp"], ["shm"]))
+        world.ranks[0].send(messages.Opened(offers, ["shm", "nixl", "tcp"]))
         with pytest.raises(InternalError, match=r"ranks \[1\] did not open"):
             world.group.begin(0.05)
-        assert world.group.opened() == messages.Opened([], [], [])
-        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp", "nixl"], ["nixl"]))
+        assert world.group.opened() == messages.Opened([], [])
+        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp", "nixl"]))
         world.group.begin()
         assert world.reports.next() == ("serving", None)
-        together = messages.Opened([Offer("tcp", "h:1", ("h:2",))], ["nixl", "tcp"], ["nixl"])
+        together = messages.Opened([Offer("tcp", "h:1", ("h:2",))], ["nixl", "tcp"])
         assert world.group.opened() == together
 
 

@@ -77,7 +77,7 @@ def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
     try:
         pair.ranks.connect([ours for ours, _ in ends], [0, 0])
         for number, rank in enumerate(ranks):
-            rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
+            rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"]))
         pair.ranks.begin()
         with pytest.raises(SettingError, match="for 2 ranks, each in a process of its own"):
             pair.ranks.in_process()

@@ -20,7 +20,7 @@ from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import LeaseBook, LendingSender
@@ -172,7 +172,7 @@ class _Peer(PeerConnection):
             raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
 
 
-class NcclReceiver(ProbingReceiver):
+class NcclReceiver(PeerReceiver):
     """Owns the connections to peers. A connection is closed after any error but a stale lease."""
 
     def __init__(self, sender: NcclSender, host: str, timeout_seconds: float) -> None:

@@ -23,7 +23,7 @@ from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode
 from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
 from kv_transfer.transports.block_views import BlockViews, address_of, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
 from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
@@ -218,7 +218,7 @@ class _Peer(PeerConnection):
             raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
 
-class ShmReceiver(ProbingReceiver):
+class ShmReceiver(PeerReceiver):
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:

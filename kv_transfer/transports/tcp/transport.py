@@ -149,7 +149,7 @@ class _Connection(PeerConnection):
                 _expect_ok(answers[: error.num_bytes], piece)
             block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // blocks.view_bytes
             raise PeerUnreachableError(
-                f"short read in block {block} of {_name(piece)}: {error.message}"
+                f"short read in block {block} of {piece.name}: {error.message}"
             ) from error
         except BlockingIOError as error:
             raise PeerSilentError(f"no byte for {self._timeout_seconds} s in {_blocks(piece)}") from error
@@ -182,9 +182,5 @@ class TcpReceiver(PeerReceiver):
         super().__init__(partial(_Connection, timeout_seconds=timeout_seconds), keeps_stale=False)
 
 
-def _name(piece: ReadRequest) -> str:
-    return f"transfer {piece.name.transfer_id} (attempt {piece.name.attempt})"
-
-
 def _blocks(piece: ReadRequest) -> str:
-    return f"blocks {piece.first_block}..{piece.end_block - 1} of {_name(piece)}"
+    return f"blocks {piece.first_block}..{piece.end_block - 1} of {piece.name}"
