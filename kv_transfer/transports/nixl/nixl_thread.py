@@ -74,7 +74,7 @@ class NixlThread:
             self._put(command)
 
     def post(self, read: NixlRead) -> None:
-        """Begin a read; a failure ends it. Raises TransferError after ``close``.
+        """Begin a read; a failure ends it. After ``close`` it fails, or this raises TransferError.
 
         While the thread rests the caller posts the read, which may copy the bytes: then no thread is woken or waited for.
         """
