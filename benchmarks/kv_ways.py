@@ -35,7 +35,7 @@ from kv_transfer.transports.block_views import address_of, write_views
 from kv_transfer.transports.data_port import leave_unpaced
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import Senders, TransportContext
+from kv_transfer.transports.transport import Senders, TransportContext, TransportSettings
 
 _TOKEN = "token"
 _WAIT_SECONDS = 60.0
@@ -318,6 +318,5 @@ def digests(memory: MappedKVMemory, block_ids: Sequence[int]) -> list[int]:
 def _context(boot_id: str, folder: Path) -> TransportContext:
     sessions = Sessions()
     sessions.begin(_TOKEN)
-    return TransportContext(
-        "127.0.0.1", None, 0, boot_id, _WAIT_SECONDS, sessions, lambda _: None, shm_dir=folder
-    )
+    settings = TransportSettings(boot_id=boot_id, read_timeout_seconds=_WAIT_SECONDS, shm_dir=folder)
+    return TransportContext(settings, sessions, lambda _: None)

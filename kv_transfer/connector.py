@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
@@ -17,13 +16,13 @@ from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendPorts, SendTransfers
-from kv_transfer.links.link import LinkSettings, PeerRef
+from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import LocalIdentity, Session
 from kv_transfer.protocol.orders import TransferMetadata
 from kv_transfer.ranks.rank_data import RankData, rank_settings
-from kv_transfer.ranks.rank_data_group import MultiRankConnector, RankDataGroup
+from kv_transfer.ranks.rank_data_group import RankDataGroup
 from kv_transfer.settings import LocalWorker, TransferSettings
 
 logger = logging.getLogger(__name__)
@@ -40,45 +39,34 @@ class TransferFactory:
     settings: TransferSettings
 
     def __call__(self, side: Side, model_fingerprint: str, wake: Callable[[], None]) -> ConnectorPair:
-        """See ``create_connector``."""
-        return create_connector(LocalWorker(self.settings, side, model_fingerprint, wake))
+        """Build both halves of one worker's connector, for an engine of any number of ranks.
 
-
-def create_connector(worker: LocalWorker) -> ConnectorPair:
-    """Build both halves of one worker's connector, for an engine of any number of ranks.
-
-    A single rank's half is opened in this process, and peers are served when this returns. Several ranks open their halves
-    in processes of their own, and no peer is served before all have. Raises SettingError, and OSError when a port cannot
-    be bound.
-    """
-    settings = worker.settings
-    each_rank = rank_settings(settings, worker.side.num_ranks)
-    with ExitStack() as undo:
-        bound = LinkSettings(
-            settings.host,
-            settings.control_port,
-            settings.advertise_host,
-            settings.peer_timeout_seconds,
-            settings.max_frame_bytes,
-        )
-        links = LinkLoop(bound, worker.counters)
-        undo.callback(links.close)
-        data: RankData | RankDataGroup
-        if worker.is_single_rank:
-            data = RankData(each_rank[0], worker.counters, worker.completions)
-        else:
-            data = RankDataGroup(worker.side.num_ranks, worker.counters)
-        undo.callback(data.close)
-        control = ControlHalf(worker, links, data)
-        data.attach(control)
-        connector: RanksConnector
-        if isinstance(data, RankData):
-            control.serve()
-            connector = SingleRankConnector(data.half)
-        else:
-            connector = MultiRankConnector(each_rank, data, worker.completions.take, control.serve)
-        undo.pop_all()
-    return ConnectorPair(control, connector, links.address)
+        A single rank's half is opened in this process, and peers are served when this returns. Several ranks open their
+        halves in processes of their own, and no peer is served before all have. Raises SettingError, and OSError when a
+        port cannot be bound.
+        """
+        worker = LocalWorker(self.settings, side, model_fingerprint, wake)
+        each_rank = rank_settings(self.settings, side.num_ranks)
+        with ExitStack() as undo:
+            links = LinkLoop(self.settings, worker.counters)
+            undo.callback(links.close)
+            data: RankData | RankDataGroup
+            if worker.is_single_rank:
+                data = RankData(each_rank[0], worker.counters, worker.completions)
+            else:
+                data = RankDataGroup(each_rank, worker.counters, worker.completions.take)
+            undo.callback(data.close)
+            control = ControlHalf(worker, links, data)
+            connector: RanksConnector
+            if isinstance(data, RankData):
+                data.attach(control)
+                control.serve()
+                connector = SingleRankConnector(data.half)
+            else:
+                data.attach(control, control.serve)
+                connector = data
+            undo.pop_all()
+        return ConnectorPair(control, connector, links.address)
 
 
 class ControlHalf:
@@ -110,18 +98,14 @@ class ControlHalf:
 
     def serve(self) -> None:
         """Begin to serve peers; called once, when the transports are open."""
-        settings = self._worker.settings
+        worker = self._worker
+        opened = self._data.opened
         identity = LocalIdentity(
-            settings.worker_id,
-            settings.boot_id,
-            str(settings.role),
-            settings.secret,
-            self._worker.model_fingerprint,
-            self._worker.side.layout,
-            tuple(self._data.readers()),
-            settings.peer_timeout_seconds,
-            self._data.offers,
-            self._worker.side.num_ranks,
+            worker.settings,
+            worker.side,
+            worker.model_fingerprint,
+            tuple(opened().readers),
+            lambda: opened().offers,
         )
         self._links.start(identity, self)
 
@@ -155,12 +139,12 @@ class ControlHalf:
         """Stop the I/O thread; to peers this looks like the worker's death."""
         self._links.close()
 
-    def link_up(self, ref: PeerRef, session: Session) -> None:
-        """Use a link whose peer has authenticated."""
+    def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
+        """Use a link whose peer has authenticated. False: not every rank serves the peer before ``resume`` is called."""
         if ref.is_dialed:
             self.receiver.link_up(ref, session)
-        elif not self._data.sessions.begin(session.token, partial(self._links.release, ref, session.token)):
-            self._links.hold(ref, session.token)
+            return True
+        return self._data.sessions.begin(session.token, resume)
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         """End what depends on a peer that died, or could not be reached."""

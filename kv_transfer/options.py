@@ -1,11 +1,12 @@
-"""The connector settings that users can give, in groups (see ``contract.options``). Imports nothing that moves KV."""
+"""The groups of a connector's settings (see ``contract.options``). Imports nothing that moves KV."""
 
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field
 
-from contract.options import Options
+from contract.identity import Role
+from contract.options import Options, PartSettings, PeerOptions
 
 TransportName = Literal["auto", "shm", "nixl", "nccl", "tcp"]
 """A transport that crosses processes. ``auto``: the best that both workers of a pair support."""
@@ -34,3 +35,23 @@ class PortOptions(Options):
     data_port: int = Field(default=0, ge=0, le=65535)
     """Port of the KV data that other workers fetch by transport tcp, nixl or nccl; 0 picks a free one. Each further rank
     uses the next port."""
+
+
+class BootSettings(PortOptions, PartSettings):
+    """One start of a worker, and where it is reached."""
+
+    boot_id: str = Field(min_length=1)
+    """Identifies one start of the worker."""
+
+
+class LinkSettings(BootSettings, PeerOptions):
+    """The settings of a worker's control links, and what the worker introduces itself by."""
+
+    worker_id: str = Field(min_length=1)
+    """The worker's name in the cluster."""
+    role: Role
+    """The worker's role, which is not that of a router."""
+    secret: str = Field(min_length=1, repr=False)
+    """The cluster's secret."""
+    max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
+    """The longest message on a control link."""

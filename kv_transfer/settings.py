@@ -9,53 +9,30 @@ from pydantic import Field, model_validator
 from contract.errors import SettingError
 from contract.identity import Role
 from contract.layout import Side
-from contract.options import PartSettings, PeerOptions
 from kv_transfer.counters import Completions, Counters
-from kv_transfer.options import PortOptions, TransferOptions
-from kv_transfer.transports.local import LocalHub
+from kv_transfer.options import LinkSettings
 from kv_transfer.transports.nixl.agent import why_missing
-from kv_transfer.transports.shm.sender import why_unsupported
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.shm.sender import check_supported
+from kv_transfer.transports.transport import ReceiverTransport, TransportSettings
 
 DEFAULT_STAGING_BYTES = 16 * 2**20
-LOCAL = "local"
-"""The transport between connectors of one process, which only tests use."""
 
 
-class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
+class TransferSettings(TransportSettings, LinkSettings):
     """Settings of one worker's connector. Raises SettingError with the name, the value and the allowed range."""
 
-    worker_id: str = Field(min_length=1)
-    """The worker's name in the cluster."""
-    boot_id: str = Field(min_length=1)
-    """Identifies one start of the worker."""
-    role: Role
-    """The worker's role, which is not that of a router."""
-    secret: str = Field(min_length=1, repr=False)
-    """The cluster's secret."""
     parked_seconds: float = Field(default=30.0, gt=0)
     """Seconds that a fetch waits for a transfer that is not open yet."""
-    read_timeout_seconds: float = Field(default=10.0, gt=0)
-    """A transfer fails if its data connection moves no byte for this time."""
     max_parked: int = Field(default=1024, ge=1)
     """Fetches of one peer that may wait for transfers that are not open yet."""
-    max_frame_bytes: int = Field(default=16 * 2**20, ge=65536)
-    """The longest message on a control link."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
     """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
     num_layer_groups: int = Field(default=4, ge=1)
     """Number of parts in which a long prompt's last blocks are lent, as their layers are computed; 1 is as a whole."""
     min_split_blocks: int = Field(default=8, ge=1)
     """Number of last blocks from which on they are lent in parts."""
-    local: LocalHub | None = None
-    """Connects transports within one process, for tests; None: ``transport`` is used."""
     decorate: Callable[[ReceiverTransport], ReceiverTransport] | None = None
     """Wraps the receiver (fault injection in tests)."""
-
-    @property
-    def transport_name(self) -> str:
-        """The transport to open; ``local`` if there is a hub for it."""
-        return LOCAL if self.local is not None else self.transport
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -65,14 +42,10 @@ class TransferSettings(TransferOptions, PortOptions, PeerOptions, PartSettings):
             )
         if self.role is Role.ROUTER:
             raise SettingError("role is router; a router moves no KV", param="role")
-        missing = why_missing() if self.transport == "nixl" else None
-        if missing is not None:
+        if self.transport == "nixl" and (missing := why_missing()):
             raise SettingError(missing, param="transport")
-        why_not = why_unsupported() if self.transport == "shm" else None
-        if why_not is not None:
-            raise SettingError(
-                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
-            )
+        if self.transport == "shm":
+            check_supported()
         return self
 
 

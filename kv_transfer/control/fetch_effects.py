@@ -1,4 +1,4 @@
-"""The effects of the fetches' state machine; the peers' sources and the expected arrivals, which they use and change."""
+"""The effects of the fetches' state machine, on the peers' sources, the expected arrivals and the scheduler's events."""
 
 import logging
 from collections import deque
@@ -12,7 +12,6 @@ from kv_transfer.control.incoming_transfer import IncomingTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.events import NOT_NEEDED, RetryStep
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.plan import PeerTerms
@@ -27,37 +26,29 @@ _OVERDUE_SECONDS = 0.25
 """A fetch that is later than this is not expected any more."""
 _NUM_REMEMBERED = 16
 
-Later = list[Callable[[], None]]
-"""Calls to make once the lock is released; see ``Transfers``."""
-
-
-@dataclass
-class _Expected:
-    sender: PeerRef
-    at: float
-
 
 class ArrivalEstimates:
     """Owns the expected end of each fetch, by the receiver's clock. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, _Expected] = {}
+        self._expected: dict[str, tuple[PeerRef, float]] = {}
+        """The sender and the time, by the key of the fetch."""
         self._delays = deque[float](maxlen=_NUM_REMEMBERED)
 
     def expect(self, key: str, sender: PeerRef, at: float) -> None:
         """Record the sender's newest estimate for a fetch."""
-        self._expected[key] = _Expected(sender, at)
+        self._expected[key] = (sender, at)
 
     def arrived(self, key: str, now: float) -> None:
         """Record how late a fetch was, and expect those that belong to the same step at once."""
-        one = self._expected.pop(key, None)
-        if one is None:
+        if key not in self._expected:
             return
+        sender, expected_at = self._expected.pop(key)
         usual = self._usual_delay
-        self._delays.append(now - one.at)
-        for other in self._expected.values():
-            if other.sender == one.sender and abs(other.at - one.at) < _TOGETHER_SECONDS:
-                other.at = now - usual
+        self._delays.append(now - expected_at)
+        for other, (its_sender, at) in self._expected.items():
+            if its_sender == sender and abs(at - expected_at) < _TOGETHER_SECONDS:
+                self._expected[other] = (sender, now - usual)
 
     def forget(self, key: str) -> None:
         """Stop expecting a fetch that has ended."""
@@ -65,75 +56,15 @@ class ArrivalEstimates:
 
     def next(self, now: float) -> float | None:
         """Return when the next fetch is expected, which may be just past; None if no sender has sent an estimate."""
+        if not self._expected:
+            return None
         delay = self._usual_delay
-        at = (one.at + delay for one in self._expected.values())
-        return min((each for each in at if each > now - _OVERDUE_SECONDS), default=None)
+        ends = (at + delay for _, at in self._expected.values())
+        return min((end for end in ends if end > now - _OVERDUE_SECONDS), default=None)
 
     @property
     def _usual_delay(self) -> float:
         return median(self._delays) if self._delays else 0.0
-
-
-@dataclass
-class _Peer:
-    source: Source
-    terms: PeerTerms | None
-
-
-class PeerSources:
-    """Owns the source and the terms of each linked peer; ``alternatives`` has their other sources. Not thread-safe."""
-
-    def __init__(self, alternatives: Alternatives) -> None:
-        self.alternatives = alternatives
-        self._peers: dict[PeerRef, _Peer] = {}
-
-    def add(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
-        """Record a new link. terms: None if the peer's blocks are ours, one for one."""
-        self._peers[ref] = _Peer(source, terms)
-        if terms is not None:
-            converted = terms.plan.describe() or "nothing"
-            text = "KV from worker %s (model %s): converting %s"
-            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
-
-    def remove(self, ref: PeerRef) -> Source | None:
-        """Remove a link; return where the peer was read."""
-        peer = self._peers.pop(ref, None)
-        return None if peer is None else peer.source
-
-    def source_of(self, ref: PeerRef) -> Source:
-        """Return where a linked peer is read."""
-        return self._peers[ref].source
-
-    def terms_of(self, ref: PeerRef) -> PeerTerms | None:
-        """Return a peer's terms, or None if it has none or no link."""
-        peer = self._peers.get(ref)
-        return None if peer is None else peer.terms
-
-    def has_link(self, ref: PeerRef, source: Source) -> bool:
-        """Return whether the peer's link is the one that ``source`` belongs to."""
-        peer = self._peers.get(ref)
-        return peer is not None and peer.source.token == source.token
-
-    def replace(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
-        """Read the peer from ``chosen``, if it is still read from ``provisional``; return whether it was."""
-        peer = self._peers.get(ref)
-        if peer is None or peer.source != provisional:
-            return False
-        peer.source = chosen
-        return True
-
-    def retries(self, ref: PeerRef, failed: Source | None) -> tuple[tuple[RetryStep, ...], Source | None]:
-        """Return how a failed read can be retried, best first, and the other source. No way if the link is gone."""
-        if failed is None or not self.has_link(ref, failed):
-            return (), None
-        other = self.alternatives.beside(failed)
-        return ((RetryStep.SAME_TRANSPORT,) if other is None else tuple(RetryStep)), other
-
-    def mark_failed(self, ref: PeerRef, source: Source) -> None:
-        """Record that a transfer's read from ``source`` failed, which may change where the peer is read."""
-        next_source = self.alternatives.failed(source)
-        if ref in self._peers:
-            self._peers[ref].source = next_source
 
 
 @dataclass(frozen=True)
@@ -149,74 +80,105 @@ class FetchPorts:
 
 
 class FetchEffects:
-    """Owns the events and the expected arrivals that the scheduler asks for. Used under the lock of ``FetchTransfers``.
+    """Owns the peers' sources, the expected arrivals and the events. Used under the lock of ``FetchTransfers``.
 
-    events: for the scheduler, until it takes them.
+    alternatives: the peers' other sources. terms: of those linked peers whose blocks are not ours, one for one. events: for
+    the scheduler, until it takes them. later: see ``Transfers``.
     """
 
-    def __init__(self, worker: LocalWorker, ports: FetchPorts, peers: PeerSources) -> None:
+    def __init__(self, worker: LocalWorker, ports: FetchPorts, later: list[Callable[[], None]]) -> None:
         self._worker = worker
         self._completions = worker.completions
         self._ports = ports
-        self._peers = peers
+        self._later = later
+        self._sources: dict[PeerRef, Source] = {}
+        self.terms: dict[PeerRef, PeerTerms] = {}
+        self.alternatives = ports.alternatives
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
         worker.counters.add("transfer_fallbacks_total", 0)
-        for retry_step in RetryStep:
+        for retry_step in ev.RetryStep:
             worker.counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
-    def order(self, incoming: IncomingTransfer, action: ev.FetchOrder, later: Later) -> None:
+    def add_peer(self, ref: PeerRef, source: Source, terms: PeerTerms | None) -> None:
+        """Record a new link. terms: None if the peer's blocks are ours, one for one."""
+        self._sources[ref] = source
+        if terms is not None:
+            self.terms[ref] = terms
+            converted = terms.plan.describe() or "nothing"
+            text = "KV from worker %s (model %s): converting %s"
+            logger.info(text, source.worker_id, terms.model_fingerprint, converted)
+
+    def remove_peer(self, ref: PeerRef) -> Source | None:
+        """Remove a link; return where the peer was read."""
+        self.terms.pop(ref, None)
+        return self._sources.pop(ref, None)
+
+    def choose_source(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
+        """Read a peer from ``chosen``, if it is still read from ``provisional``. Return False if that link is gone."""
+        source = self._sources.get(ref)
+        if source == provisional:
+            self._sources[ref] = chosen
+        return source is not None and source.token == chosen.token
+
+    def retries(self, incoming: IncomingTransfer) -> tuple[ev.RetryStep, ...]:
+        """Return how a failed read can be retried, best first; not at all if the link is gone. Sets ``other``."""
+        source = self._sources.get(incoming.ref)
+        failed = incoming.source
+        if failed is None or source is None or source.token != failed.token:
+            return ()
+        incoming.other = self.alternatives.beside(failed)
+        return (ev.RetryStep.SAME_TRANSPORT,) if incoming.other is None else tuple(ev.RetryStep)
+
+    def order(self, incoming: IncomingTransfer, action: ev.FetchOrder) -> None:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
-                incoming.source = incoming.source or self._peers.source_of(incoming.ref)
-                if action.part is None:
-                    job = incoming.pull_job(action, self._worker.side.layout.block_bytes)
-                else:
-                    job = incoming.ahead_job(action)
+                incoming.source = incoming.source or self._sources[incoming.ref]
+                job = incoming.job(action, self._worker.side.layout.block_bytes)
                 if job.is_here:  # it is verified, and reported, within the call
-                    later.append(partial(self._ports.pull, job))
+                    self._later.append(partial(self._ports.pull, job))
                 else:
                     self._ports.pull(job)
-            case RetryStep():
-                self._read_again(incoming, action)
+            case ev.RetryStep():
+                failed = incoming.read_again(action)
+                if failed is not None:
+                    next_source = self.alternatives.failed(failed)
+                    if incoming.ref in self._sources:
+                        self._sources[incoming.ref] = next_source
+                self._worker.counters.add("transfer_pulled_again_total", rung=action.value)
+                is_fallback = action is ev.RetryStep.OTHER_TRANSPORT
+                self._worker.counters.add("transfer_fallbacks_total", is_fallback)
             case ev.CommitBlocks():
                 commit = CommitJob(incoming.key, action.block_ids, incoming.read)
-                later.append(partial(self._ports.commit, commit))  # it may be reported within the call
+                self._later.append(partial(self._ports.commit, commit))  # it may be reported within the call
             case ev.StopReads():
-                later.append(incoming.read.stop)
+                self._later.append(incoming.read.stop)
 
-    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float, later: Later) -> None:
+    def report(self, incoming: IncomingTransfer, action: ev.FetchNotice, now: float) -> None:
         """Send a message to the sender, or an event to the scheduler."""
         wire = (incoming.transfer_id, incoming.attempt)
         ending = incoming.fetch.ending
         match action:
             case ev.FetchNotice.RELEASE:
                 # After this worker's core is woken: the sender's core may take the processor.
-                later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
+                self._later.append(partial(self._ports.post, incoming.ref, msg.ReleaseLease(*wire)))
                 return
             case ev.FetchNotice.CANCEL:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
             case ev.FetchNotice.PUBLISHED:
-                terms = self._peers.terms_of(incoming.ref)
+                terms = self.terms.get(incoming.ref)
                 self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
             case ev.FetchNotice.FAILED if ending is not None:
-                if ending.kind != NOT_NEEDED:
+                if ending.kind != ev.NOT_NEEDED:
                     self._worker.counters.add("transfer_failures_total", kind=ending.kind)
                 self.events.append(Failed(incoming.key, ending.kind, ending.message))
             case ev.FetchNotice.DRAINED:
                 self.events.append(Drained(incoming.key))
             case ev.FetchNotice.RECEIVED:
                 if incoming.source is not None:
-                    self._peers.alternatives.worked(incoming.source)
+                    self.alternatives.worked(incoming.source)
                 self.arrival_estimates.arrived(incoming.key, now)
                 self._completions.add_received(incoming.key)
-        later.append(self._worker.wake)
-
-    def _read_again(self, incoming: IncomingTransfer, retry_step: RetryStep) -> None:
-        failed = incoming.read_again(retry_step)
-        if failed is not None:
-            self._peers.mark_failed(incoming.ref, failed)
-        self._worker.counters.add("transfer_pulled_again_total", rung=retry_step.value)
-        self._worker.counters.add("transfer_fallbacks_total", retry_step is RetryStep.OTHER_TRANSPORT)
+        self._later.append(self._worker.wake)

@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from contract.errors import InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from engine.connector import Drained, Published, Received, TransferEvent
-from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts, PeerSources
-from kv_transfer.control.incoming_transfer import IncomingTransfer, gauges_of, quarantine_of
+from kv_transfer.control.fetch_effects import FetchEffects, FetchPorts
+from kv_transfer.control.incoming_transfer import QUARANTINE, IncomingTransfer, quarantine_of
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -30,19 +30,15 @@ class FetchTransfers(Transfers):
     """Fulfils ``ReceiverConnector``; owns the receiver's transfers and the events for the scheduler. Thread-safe."""
 
     def __init__(
-        self,
-        worker: LocalWorker,
-        ports: FetchPorts,
-        clock: Callable[[], float] = time.monotonic,
+        self, worker: LocalWorker, ports: FetchPorts, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
         self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
         self._clock = clock
-        self._completions = worker.completions
         self._incoming: TransferTable[IncomingTransfer] = TransferTable()
-        self._peers = PeerSources(ports.alternatives)
-        self._effects = FetchEffects(worker, ports, self._peers)
+        self._effects = FetchEffects(worker, ports, self._later)
         self._failure: str | None = None
 
     def start_fetch(self, request: EngineRequest) -> None:
@@ -54,7 +50,7 @@ class FetchTransfers(Transfers):
         incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
-            terms = self._peers.terms_of(incoming.ref)
+            terms = self._effects.terms.get(incoming.ref)
         # This hashes a long prompt: better here than under the lock at the sender's first message.
         incoming.use_terms(terms)
         with self._acting():
@@ -119,8 +115,6 @@ class FetchTransfers(Transfers):
 
     def next_arrival(self) -> float | None:
         """See ``ReceiverConnector``."""
-        if not self._incoming:
-            return None
         with self._lock:
             return self._effects.arrival_estimates.next(self._clock())
 
@@ -140,8 +134,7 @@ class FetchTransfers(Transfers):
             incoming = self._incoming.find(key)
             before = incoming.fetch.retry_steps
             if isinstance(event, ev.JobFailed) and event.may_heal:
-                (steps, incoming.other) = self._peers.retries(incoming.ref, incoming.source)
-                event = replace(event, retry_steps=steps)
+                event = replace(event, retry_steps=self._effects.retries(incoming))
             self._apply(incoming, advance_fetch(incoming.fetch, event))
             if isinstance(event, ev.JobFailed) and incoming.fetch.retry_steps != before:
                 way = incoming.fetch.retry_steps[-1].replace("_", " ")
@@ -152,20 +145,19 @@ class FetchTransfers(Transfers):
 
         def on_chosen(provisional: Source, chosen: Source) -> bool:
             with self._lock:
-                if self._peers.replace(ref, provisional, chosen):
-                    for incoming in self._incoming:
-                        incoming.source = chosen if incoming.source == provisional else incoming.source
-                return self._peers.has_link(ref, chosen)
+                for incoming in self._incoming:
+                    incoming.source = chosen if incoming.source == provisional else incoming.source
+                return self._effects.choose_source(ref, provisional, chosen)
 
         with self._lock:
-            self._peers.add(ref, self._ports.choose(session, on_chosen), session.terms)
+            self._effects.add_peer(ref, self._ports.choose(session, on_chosen), session.terms)
         if session.terms is not None and not session.terms.plan.is_direct:
             self._worker.counters.add("transfer_converting_links_total")
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """Fail every fetch that still needs a peer whose link ended. Returns where the peer was read."""
         with self._acting():
-            source = self._peers.remove(ref)
+            source = self._effects.remove_peer(ref)
             for incoming in self._incoming:
                 if incoming.ref == ref:
                     self._apply(incoming, fetch_side.sender_failed(incoming.fetch, kind, message))
@@ -177,13 +169,16 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get_by_wire((ref, message.transfer_id, message.attempt))
             if incoming is None:
-                self._drop(ref, message)
+                self._worker.counters.add("transfer_stale_messages_total")
+                # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
+                if not isinstance(message, msg.TransferFailed):
+                    self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
                 return
             if isinstance(message, msg.EndExpected):
                 if incoming.lease == message.lease:
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
-            incoming.use_terms(self._peers.terms_of(ref))
+            incoming.use_terms(self._effects.terms.get(ref))
             try:
                 step = incoming.step_of(message, now, reads_ahead=self._worker.is_single_rank)
             except TransferError as error:
@@ -192,9 +187,13 @@ class FetchTransfers(Transfers):
                 self._apply(incoming, step)
 
     def gauges(self) -> dict[str, float]:
-        """See ``gauges_of``."""
+        """Return the numbers of fetches, and of those that hold quarantined blocks."""
         with self._lock:
-            return gauges_of(self._incoming)
+            states = [incoming.fetch.state for incoming in self._incoming]
+        return {
+            "fetches_active": len(states),
+            "transfers_quarantined": sum(state in QUARANTINE for state in states),
+        }
 
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
@@ -203,22 +202,16 @@ class FetchTransfers(Transfers):
             return {
                 "fetches": [incoming.debug_state(now) for incoming in self._incoming],
                 "quarantine": quarantine_of(self._incoming),
-                "transports": self._peers.alternatives.debug_state(),
+                "transports": self._effects.alternatives.debug_state(),
             }
-
-    def _drop(self, ref: PeerRef, message: msg.SenderMessage) -> None:
-        self._worker.counters.add("transfer_stale_messages_total")
-        # The sender still lends: without a cancel, its lease would be renewed for as long as this worker lives.
-        if not isinstance(message, msg.TransferFailed):
-            self._ports.post(ref, msg.CancelFetch(message.transfer_id, message.attempt))
 
     def _apply(self, incoming: IncomingTransfer, step: FetchStep) -> None:
         incoming.fetch, actions = step
         for action in actions:
             if isinstance(action, ev.FetchOrder):
-                self._effects.order(incoming, action, self._later)
+                self._effects.order(incoming, action)
             else:
-                self._effects.report(incoming, action, self._clock(), self._later)
+                self._effects.report(incoming, action, self._clock())
         if incoming.fetch.has_ended:
             self._effects.arrival_estimates.forget(incoming.key)
         if incoming.fetch.state is FetchState.FREE:

@@ -4,8 +4,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from msgspec.structs import replace
-
 from contract.errors import ErrorKind, InternalError, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
@@ -13,7 +11,6 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import RunningDigests, Share, digest_seeds
-from kv_transfer.protocol.events import RetryStep
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
@@ -21,7 +18,7 @@ from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, Source, gran
 
 WireKey = tuple[PeerRef, str, int]
 """The peer, the transfer id and the attempt, by which the sender's messages name a transfer."""
-_QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
+QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 
 
 @dataclass
@@ -78,9 +75,7 @@ class IncomingTransfer:
             "age_seconds": now - self.since,
             "num_blocks": self.fetch.num_blocks,
             "num_announced": len(self.fetch.digests),
-            "num_landed": self.fetch.num_landed,
             "transport": None if self.source is None else self.source.transport,
-            "rungs": [str(retry_step) for retry_step in self.fetch.retry_steps],
             "peer": self.ref.boot_id,
         }
 
@@ -120,46 +115,48 @@ class IncomingTransfer:
             seeds = digest_seeds(self.request, terms.model_fingerprint, block_size)
             self.announced = AnnouncedBlocks(terms.plan, len(self.request.prompt_token_ids), seeds)
 
-    def pull_job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
-        """Return the job that reads whole blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
+    def job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
+        """Return the job that reads these blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
+        if self.source is None:
+            raise InternalError(f"request {self.key} is read before its source is known")
         first = pull.first_block
         end = first + len(pull.block_ids)
         blocks = range(first, end)
         seeds = self.seeds[first:end]
         shares: tuple[Share, ...] = (Share(0, pull.digests),)
+        ahead: Ahead | None = None
         conversion: Conversion | None = None
-        if (announced := self.announced) is not None:
+        if (announced := self.announced) is None:
+            ahead = self._ahead_of(first, end, is_begun=pull.part is not None)
+        else:
             blocks, seeds, shares = announced.sources_of(first, end)
             block_bytes = announced.plan.crossing_bytes
             if not announced.plan.is_direct:
                 conversion = Conversion(announced.plan, first, end, announced.num_tokens)
-        ahead = None if announced is not None else self._ahead_of(first, end)
-        self.num_bytes += len(blocks) * block_bytes
-        return replace(
-            self._job(blocks.start, blocks.stop, pull.block_ids),
+        if pull.part is None:
+            self.num_bytes += len(blocks) * block_bytes
+        return PullJob(
+            key=self.key,
+            source=self.source,
+            name=LeaseName(self.transfer_id, self.attempt, self.lease),
+            first_block=blocks.start,
+            block_ids=pull.block_ids,
             shares=shares,
             seeds=seeds,
+            read=self.read,
             conversion=conversion,
+            grants=tuple(grants_within(self.grants, blocks.start, blocks.stop)),
             ahead=ahead,
+            part=pull.part,
             is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
         )
 
-    def ahead_job(self, pull: ev.PullBlocks) -> PullJob:
-        """Return the job that reads a part of each block, once ``source`` is known."""
-        first = pull.first_block
-        end = first + len(pull.block_ids)
-        known = self._ahead_of(first, end)
-        if known is None:
-            known = Ahead(first, end, RunningDigests(self.seeds[first:end]))
-            self.ahead.append(known)
-        return replace(self._job(first, end, pull.block_ids), ahead=known, part=pull.part)
-
-    def read_again(self, retry_step: RetryStep) -> Source | None:
+    def read_again(self, retry_step: ev.RetryStep) -> Source | None:
         """Use a new ``Read`` from now on, and the other source if the step is that. Returns the source that has failed."""
         failed = self.source
         self.read = Read()
         self.ahead = []
-        if retry_step is RetryStep.OTHER_TRANSPORT:
+        if retry_step is ev.RetryStep.OTHER_TRANSPORT:
             self.source = self.other
         return failed
 
@@ -184,40 +181,20 @@ class IncomingTransfer:
         # A grant that came ahead with the layers is repeated with the announcement.
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def _job(self, first_block: int, end_block: int, block_ids: tuple[int, ...]) -> PullJob:
-        if self.source is None:
-            raise InternalError(f"request {self.key} is read before its source is known")
-        return PullJob(
-            key=self.key,
-            source=self.source,
-            name=LeaseName(self.transfer_id, self.attempt, self.lease),
-            first_block=first_block,
-            block_ids=block_ids,
-            shares=(),
-            seeds=(),
-            read=self.read,
-            grants=tuple(grants_within(self.grants, first_block, end_block)),
-        )
-
-    def _ahead_of(self, first_block: int, end_block: int) -> Ahead | None:
-        covering = (
-            one for one in self.ahead if one.first_block <= first_block and end_block <= one.end_block
-        )
-        return next(covering, None)
-
-
-def gauges_of(transfers: Iterable[IncomingTransfer]) -> dict[str, float]:
-    """Return the numbers of fetches, and of those that hold quarantined blocks."""
-    states = [incoming.fetch.state for incoming in transfers]
-    return {
-        "fetches_active": len(states),
-        "transfers_quarantined": sum(state in _QUARANTINE for state in states),
-    }
+    def _ahead_of(self, first: int, end: int, *, is_begun: bool) -> Ahead | None:
+        """Return what is read ahead of these blocks. is_begun: from now on, if nothing is yet."""
+        for known in self.ahead:
+            if known.first_block <= first and end <= known.end_block:
+                return known
+        if not is_begun:
+            return None
+        self.ahead.append(Ahead(first, end, RunningDigests(self.seeds[first:end])))
+        return self.ahead[-1]
 
 
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:
     """Count the fetches that ended with a read outstanding, or unknown to the scheduler, and their blocks."""
-    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in _QUARANTINE]
+    held = [incoming.fetch for incoming in transfers if incoming.fetch.state in QUARANTINE]
     return {
         "num_draining": sum(fetch.state is FetchState.DRAINING for fetch in held),
         "num_quarantined": sum(fetch.state is FetchState.QUARANTINED for fetch in held),

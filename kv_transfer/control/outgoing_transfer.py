@@ -1,7 +1,6 @@
 """One prompt whose KV is lent, as ``SendTransfers`` keeps it, and the history of attempts."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,11 +8,12 @@ from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
+from kv_transfer.protocol import send_side
 from kv_transfer.protocol.events import EndReason
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName, RangeGrant, grants_within
-from kv_transfer.protocol.send_side import Send, SendState
-from kv_transfer.settings import LocalWorker
+from kv_transfer.protocol.send_side import Send, SendState, SendStep
+from kv_transfer.settings import LocalWorker, TransferSettings
 
 TransferKey = tuple[str, int]
 """The transfer id and the attempt, by which the receiver's messages name a transfer."""
@@ -31,7 +31,6 @@ class OutgoingTransfer:
     transfer_id: str
     attempt: int
     send: Send
-    since: float
     key: str | None = None
     lease: str = ""
     block_ids: list[int] = field(default_factory=list)
@@ -43,18 +42,18 @@ class OutgoingTransfer:
 
     @classmethod
     def parked(
-        cls, peer: str, message: msg.FetchBlocks, lease_seconds: float, now: float, deadline: float
+        cls, peer: str, message: msg.FetchBlocks, settings: TransferSettings, now: float
     ) -> "OutgoingTransfer":
         """Return a transfer that is fetched before it is opened."""
         send = Send(
             state=SendState.PARKED,
-            lease_seconds=lease_seconds,
+            lease_seconds=settings.lease_seconds,
             is_opened=False,
             peer=peer,
             from_block=message.from_block,
-            deadline=deadline,
+            deadline=now + settings.parked_seconds,
         )
-        return cls(message.transfer_id, message.attempt, send, now)
+        return cls(message.transfer_id, message.attempt, send)
 
     @property
     def wire_key(self) -> TransferKey:
@@ -100,21 +99,24 @@ class OutgoingTransfer:
         num_parts = worker.settings.num_layer_groups if is_split else 1
         return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, announces_end=is_last)
 
-    def note_range(self, ready: ev.BlockRange) -> None:
-        """Keep a range's grants, and the digests of the ranks from 1 on."""
-        first = ready.first_block
-        num_blocks = len(ready.digests)
-        for rank, grants in enumerate((ready.grants, *(other.grants for other in ready.others))):
-            if grants:
-                self.grants.append(RangeGrant(first, num_blocks, dict(grants), rank))
-        self.other_digests = self.other_digests or [[] for _ in ready.others]
-        for known, other in zip(self.other_digests, ready.others, strict=True):
-            known.extend(other.digests)
-
-    def note_layers(self, ready: ev.LayerRange) -> None:
-        """Keep the grants: they are not repeated when the range is whole."""
-        if ready.grants:
-            self.grants.append(RangeGrant(ready.first_block, ready.num_blocks, dict(ready.grants)))
+    def step_of(self, event: ev.SendEvent) -> SendStep:
+        """Return the transfer after a report of the data half, and what to do. Keeps the grants and digests in it."""
+        match event:
+            case ev.BlockRange():
+                for rank, each in enumerate((event, *event.others)):
+                    if each.grants:
+                        grant = RangeGrant(each.first_block, len(each.digests), dict(each.grants), rank)
+                        self.grants.append(grant)
+                self.other_digests = self.other_digests or [[] for _ in event.others]
+                for known, other in zip(self.other_digests, event.others, strict=True):
+                    known.extend(other.digests)
+                return send_side.blocks_ready(self.send, event)
+            case ev.LayerRange(first, num_blocks):
+                if event.grants:  # they are not repeated when the range is whole
+                    self.grants.append(RangeGrant(first, num_blocks, dict(event.grants)))
+                return send_side.layers_ready(self.send, event)
+            case ev.RangeFailed():
+                return send_side.range_failed(self.send, event)
 
     def message_of(self, action: ev.SendAction) -> msg.Message:
         """Return the message to the peer that this action stands for. Raises InternalError if it stands for none."""
@@ -137,14 +139,13 @@ class OutgoingTransfer:
             case _:
                 raise InternalError(f"{action} stands for no message")
 
-    def debug_state(self, now: float) -> dict[str, Any]:
+    def debug_state(self) -> dict[str, Any]:
         """Return the transfer as plain data."""
         return {
             "transfer_id": self.transfer_id,
             "attempt": self.attempt,
             "request": self.key,
             "state": str(self.send.state),
-            "age_seconds": now - self.since,
             "num_blocks": self.send.num_blocks,
             "num_published": len(self.send.digests),
             "peer": self.send.peer,
@@ -152,45 +153,24 @@ class OutgoingTransfer:
 
 
 class AttemptHistory:
-    """The newest attempt of each transfer, and how attempts ended; the latest 4096 of each. Not thread-safe."""
+    """The newest attempt of each transfer, and how it ended if it did; of the latest 4096 transfers. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._newest = OrderedDict[str, int]()
-        self._endings = OrderedDict[TransferKey, EndReason]()
+        self._newest = OrderedDict[str, tuple[int, EndReason | None]]()
 
-    def begin(self, wire_key: TransferKey) -> None:
-        """Record an attempt that is opened or parked."""
-        self._endings.pop(wire_key, None)
+    def record(self, wire_key: TransferKey, ending: EndReason | None = None) -> None:
+        """Record that an attempt is opened or parked, or why it ended."""
         (transfer_id, attempt) = wire_key
-        self._newest[transfer_id] = max(attempt, self._newest.pop(transfer_id, attempt))
-        while len(self._newest) > _MAX_REMEMBERED:
+        newest = self._newest.pop(transfer_id, (attempt, None))
+        self._newest[transfer_id] = newest if newest[0] > attempt else (attempt, ending)
+        if len(self._newest) > _MAX_REMEMBERED:
             self._newest.popitem(last=False)
-
-    def end(self, wire_key: TransferKey, ending: EndReason) -> None:
-        """Record why an attempt ended."""
-        self._endings[wire_key] = ending
-        while len(self._endings) > _MAX_REMEMBERED:
-            self._endings.popitem(last=False)
 
     def refusal_of(self, wire_key: TransferKey) -> EndReason | None:
         """Return why a fetch must be refused: a newer attempt is known, or this one has ended."""
         (transfer_id, attempt) = wire_key
-        newest = self._newest.get(transfer_id, attempt)
+        newest, ending = self._newest.get(transfer_id, (attempt, None))
         if attempt < newest:
             text = f"attempt {attempt} of transfer {transfer_id} is older than attempt {newest}, which is known here"
             return EndReason(ErrorKind.TRANSFER_FAILED, text)
-        return self._endings.get(wire_key)
-
-
-def num_parked(transfers: Iterable[OutgoingTransfer], peer: str) -> int:
-    """Return the number of fetches of this peer that are parked."""
-    return sum(one.send.state is SendState.PARKED and one.send.peer == peer for one in transfers)
-
-
-def gauges_of(transfers: Iterable[OutgoingTransfer]) -> dict[str, float]:
-    """Return the numbers of active leases and of parked fetches."""
-    sends = [(one.key is not None, one.send) for one in transfers]
-    return {
-        "leases_active": sum(is_open and not send.has_ended for is_open, send in sends),
-        "transfers_parked": sum(send.state is SendState.PARKED for _, send in sends),
-    }
+        return ending if attempt == newest else None

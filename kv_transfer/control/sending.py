@@ -10,7 +10,7 @@ from typing import Any
 from contract.errors import ErrorKind, InternalError
 from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer, gauges_of, num_parked
+from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer
 from kv_transfer.control.transfers import Transfers, TransferTable
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -44,10 +44,10 @@ class SendTransfers(Transfers):
     ) -> None:
         super().__init__()
         self._worker = worker
+        self._completions = worker.completions
         self._ports = ports
         self._clock = clock
         self._new_lease = new_lease
-        self._completions = worker.completions
         self._block_size = worker.side.layout.block_size
         self._outgoing: TransferTable[OutgoingTransfer] = TransferTable()
         self._history = AttemptHistory()
@@ -71,13 +71,13 @@ class SendTransfers(Transfers):
             if outgoing is None:
                 lease_seconds = self._worker.settings.lease_seconds
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
-                outgoing = OutgoingTransfer(*wire_key, send, self._clock())
+                outgoing = OutgoingTransfer(*wire_key, send)
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
             outgoing.request_blocks(num_cached_tokens, self._block_size)
             self._outgoing.add(outgoing)
-            self._history.begin(wire_key)
+            self._history.record(wire_key)
 
     def publish(self, key: str, num_computed_tokens: int) -> None:
         """See ``SenderConnector``."""
@@ -117,15 +117,7 @@ class SendTransfers(Transfers):
         """Process a report of the data half."""
         with self._acting():
             outgoing = self._outgoing.find(key)
-            match event:
-                case ev.BlockRange():
-                    outgoing.note_range(event)
-                    self._apply(outgoing, send_side.blocks_ready(outgoing.send, event))
-                case ev.LayerRange():
-                    outgoing.note_layers(event)
-                    self._apply(outgoing, send_side.layers_ready(outgoing.send, event))
-                case ev.RangeFailed():
-                    self._apply(outgoing, send_side.range_failed(outgoing.send, event))
+            self._apply(outgoing, outgoing.step_of(event))
 
     def end_expected(self, key: str, seconds: float) -> None:
         """Send the fetching peer an estimate of when the transfer will be complete. A hint: it is no state (ADR 0014)."""
@@ -179,26 +171,29 @@ class SendTransfers(Transfers):
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def gauges(self) -> dict[str, float]:
-        """See ``gauges_of``."""
+        """Return the numbers of active leases and of parked fetches."""
         with self._lock:
-            return gauges_of(self._outgoing)
+            sends = [outgoing.send for outgoing in self._outgoing]
+        return {
+            "leases_active": sum(send.is_opened and not send.has_ended for send in sends),
+            "transfers_parked": sum(send.state is SendState.PARKED for send in sends),
+        }
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Return every transfer as plain data."""
-        now = self._clock()
         with self._lock:
-            return [outgoing.debug_state(now) for outgoing in self._outgoing]
+            return [outgoing.debug_state() for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
         settings = self._worker.settings
-        deadline = now + settings.parked_seconds
-        parked = OutgoingTransfer.parked(peer, message, settings.lease_seconds, now, deadline)
-        if num_parked(self._outgoing, peer) >= settings.max_parked:
+        parked = OutgoingTransfer.parked(peer, message, settings, now)
+        sends = (outgoing.send for outgoing in self._outgoing)
+        if sum(send.state is SendState.PARKED and send.peer == peer for send in sends) >= settings.max_parked:
             text = f"this worker already has {settings.max_parked} fetches parked here, for transfers that are not open yet"
             self._post(peer, msg.TransferFailed(*parked.wire_key, ErrorKind.OVERLOADED, text))
             return
         self._outgoing.add(parked)
-        self._history.begin(parked.wire_key)
+        self._history.record(parked.wire_key)
 
     def _apply_all(self, rule: Callable[[Send], SendStep]) -> None:
         with self._acting():
@@ -215,16 +210,15 @@ class SendTransfers(Transfers):
         if outgoing.send.is_done:
             self._outgoing.remove(outgoing)
             if outgoing.send.ending is not None:
-                self._history.end(outgoing.wire_key, outgoing.send.ending)
+                self._history.record(outgoing.wire_key, outgoing.send.ending)
 
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
             case ev.SendNotice.REVOKE:
                 self._later.append(partial(self._ports.release, outgoing.name))
-            case ev.SendNotice.SENT:
-                if outgoing.key is not None:
-                    self._completions.add_sent(outgoing.key)
-                    self._later.append(self._worker.wake)
+            case ev.SendNotice.SENT if outgoing.key is not None:
+                self._completions.add_sent(outgoing.key)
+                self._later.append(self._worker.wake)
             case ev.Refuse():
                 self._post(action.peer, outgoing.message_of(action))
             case _ if outgoing.send.peer is not None:

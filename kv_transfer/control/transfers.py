@@ -28,7 +28,7 @@ class Transfers:
             finally:
                 for call in reversed(self._later):
                     calls.callback(call)
-                self._later = []
+                self._later.clear()
 
 
 class _Transfer(Protocol):
@@ -52,10 +52,6 @@ class TransferTable(Generic[_T]):
     def __iter__(self) -> Iterator[_T]:
         """Iterate over a copy, so that transfers may be removed meanwhile."""
         return iter(list(self._by_wire_key.values()))
-
-    def __bool__(self) -> bool:
-        """Return whether there is any transfer."""
-        return bool(self._by_wire_key)
 
     def get(self, key: str) -> _T | None:
         """Return the transfer of a request."""

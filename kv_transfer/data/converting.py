@@ -14,7 +14,6 @@ from contract.layout import KVLayout
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
-from kv_transfer.protocol.plan import TransferPlan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,21 +43,19 @@ class Converter:
     def convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
         """Read and verify the sender's blocks in staging memory, piece by piece, and write ours into ``views``."""
         plan = conversion.plan
+        size = plan.theirs.layout.block_bytes
         with self.buffer(conversion) as buffer:
             for first, end in self._pieces(conversion):
                 blocks = plan.source_blocks(first, end, conversion.num_tokens)
-                rest = buffer
-                sources: dict[int, tuple[int, memoryview]] = {}
-                for share in job.shares:
-                    size = plan.theirs.layout.block_bytes
-                    num_bytes = len(blocks) * size
-                    content = rest[:num_bytes]
-                    rest = rest[num_bytes:]
+                num_bytes = len(blocks) * size
+                sources: dict[int, memoryview] = {}
+                for number, share in enumerate(job.shares):
+                    content = buffer[number * num_bytes : (number + 1) * num_bytes]
                     staged = [content[start : start + size] for start in range(0, num_bytes, size)]
                     self._read(job, share, blocks.start, staged)
-                    sources[share.rank] = (blocks.start, content)
+                    sources[share.rank] = content
                 targets = views[first - conversion.first_block : end - conversion.first_block]
-                convert_blocks(plan, sources, first, targets, conversion.num_tokens, conversion.our_rank)
+                convert_blocks(conversion, sources, first, targets)
         self._counters.add("transfer_converted_blocks_total", len(views))
 
     @contextmanager
@@ -82,28 +79,24 @@ class Converter:
 
 
 def convert_blocks(
-    plan: TransferPlan,
-    sources: Mapping[int, tuple[int, memoryview]],
-    our_first: int,
-    targets: Sequence[memoryview],
-    num_tokens: int,
-    our_rank: int = 0,
+    conversion: Conversion, sources: Mapping[int, memoryview], our_first: int, targets: Sequence[memoryview]
 ) -> None:
-    """Fill ``targets``, our blocks from ``our_first`` on of a prompt of ``num_tokens``, with its tokens' KV.
+    """Fill ``targets``, our blocks from ``our_first`` on, with their tokens' KV.
 
-    sources: their rank → (first block, the bytes of consecutive blocks), for each rank in ``plan.head_runs(our_rank)``.
-    Slots behind the prompt's end are left unchanged.
+    sources: their rank → the bytes of the blocks that these are made from, for each rank that is read. Slots behind the
+    prompt's end are left unchanged.
     """
-    their_blocks = {
-        rank: (first, _as_blocks(content, plan.theirs.layout)) for rank, (first, content) in sources.items()
-    }
+    plan = conversion.plan
+    our_end = our_first + len(targets)
+    their_first = plan.source_blocks(our_first, our_end, conversion.num_tokens).start
+    their_blocks = {rank: _as_blocks(content, plan.theirs.layout) for rank, content in sources.items()}
     our_blocks = [_as_blocks(target, plan.ours.layout)[0] for target in targets]
-    heads = list(plan.head_runs(our_rank))
-    for run in plan.token_runs(our_first, our_first + len(targets), num_tokens):
+    heads = list(plan.head_runs(conversion.our_rank))
+    for run in plan.token_runs(our_first, our_end, conversion.num_tokens):
         target = _part(our_blocks[run.ours - our_first], _TOKENS, run.our_offset, run.count)
         for part in heads:
-            first, blocks = their_blocks[part.theirs]
-            source = _part(blocks[run.theirs - first], _TOKENS, run.their_offset, run.count)
+            block = their_blocks[part.theirs][run.theirs - their_first]
+            source = _part(block, _TOKENS, run.their_offset, run.count)
             _part(target, _HEADS, part.our_offset, part.count).copy_(
                 _part(source, _HEADS, part.their_offset, part.count)
             )

@@ -6,7 +6,7 @@ One thread publishes what is lent and commits what has arrived; each peer that i
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
 from kv_transfer.data.reading import BlockReader, DigestViews
-from kv_transfer.data.threads import DataReports, DataThread, PullThreads
+from kv_transfer.data.threads import DataReports, JobThread, PullThreads
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
@@ -43,15 +43,13 @@ class DataHalf:
         max_staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
         self._receiver = receiver
-        self._completions = completions
-        self._transport_names = tuple(transport_names)
-        self._commit: CommitJob | None = None
+        self.take_finished = completions.take
         self._is_closing = False
-        self._thread = DataThread(self._on_bug)
+        self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
-        self._pulls = PullThreads(self._pull, receiver.forget, self._on_bug)
-        for transport in self._transport_names:
+        self._pulls = PullThreads(self._run, receiver.forget, self._on_bug)
+        for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
 
@@ -65,29 +63,23 @@ class DataHalf:
         self._memory = memory
         views = DigestViews(memory)
         self._reader.start(memory, views)
-        self._publisher = Publisher(memory, views, self._senders, self._reports, self._thread.post)
-        self._watch = PassWatch(memory, self._publisher)
+        publisher = Publisher(memory, views, self._senders, self._reports)
+        self._watch = PassWatch(memory, publisher, self._thread.post)
         self._senders.start(memory)
         self._thread.start()
 
     def execute(self, metadata: Any) -> None:
         """See RankConnector."""
-        for order in orders_of(metadata):
-            if not self._watch.has_published(order):
-                self._publisher.post_order(order)
+        self._watch.end(orders_of(metadata))
 
     def watch_layers(self, metadata: Any) -> LayerWatch | None:
         """See RankConnector."""
         return self._watch.begin(orders_of(metadata))
 
-    def take_finished(self) -> tuple[set[str], set[str]]:
-        """See RankConnector."""
-        return self._completions.take()
-
     def post_pull(self, job: PullJob) -> None:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. Runs at once if nothing is left to read."""
         if job.is_here:
-            self._pull(job)
+            self._run(job)
         elif not self._pulls.post(job):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
@@ -96,9 +88,9 @@ class DataHalf:
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
         if is_flat(self._memory):
-            self._run(job, partial(self._make_visible, job))
+            self._run(job)
         else:
-            self._thread.post(partial(self._commit_queued, job))
+            self._thread.post(partial(self._run, job))
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
@@ -108,25 +100,19 @@ class DataHalf:
     def close(self) -> None:
         """Stop reads, close the receiver, without which some would never be terminal, then end the threads. Idempotent."""
         self._is_closing = True
-        commit = self._commit
-        if commit is not None:
-            commit.read.stop()
         self._pulls.stop()
         self._receiver.close()
         self._pulls.join()
-        self._thread.stop()
+        self._thread.post(None)
+        if self._thread.is_alive():
+            self._thread.join()
         self._senders.close()
 
     def debug_state(self) -> dict[str, Any]:
-        """Return what the threads do. current: the requests whose blocks are read or committed."""
-        commit = self._commit
+        """Return what the threads do. current: the requests whose blocks are read."""
         return {
-            "transports": list(self._transport_names),
-            "is_alive": self._thread.is_alive,
             "queued_jobs": self._thread.num_queued + self._pulls.num_queued,
-            "num_pull_threads": self._pulls.num_threads,
-            "silent": self._reader.silences.debug_state(),
-            "current": self._pulls.current_keys + ([] if commit is None else [commit.key]),
+            "current": self._pulls.current_keys,
         }
 
     def progress(self) -> dict[str, int]:
@@ -136,11 +122,12 @@ class DataHalf:
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
 
-    def _pull(self, job: PullJob) -> None:
-        work = self._read_and_verify if job.part is None else self._reader.read_ahead
-        self._run(job, partial(work, job))
-
-    def _read_and_verify(self, job: PullJob) -> ev.FetchEvent:
+    def _work(self, job: PullJob | CommitJob) -> ev.FetchEvent:
+        if isinstance(job, CommitJob):
+            self._memory.commit(list(job.block_ids))
+            return ev.CommitDone()
+        if job.part is not None:
+            return self._reader.read_ahead(job)
         if job.conversion is None:
             (begin, end) = self._reader.read(job)
         else:
@@ -150,25 +137,14 @@ class DataHalf:
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)
 
-    def _commit_queued(self, job: CommitJob) -> None:
-        self._commit = job
-        try:
-            self._run(job, partial(self._make_visible, job))
-        finally:
-            self._commit = None
-
-    def _make_visible(self, job: CommitJob) -> ev.FetchEvent:
-        self._memory.commit(list(job.block_ids))
-        return ev.CommitDone()
-
-    def _run(self, job: PullJob | CommitJob, work: Callable[[], ev.FetchEvent]) -> None:
+    def _run(self, job: PullJob | CommitJob) -> None:
         """Run a job to exactly one terminal event, whatever happens."""
         if self._is_closing:
             job.read.stop()
         outcome: ev.FetchEvent
         try:
             job.read.check()
-            outcome = work()
+            outcome = self._work(job)
         except ReadStoppedError:
             outcome = ev.JobStopped()
         except KvbatonError as error:

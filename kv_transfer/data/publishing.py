@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
@@ -24,74 +25,34 @@ _SHARES = (0.125, 0.5, 0.75, 0.875, 0.95)
 _NUM_TAILS = 5
 
 
-class UnfinishedBlocks:
-    """Owns the digests of lent blocks, of which the first ``num_bytes`` bytes are computed. Used from one thread.
+@dataclass
+class _Unfinished:
+    """Lent blocks of which the first ``num_bytes`` bytes are digested. error: why they will fail when they are published."""
 
-    error: why they will fail when they are published.
-    """
-
-    def __init__(self, block_ids: Sequence[int], seeds: Sequence[int]) -> None:
-        self._block_ids = block_ids
-        self._digests = RunningDigests(seeds)
-        self.num_bytes = 0
-        self.error: Exception | None = None
-
-    def advance(self, memory: KVMemory, num_bytes: int) -> None:
-        """Digest the blocks' next bytes: the first ``num_bytes`` of each are computed now."""
-        start = self.num_bytes
-        self._digests.go_on(memory.read_view(block_id)[start:num_bytes] for block_id in self._block_ids)
-        self.num_bytes = num_bytes
-
-    def finish(self, memory: KVMemory, start: int, end: int) -> tuple[int, ...]:
-        """Return the digests of blocks ``start``..``end`` - 1, which are complete. Raises ``error``."""
-        if self.error is not None:
-            raise self.error
-        if self.num_bytes < memory.layout.block_bytes:
-            block_ids = self._block_ids[start:end]
-            self._digests.go_on((memory.read_view(each)[self.num_bytes :] for each in block_ids), start)
-        return self._digests.values(start, end)
+    digests: RunningDigests
+    num_bytes: int = 0
+    error: Exception | None = None
 
 
 class Publisher:
-    """Owns the digests of blocks that are being computed. Orders come from the step thread; ``post`` runs them elsewhere.
+    """Owns the digests of blocks that are being computed. Used from the data thread."""
 
-    post: runs jobs in one thread, in the order in which they are posted.
-    """
-
-    def __init__(
-        self,
-        memory: KVMemory,
-        views: DigestViews,
-        senders: Senders,
-        reports: DataReports,
-        post: Callable[[Callable[[], None]], None],
-    ) -> None:
+    def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
         self._memory = memory
         self._views = views
         self._senders = senders
         self._reports = reports
-        self._post = post
-        self._unfinished: dict[str, UnfinishedBlocks] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
 
-    def post_layers(self, order: PublishOrder, num_bytes: int) -> None:
-        """Make the first ``num_bytes`` of each block of an order readable, in the data thread."""
-        self._post(partial(self._publish_layers, order, num_bytes))
-
-    def post_order(self, order: PublishOrder) -> None:
-        """Publish the blocks of an order, in the data thread."""
-        self._post(partial(self._publish, order))
-
-    def post_end(self, orders: Sequence[PublishOrder], end: float) -> None:
-        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
-        self._post(partial(self._report_end, orders, end))
-
-    def _publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+    def publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
+        """Make the first ``num_bytes`` of each block of an order readable."""
         is_new = order.key not in self._unfinished
         if is_new:
-            self._unfinished[order.key] = UnfinishedBlocks(order.block_ids, order.seeds)
+            self._unfinished[order.key] = _Unfinished(RunningDigests(order.seeds))
         unfinished = self._unfinished[order.key]
         try:
-            unfinished.advance(self._memory, num_bytes)
+            self._digest(unfinished, order.block_ids, num_bytes)
+            unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
                 grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
                 ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
@@ -99,13 +60,14 @@ class Publisher:
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
 
-    def _report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+    def report_end(self, orders: Sequence[PublishOrder], end: float) -> None:
+        """Send the receivers of these orders an estimate of the pass's end, on the monotonic clock."""
         seconds = max(0.0, end - time.monotonic())
         for order in orders:
             self._reports.end_expected(order.key, seconds)
 
-    def _publish(self, order: PublishOrder) -> None:
-        """Publish range by range: the receiver copies and verifies one while the next is being digested."""
+    def publish(self, order: PublishOrder) -> None:
+        """Publish an order range by range: the receiver copies and verifies one while the next is being digested."""
         unfinished = self._unfinished.pop(order.key, None)
         for start, end in self._ranges(order):
             outcome: ev.SendEvent
@@ -121,15 +83,27 @@ class Publisher:
                 return
 
     def _publish_range(
-        self, order: PublishOrder, start: int, end: int, unfinished: UnfinishedBlocks | None
+        self, order: PublishOrder, start: int, end: int, unfinished: _Unfinished | None
     ) -> ev.BlockRange:
         first = order.first_block + start
-        if unfinished is not None:  # its blocks are lent already
-            return ev.BlockRange(first, unfinished.finish(self._memory, start, end))
         block_ids = order.block_ids[start:end]
+        if unfinished is not None:  # its blocks are lent already
+            if unfinished.error is not None:
+                raise unfinished.error
+            block_bytes = self._memory.layout.block_bytes
+            if unfinished.num_bytes < block_bytes:
+                self._digest(unfinished, block_ids, block_bytes, start)
+            return ev.BlockRange(first, unfinished.digests.values(start, end))
         views = self._views.of(read_views(self._memory, block_ids))
         digests = digests_of(views, order.seeds[start:end])
         return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
+
+    def _digest(
+        self, unfinished: _Unfinished, block_ids: Sequence[int], num_bytes: int, start: int = 0
+    ) -> None:
+        """Digest the bytes up to ``num_bytes`` of these blocks, which are those from ``start`` on of their order."""
+        new = (self._memory.read_view(each)[unfinished.num_bytes : num_bytes] for each in block_ids)
+        unfinished.digests.go_on(new, start)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step = blocks_per_piece(self._memory.layout.block_bytes)
@@ -141,31 +115,35 @@ class CompletionEstimator:
     """A ``LayerWatch`` that estimates the end of a pass. Used for one pass after another.
 
     At first a pass is assumed to take as long as the last one of its size; later its remaining layers to take as long as
-    those before, and what follows the last layer's KV as long as it usually did.
+    those before, and what follows the last layer's KV as long as it usually did. report: called with each new estimate.
     """
 
-    def __init__(self, num_layers: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        report: Callable[[float], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._num_layers = num_layers
+        self._report = report
         self._clock = clock
         self._points = frozenset(max(2, round(share * num_layers)) for share in _SHARES)
         self._tails = deque[float](maxlen=_NUM_TAILS)
         self._seconds_per_block: dict[int, float] = {}
-        self._report: Callable[[float], None] = lambda _end: None
         self._num_blocks = 1
         self._begin = 0.0
         self._first = (0, 0.0)
         """The first number of layers that was stored in this pass, and when."""
         self._last = (0, 0.0)
 
-    def begin(self, num_blocks: int, report: Callable[[float], None]) -> None:
-        """Start a pass that computes ``num_blocks``. report: called with each new estimate of its end, by the clock."""
+    def begin(self, num_blocks: int) -> None:
+        """Start a pass that computes ``num_blocks``."""
         self._num_blocks = num_blocks
-        self._report = report
         self._begin = self._clock()
         self._first = self._last = (0, 0.0)
         known = self._seconds_per_block.get(self._size)
         if known is not None:
-            report(self._begin + known * num_blocks)
+            self._report(self._begin + known * num_blocks)
 
     def stored(self, num_layers: int) -> None:
         """See LayerWatch."""
@@ -198,58 +176,65 @@ class PassWatch:
 
     It makes some orders readable group by group of layers, and publishes them before a token is sampled: the token travels
     through processes that compete with the publishing thread for processors. It also estimates when the pass will end.
+    post: runs a job in the data thread.
     """
 
-    def __init__(self, memory: KVMemory, publisher: Publisher) -> None:
+    def __init__(
+        self, memory: KVMemory, publisher: Publisher, post: Callable[[Callable[[], None]], None]
+    ) -> None:
         self._memory = memory
         self._publisher = publisher
+        self._post = post
+        self._estimator = CompletionEstimator(memory.layout.num_layers, self._post_end)
         # On a device a layer is reported when it is launched, from which no end can be estimated.
-        self._estimator = CompletionEstimator(memory.layout.num_layers) if is_flat(memory) else None
+        self._can_estimate = is_flat(memory)
         self._split: list[PublishOrder] = []
-        self._due: dict[int, list[PublishOrder]] = {}
         self._last: list[PublishOrder] = []
-        self._are_published = False
+        self._published: list[PublishOrder] = []
 
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
-        self._are_published = False
+        self._published = []
         self._split = [order for order in orders if order.num_parts > 1]
-        self._due = defaultdict(list)
-        for order in self._split:
-            for num_layers in split_points(self._memory.layout.num_layers, order.num_parts):
-                self._due[num_layers].append(order)
-        self._last = [] if self._estimator is None else [order for order in orders if order.announces_end]
-        if self._last and self._estimator is not None:
-            num_blocks = sum(len(order.block_ids) for order in orders)
-            self._estimator.begin(num_blocks, partial(self._publisher.post_end, self._last))
+        self._last = [order for order in orders if order.announces_end and self._can_estimate]
+        if self._last:
+            self._estimator.begin(sum(len(order.block_ids) for order in orders))
         return self if self._split or self._last else None
 
     def stored(self, num_layers: int) -> None:
         """See LayerWatch."""
-        if num_layers in self._due:
+        layout = self._memory.layout
+        due = [each for each in self._split if num_layers in split_points(layout.num_layers, each.num_parts)]
+        if due:
             self._memory.mark_computed()
-            layout = self._memory.layout
-            for order in self._due[num_layers]:
-                self._publisher.post_layers(order, layout.block_bytes // layout.num_layers * num_layers)
-        if self._last and self._estimator is not None:
+        for order in due:
+            num_bytes = layout.block_bytes // layout.num_layers * num_layers
+            self._post(partial(self._publisher.publish_layers, order, num_bytes))
+        if self._last:
             self._estimator.stored(num_layers)
 
     def computed(self) -> None:
         """See LayerWatch."""
         if self._split:
-            self._are_published = True
+            self._published = self._split
             self._memory.mark_computed()
             for order in self._split:
-                self._publisher.post_order(order)
-        if self._last and self._estimator is not None:
+                self._post(partial(self._publisher.publish, order))
+        if self._last:
             self._estimator.computed()
 
-    def has_published(self, order: PublishOrder) -> bool:
-        """Return whether the order was posted before its step was over."""
-        return self._are_published and any(order is each for each in self._split)
+    def end(self, orders: Sequence[PublishOrder]) -> None:
+        """Publish the orders of a step that is over, but for those that were published before."""
+        for order in orders:
+            if not any(order is each for each in self._published):
+                self._post(partial(self._publisher.publish, order))
+
+    def _post_end(self, end: float) -> None:
+        self._post(partial(self._publisher.report_end, self._last, end))
 
 
+@cache
 def split_points(num_layers: int, num_parts: int) -> frozenset[int]:
-    """Return after how many layers each of ``num_parts`` groups ends; none for a single group."""
+    """Return after how many layers each of ``num_parts`` groups ends."""
     ends = (num_layers * part // num_parts for part in range(1, num_parts + 1))
-    return frozenset(end for end in ends if end) if num_parts > 1 else frozenset()
+    return frozenset(end for end in ends if end)

@@ -15,34 +15,45 @@ from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import (
     BlockPart,
     PeerSilentError,
-    Read,
     ReadRequest,
     ReadStoppedError,
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import BlockViews, ViewCache, is_flat, write_views
+from kv_transfer.transports.block_views import BlockViews, write_views
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 10.0
 LONGEST_PAUSE_SECONDS = 60.0
+MAX_KEPT_VIEWS = 2**14
 
 Copied = tuple[float, float]
 """The times at which a copy began and ended, without the time that verifying took."""
 
 
-class DigestViews:
-    """Views of blocks to digest; those of whole blocks of a flat pool are kept. Used from any thread."""
+class DigestViews(dict[int, memoryview]):
+    """Views of blocks to digest; those of whole blocks of a flat pool are kept. Used from any thread.
+
+    Making a view takes half as long as digesting it.
+    """
 
     def __init__(self, memory: KVMemory) -> None:
-        self._kept = ViewCache(memory) if is_flat(memory) else None
+        super().__init__()
+        self._memory = memory
 
     def of(self, views: Sequence[memoryview]) -> Sequence[memoryview]:
         """Return views of the same blocks, kept ones if possible."""
-        if self._kept is None or not isinstance(views, BlockViews) or views.part is not None:
+        if not isinstance(views, BlockViews) or views.part is not None:
             return views
-        return self._kept.views(views.block_ids)
+        if len(self) > MAX_KEPT_VIEWS:  # Python's garbage collector visits each view
+            self.clear()
+        return list(map(self.__getitem__, views.block_ids))
+
+    def __missing__(self, block_id: int) -> memoryview:
+        """Make a view at its first use."""
+        view = self[block_id] = self._memory.read_view(block_id)
+        return view
 
 
 class Landing:
@@ -88,9 +99,8 @@ class BlockReader:
 
     def read_share(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> Copied:
         """Read blocks of one of the sender's ranks, and verify each piece as it lands."""
-        end_block = first_block + len(views)
         offset = first_block - job.first_block
-        grants = grants_within(job.grants, first_block, end_block)
+        grants = grants_within(job.grants, first_block, first_block + len(views))
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
         contents = self._views.of(views)
 
@@ -112,7 +122,7 @@ class BlockReader:
         request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
         landing = Landing(lambda start, end: ahead.digests.go_on(views[start:end], start))
         try:
-            self._fetch(job.source, request, views, job.read, landing)
+            self._fetch(job, 0, request, views, landing)
         except ReadStoppedError:
             raise
         except KvbatonError as error:
@@ -152,23 +162,19 @@ class BlockReader:
 
         landing = Landing(verify)
         if views:
-            self._fetch(job.source.of_rank(share.rank), request, views, job.read, landing)
+            self._fetch(job, share.rank, request, views, landing)
         landing.landed(request.num_blocks)
         self._counters.add("transfer_blocks_total", request.num_blocks, transport=job.source.transport)
         return landing.begin, time.monotonic()
 
     def _fetch(
-        self,
-        source: Source,
-        request: ReadRequest,
-        views: Sequence[memoryview],
-        read: Read,
-        landing: Landing,
+        self, job: PullJob, rank: int, request: ReadRequest, views: Sequence[memoryview], landing: Landing
     ) -> None:
+        source = job.source.of_rank(rank)
         self.silences.check(source)
         try:
-            with read.reporting(landing.landed):
-                self._receiver.fetch(source, request, views, read)
+            with job.read.reporting(landing.landed):
+                self._receiver.fetch(source, request, views, job.read)
         except PeerSilentError as error:
             self.silences.record(source, error)
             raise
@@ -186,9 +192,8 @@ class BlockReader:
             self._counters.add("transfer_digest_mismatches_total")
             of_rank = f" of rank {share.rank}" if job.source.num_ranks > 1 else ""
             raise TransferError(
-                f"block {first_block + bad}{of_rank} of transfer {job.name.transfer_id} (attempt"
-                f" {job.name.attempt}) from worker {job.source.worker_id} failed its digest check:"
-                f" {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
+                f"block {first_block + bad}{of_rank} of {job.name} from worker {job.source.worker_id} failed its"
+                f" digest check: {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
 
 
@@ -240,12 +245,6 @@ class Silences:
         with self._lock:
             for key in [key for key in self._silences if key[0] == source.token]:
                 del self._silences[key]
-
-    def debug_state(self) -> list[str]:
-        """Return the error messages of the sources that are not tried now."""
-        now = self._clock()
-        with self._lock:
-            return [silence.message for silence in self._silences.values() if silence.until > now]
 
 
 def _key(source: Source) -> tuple[str, str, str]:

@@ -1,9 +1,8 @@
 """The threads of the data half, and the reports that they make."""
 
 import threading
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty
 from typing import Protocol
 
@@ -32,35 +31,34 @@ class DataReports(Protocol):
         """Report a bug that ended a thread: what it served cannot end properly any more."""
 
 
-class DataThread:
-    """A thread that runs jobs in the order in which they are posted. on_bug: called with what ended it early."""
+class JobThread(threading.Thread):
+    """A thread that runs jobs in the order in which they are posted, until None is. on_bug: called with what ended it early.
 
-    def __init__(self, on_bug: Callable[[BaseException], None]) -> None:
+    may_end: called if no job is posted for ``idle_seconds``, in the thread, which ends if this returns True.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on_bug: Callable[[BaseException], None],
+        idle_seconds: float | None = None,
+        may_end: Callable[[], bool] = lambda: True,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
         self._on_bug = on_bug
+        self._idle_seconds = idle_seconds
+        self._may_end = may_end
         self._jobs = Mailbox[Callable[[], None] | None]()
-        self._thread = threading.Thread(target=self._run, name="kv-data", daemon=True)
         self._num_done = 0
-        self._is_counting = False
 
-    def start(self) -> None:
-        """Start the thread; called once."""
-        self._thread.start()
-
-    def post(self, job: Callable[[], None]) -> None:
-        """Queue a job. Does not block."""
+    def post(self, job: Callable[[], None] | None) -> None:
+        """Queue a job, or the end of the thread. Does not block."""
         self._jobs.put(job)
 
-    def stop(self) -> None:
-        """Wait until the posted jobs are done and the thread has ended. Idempotent."""
-        self._jobs.put(None)
-        if self._thread.is_alive():
-            self._thread.join()
-
     def progress(self) -> int:
-        """Return the number of finished jobs, and post one more, so that the number moves unless the thread is stuck."""
-        if not self._is_counting:
-            self._is_counting = True
-            self._jobs.put(self._count)
+        """Return the number of finished jobs, and post one more if none waits: the number moves unless a job is stuck."""
+        if not self._jobs.num_waiting:
+            self._jobs.put(lambda: None)
         return self._num_done
 
     @property
@@ -68,33 +66,22 @@ class DataThread:
         """Number of jobs that have not begun."""
         return self._jobs.num_waiting
 
-    @property
-    def is_alive(self) -> bool:
-        """True while the thread runs."""
-        return self._thread.is_alive()
-
-    def _count(self) -> None:
-        self._is_counting = False
-
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the jobs; called in the thread."""
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._next()) is not None:
                 job()
                 self._num_done += 1
         except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must end with it
             self._on_bug(error)
 
-
-@dataclass(eq=False)
-class _Lane:
-    """The reads from one source, in the order in which they were posted. wake: a token for each change of the lane."""
-
-    source: Source
-    thread: threading.Thread
-    jobs: deque[PullJob] = field(default_factory=deque)
-    current: PullJob | None = None
-    is_ending: bool = False
-    wake: Mailbox[None] = field(default_factory=Mailbox)
+    def _next(self) -> Callable[[], None] | None:
+        while True:
+            try:
+                return self._jobs.get(self._idle_seconds)
+            except Empty:
+                if self._may_end():
+                    return None
 
 
 class PullThreads:
@@ -116,106 +103,87 @@ class PullThreads:
         self._on_bug = on_bug
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
-        self._open_lanes: dict[Source, _Lane] = {}
-        self._lanes: set[_Lane] = set()
+        self._open: dict[Source, JobThread] = {}
+        self._threads: list[JobThread] = []
+        """Also those whose link is gone, or that have just ended."""
+        self._running: dict[int, PullJob] = {}
+        """By the identifier of the thread that reads."""
         self._is_closed = False
 
     def post(self, job: PullJob) -> bool:
         """Queue a read from its source. False: it will not run, after ``stop`` or when no thread can be started."""
         with self._lock:
-            lane = None if self._is_closed else self._open_lanes.get(job.source) or self._open(job.source)
-            if lane is None:
-                return False
-            lane.jobs.append(job)
-        lane.wake.put(None)
-        return True
+            thread = None if self._is_closed else self._open.get(job.source) or self._start(job.source)
+            if thread is not None:
+                thread.post(partial(self._read, job))
+            return thread is not None
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
         with self._lock:
-            lane = self._open_lanes.pop(source, None)
-            if lane is not None:
-                lane.is_ending = True
-                lane.wake.put(None)
+            if source in self._open:
+                self._end(source)
                 return
         self._forget(source)
 
     def stop(self) -> None:
-        """Reject further reads and stop the others. Does not block; idempotent."""
+        """Reject further reads, stop those that run, and end the threads. Does not block; idempotent.
+
+        The reads that are queued still reach ``work``, which has to stop them.
+        """
         with self._lock:
             self._is_closed = True
-            for lane in self._lanes:
-                lane.is_ending = True
-                lane.wake.put(None)
-            jobs = [job for lane in self._lanes for job in (lane.current, *lane.jobs) if job is not None]
-        for job in jobs:
+            for source in list(self._open):
+                self._end(source)
+            running = list(self._running.values())
+        for job in running:
             job.read.stop()
 
     def join(self) -> None:
         """Wait, after ``stop``, until every read is terminal and its thread has ended."""
-        with self._lock:
-            lanes = list(self._lanes)
-        for lane in lanes:
-            lane.thread.join()
-
-    @property
-    def num_threads(self) -> int:
-        """Number of sources that have a thread."""
-        with self._lock:
-            return len(self._lanes)
+        for thread in self._threads:
+            thread.join()
 
     @property
     def num_queued(self) -> int:
         """Number of reads that have not begun."""
         with self._lock:
-            return sum(len(lane.jobs) for lane in self._lanes)
+            return sum(thread.num_queued for thread in self._threads)
 
     @property
     def current_keys(self) -> list[str]:
         """Keys of the requests that are being read."""
         with self._lock:
-            return [lane.current.key for lane in self._lanes if lane.current is not None]
+            return [job.key for job in self._running.values()]
 
-    def _open(self, source: Source) -> _Lane | None:
+    def _start(self, source: Source) -> JobThread | None:
         name = f"kv-pull-{source.worker_id}"
-        lane = _Lane(source, threading.Thread(name=name, daemon=True, target=lambda: self._run(lane)))
+        thread = JobThread(name, self._on_bug, self._idle_seconds, lambda: self._may_end(source, thread))
         try:
-            lane.thread.start()
+            thread.start()
         except RuntimeError:  # the system cannot start another thread
             return None
-        self._open_lanes[source] = lane
-        self._lanes.add(lane)
-        return lane
+        self._open[source] = thread
+        self._threads = [each for each in self._threads if each.is_alive()] + [thread]
+        return thread
 
-    def _run(self, lane: _Lane) -> None:
-        try:
-            while (job := self._next(lane)) is not None:
-                self._work(job)
-            if lane.is_ending:
-                self._forget(lane.source)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must end with it
-            self._on_bug(error)
-        finally:
-            with self._lock:
-                self._remove(lane)
+    def _read(self, job: PullJob) -> None:
+        thread = threading.get_ident()
+        with self._lock:
+            self._running[thread] = job
+        self._work(job)
+        with self._lock:
+            del self._running[thread]
 
-    def _next(self, lane: _Lane) -> PullJob | None:
-        """Wait for the next read. None: the lane is closed, and its thread must end."""
-        is_idle = False
-        while True:
-            with self._lock:
-                lane.current = lane.jobs.popleft() if lane.jobs else None
-                if lane.current is not None:
-                    return lane.current
-                if lane.is_ending or is_idle:
-                    self._remove(lane)
-                    return None
-            try:
-                lane.wake.get(self._idle_seconds)
-            except Empty:
-                is_idle = True
+    def _end(self, source: Source) -> None:
+        thread = self._open.pop(source)
+        thread.post(partial(self._forget, source))
+        thread.post(None)
 
-    def _remove(self, lane: _Lane) -> None:
-        if self._open_lanes.get(lane.source) is lane:
-            del self._open_lanes[lane.source]
-        self._lanes.discard(lane)
+    def _may_end(self, source: Source, thread: JobThread) -> bool:
+        """Let an idle thread end, unless something was posted meanwhile. Its source may be read again by another one."""
+        with self._lock:
+            if thread.num_queued:
+                return False
+            del self._open[source]
+            return True

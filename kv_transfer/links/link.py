@@ -1,6 +1,6 @@
 """One control link: a non-blocking socket, its handshake, and its frames in both directions.
 
-A link belongs to the I/O thread. Other threads may use only its outbox, and read ``wants_write``.
+A link belongs to the I/O thread. Other threads may use only its outbox.
 """
 
 import math
@@ -8,12 +8,11 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from contract.errors import KvbatonError, TransferError
+from contract.errors import KvbatonError, PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, encode_frame
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget, Session
 from kv_transfer.protocol.messages import MAX_HANDSHAKE_BYTES, Message, decode_message
@@ -34,8 +33,11 @@ class PeerRef(NamedTuple):
 class LinkEvents(Protocol):
     """The reports of the I/O thread to the control half; called in that thread only."""
 
-    def link_up(self, ref: PeerRef, session: Session) -> None:
-        """Take the session of a handshake that is complete."""
+    def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
+        """Take the session of a handshake that is complete.
+
+        False: nothing may be sent, not even the end of the handshake, before ``resume`` is called, in any thread.
+        """
 
     def link_message(self, ref: PeerRef, message: Message) -> None:
         """Act on a message that arrived after the handshake."""
@@ -50,30 +52,15 @@ class LinkEvents(Protocol):
         """End this worker: the I/O thread has ended because of a bug."""
 
 
-@dataclass(frozen=True)
-class LinkSettings:
-    """The address to listen on, and the limits of links."""
-
-    host: str
-    port: int
-    advertise_host: str | None
-    peer_timeout_seconds: float
-    max_frame_bytes: int
-
-
-class LinkClosedError(OSError):
-    """The peer closed the link."""
-
-
 class Outbox:
     """The bytes that wait to be sent on one socket. Thread-safe.
 
-    held_for: the token of a session that not every rank has yet: meanwhile nothing is sent.
+    is_held: not every rank has the link's session yet: meanwhile nothing is sent.
     """
 
     def __init__(self, sock: socket.socket, max_frame_bytes: int, now: float) -> None:
         self.is_open = False
-        self.held_for: str | None = None
+        self.is_held = False
         self.sent_at = now
         self._sock = sock
         self._max_frame_bytes = max_frame_bytes
@@ -83,7 +70,7 @@ class Outbox:
     @property
     def wants_write(self) -> bool:
         """True if bytes wait that may be sent."""
-        return bool(self._bytes) and self.held_for is None
+        return bool(self._bytes) and not self.is_held
 
     def add(self, messages: list[Message]) -> None:
         """Append messages. Raises TransferError if too many bytes wait already."""
@@ -97,7 +84,7 @@ class Outbox:
         Returns False, having done nothing, if the link is held or not open. Raises TransferError if too many bytes wait.
         """
         with self._lock:
-            if not self.is_open or self.held_for is not None:
+            if not self.is_open or self.is_held:
                 return False
             self._append(message)
             with suppress(OSError):  # the I/O thread meets the error too, and ends the link
@@ -107,7 +94,7 @@ class Outbox:
     def flush(self, now: float) -> None:
         """Send as much as the socket takes."""
         with self._lock:
-            if self.held_for is None:
+            if not self.is_held:
                 self._send(now)
 
     def open(self) -> None:
@@ -145,7 +132,7 @@ class Link:
         self.sock = sock
         self.ref: PeerRef | None = None
         self.host = ""
-        self.is_connecting = False
+        self.is_connecting = isinstance(handshake, Dialing)
         self.heard_at = now
         self._handshake = handshake
         self._max_frame_bytes = max_frame_bytes
@@ -175,14 +162,9 @@ class Link:
         """True if the peer's first message was valid."""
         return self._handshake.has_begun
 
-    @property
-    def wants_write(self) -> bool:
-        """True while bytes wait that may be sent, or the socket is connecting."""
-        return self.is_connecting or self.outbox.wants_write
-
     def ping_at(self, timeout_seconds: float) -> float:
         """Return when an idle link needs a ping, by the shorter of the two sides' timeouts."""
-        if self.session is None or self.wants_write or self.outbox.held_for is not None:
+        if self.session is None or self.outbox.wants_write or self.outbox.is_held:
             return math.inf  # bytes that wait to be sent will serve as a ping
         return self.outbox.sent_at + min(timeout_seconds, self.session.timeout_seconds) / _PINGS_PER_TIMEOUT
 
@@ -197,29 +179,27 @@ class Link:
         """Send why the link is refused; what does not fit into the socket's buffer is lost."""
         self.outbox.add([self._handshake.refusal(error)])
 
-    def finish_connecting(self) -> None:
-        """Note that the socket is connected. Raises OSError if connecting failed."""
-        code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, f"connecting failed: {os.strerror(code)}")
-        self.is_connecting = False
-
     def flush(self, now: float) -> None:
-        """Send as much as the socket takes."""
+        """Send as much as the socket takes, once it is connected."""
         if not self.is_connecting:
             self.outbox.flush(now)
 
     def receive(self, now: float) -> Iterator[Message]:
-        """Receive what has arrived: answer handshake messages and yield all others.
+        """Receive what has arrived: answer handshake messages and yield all others. Call it when the socket is ready.
 
-        Raises LinkClosedError, OSError, TransferError (malformed) or the error that the handshake fails with.
+        Raises OSError, PeerUnreachableError (closed), TransferError (malformed) or the error that the handshake fails with.
         """
+        if self.is_connecting:
+            code = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if code:
+                raise OSError(code, f"connecting failed: {os.strerror(code)}")
+            self.is_connecting = False
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
             return
         if not data:
-            raise LinkClosedError("closed by the peer")
+            raise PeerUnreachableError(f"worker {self.worker_id} closed its control link")
         if self.session is not None:  # before that, the deadline is for the handshake as a whole
             self.heard_at = now
         for frame in self._frames.feed(data):

@@ -14,9 +14,10 @@ from typing import Any
 from contract.errors import KvbatonError
 from kv_transfer.counters import Counters
 from kv_transfer.links.framing import format_address
-from kv_transfer.links.link import LinkEvents, LinkSettings, PeerRef
+from kv_transfer.links.link import LinkEvents, PeerRef
 from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.links.open_links import Dialer, OpenLinks, Outcome, resolve
+from kv_transfer.options import LinkSettings
 from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message
 
@@ -33,7 +34,7 @@ class CommandQueue:
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
         self._lock = threading.Lock()
-        self._commands: deque[tuple[Callable[[], None], PeerRef | None]] = deque()
+        self._commands: deque[tuple[Callable[[], None], PeerRef]] = deque()
         self._num_for: Counter[PeerRef] = Counter()
         self._sleeps_until: float | None = None
         self._wake_in, self._wake_out = socket.socketpair()
@@ -41,12 +42,11 @@ class CommandQueue:
         self._wake_out.setblocking(False)
         selector.register(self._wake_in, selectors.EVENT_READ, self._drain_wakes)
 
-    def add(self, command: Callable[[], None], ref: PeerRef | None = None) -> None:
+    def add(self, command: Callable[[], None], ref: PeerRef) -> None:
         """Run ``command`` behind those that were added before. ref: the peer that it is for."""
         with self._lock:
             self._commands.append((command, ref))
-            if ref is not None:
-                self._num_for[ref] += 1
+            self._num_for[ref] += 1
         self.wake()
 
     def is_pending_for(self, ref: PeerRef) -> bool:
@@ -77,22 +77,16 @@ class CommandQueue:
         """Run everything, also what is added meanwhile."""
         while self._commands:
             command, ref = self._commands.popleft()
-            try:
-                command()
-            finally:
-                if ref is not None:
-                    self._done(ref)
+            command()
+            with self._lock:
+                self._num_for[ref] -= 1
+                if not self._num_for[ref]:
+                    del self._num_for[ref]
 
     def close(self) -> None:
         """Close the sockets of ``wake``."""
         self._wake_in.close()
         self._wake_out.close()
-
-    def _done(self, ref: PeerRef) -> None:
-        with self._lock:
-            self._num_for[ref] -= 1
-            if not self._num_for[ref]:
-                del self._num_for[ref]
 
     def _drain_wakes(self) -> None:
         with suppress(BlockingIOError):
@@ -113,11 +107,11 @@ class LinkLoop:
         counters: Counters,
         lookup: Callable[[str, int], Outcome] = resolve,
     ) -> None:
-        self._listener = Listener(listen_on(settings.host, settings.port))
+        self._listener = Listener(listen_on(settings.host, settings.control_port))
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._selector = selectors.DefaultSelector()
         self._commands = CommandQueue(self._selector)
-        self._links = OpenLinks(self._selector, settings, counters)
+        self._links = OpenLinks(self._selector, self._commands.add, settings, counters)
         self._dialer = Dialer(self._links, self._commands.add, lookup, settings.peer_timeout_seconds)
         self._is_stopping = False
         self._num_rounds = 0
@@ -140,23 +134,13 @@ class LinkLoop:
             is_sent = False  # it will fail again in the I/O thread, and end the link with its reason
         if not is_sent:
             self._commands.add(partial(self._dialer.send, ref, message), ref)
-        elif link is not None and link.wants_write:
+        elif link is not None and link.outbox.wants_write:
             self._commands.add(partial(self._links.run, link), ref)
 
     def dial_and_send(self, target: PeerTarget, message: Message) -> None:
         """Send a message to ``target``, dialing it first if there is no link."""
         ref = PeerRef(target.boot_id, is_dialed=True)
         self._commands.add(partial(self._dialer.dial_and_send, ref, target, message), ref)
-
-    def hold(self, ref: PeerRef, token: str) -> None:
-        """Send nothing on this link, not even the end of its handshake, until ``release``. Called within ``link_up``."""
-        link = self._links.find(ref)
-        if link is not None:
-            link.outbox.held_for = token
-
-    def release(self, ref: PeerRef, token: str) -> None:
-        """Resume sending on a link that is held for this token; does nothing if there is none."""
-        self._commands.add(partial(self._links.release, ref, token), ref)
 
     def look_by(self, deadline: float | None) -> None:
         """Call ``LinkEvents.tick`` by ``deadline`` (monotonic)."""

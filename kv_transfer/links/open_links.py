@@ -27,7 +27,7 @@ from contract.errors import (
 )
 from kv_transfer.counters import Counters
 from kv_transfer.links.framing import parse_address
-from kv_transfer.links.link import Link, LinkClosedError, LinkEvents, LinkSettings, PeerRef
+from kv_transfer.links.link import Link, LinkEvents, PeerRef
 from kv_transfer.links.listening import (
     MAX_UNAUTHENTICATED,
     LogLimiter,
@@ -35,7 +35,8 @@ from kv_transfer.links.listening import (
     host_of,
     max_unauthenticated,
 )
-from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget, Session
+from kv_transfer.options import LinkSettings
+from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Message, Ping
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,9 @@ class Endpoint:
     family: int
     address: Any
 
+
+Command = Callable[[Callable[[], None], PeerRef], None]
+"""Runs a call in the I/O thread, before any later message to that peer; callable from any thread."""
 
 Outcome = Endpoint | OSError | UnicodeError
 """UnicodeError: the text cannot be a host name."""
@@ -66,8 +70,11 @@ def resolve(host: str, port: int, flags: int = 0) -> Outcome:
 class OpenLinks:
     """Owns the control links. Used by the I/O thread; ``find`` and ``debug_state`` by any."""
 
-    def __init__(self, selector: selectors.BaseSelector, settings: LinkSettings, counters: Counters) -> None:
+    def __init__(
+        self, selector: selectors.BaseSelector, command: Command, settings: LinkSettings, counters: Counters
+    ) -> None:
         self._selector = selector
+        self._command = command
         self._settings = settings
         self._counters = counters
         self._links: set[Link] = set()
@@ -86,10 +93,7 @@ class OpenLinks:
 
     def debug_state(self) -> dict[str, Any]:
         """Return the links as plain data (a snapshot without a lock)."""
-        return {
-            "num_links": len(self._links),
-            "peers": [{"boot_id": ref.boot_id, "is_dialed": ref.is_dialed} for ref in list(self._by_ref)],
-        }
+        return {"peers": [ref._asdict() for ref in list(self._by_ref)]}
 
     def accept(self, sock: socket.socket) -> None:
         """Begin the handshake on an accepted connection, which may displace another one."""
@@ -103,7 +107,6 @@ class OpenLinks:
         """Begin to connect to a peer. Raises OSError."""
         link = self._add(socket.socket(endpoint.family, socket.SOCK_STREAM), Dialing(self._me, target))
         link.ref = ref
-        link.is_connecting = True
         self._by_ref[ref] = link
         code = link.sock.connect_ex(endpoint.address)
         if code not in (0, errno.EINPROGRESS):
@@ -111,22 +114,16 @@ class OpenLinks:
             raise OSError(code, os.strerror(code))
         self._watch(link)
 
-    def release(self, ref: PeerRef, token: str) -> None:
-        """Resume sending on a link that is held for this token."""
-        link = self._by_ref.get(ref)
-        if link is not None and link.outbox.held_for == token:
-            link.outbox.held_for = None
-            self.run(link)
-
     def run(self, link: Link, act: Callable[[], None] = lambda: None) -> None:
-        """Act on a link and flush it. Any error ends this link with its reason, and no other."""
+        """Act on a link, unless it has ended, and flush it. Any error ends this link with its reason, and no other."""
+        if link not in self._links:
+            return
         try:
             act()
             link.flush(time.monotonic())
             self._watch(link)
         except OSError as error:
-            reason = "closed its control link" if isinstance(error, LinkClosedError) else f"is gone: {error}"
-            self._end(link, PeerUnreachableError(f"worker {link.worker_id} {reason}"))
+            self._end(link, PeerUnreachableError(f"worker {link.worker_id} is gone: {error}"))
         except KvbatonError as error:
             self._end(link, error)
         except Exception as error:  # the boundary of the control protocol
@@ -146,9 +143,10 @@ class OpenLinks:
         deadlines = (min(link.heard_at + timeout, link.ping_at(timeout)) for link in self._links)
         return min(deadlines, default=math.inf)
 
-    def report_down(self, ref: PeerRef, error: KvbatonError, session: Session | None = None) -> None:
-        """Report that a peer cannot be dialed, or that its link has ended."""
-        self._events.link_down(ref, session, error)
+    def fail_dial(self, ref: PeerRef, target: PeerTarget, reason: object) -> None:
+        """Report that a peer cannot be dialed."""
+        error = PeerUnreachableError(f"worker {target.worker_id} cannot be dialed: {reason}")
+        self._events.link_down(ref, None, error)
 
     def close(self) -> None:
         """Close every link without a report: peers see this worker's death, not its silence."""
@@ -160,12 +158,9 @@ class OpenLinks:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = Link(sock, handshake, self._settings.max_frame_bytes, time.monotonic())
         self._links.add(link)
-        self._selector.register(sock, selectors.EVENT_READ, partial(self._serve, link))
+        receive = partial(self._receive, link)
+        self._selector.register(sock, selectors.EVENT_READ, partial(self.run, link, receive))
         return link
-
-    def _serve(self, link: Link) -> None:
-        if link in self._links:
-            self.run(link, link.finish_connecting if link.is_connecting else partial(self._receive, link))
 
     def _receive(self, link: Link) -> None:
         for message in link.receive(time.monotonic()):
@@ -186,23 +181,26 @@ class OpenLinks:
             if older is not None:
                 self._end(older, PeerUnreachableError(f"worker {session.worker_id} dialed again"))
             self._by_ref[link.ref] = link
-        self._events.link_up(link.ref, session)
+        resume = partial(self._command, partial(self._resume, link), link.ref)
+        link.outbox.is_held = not self._events.link_up(link.ref, session, resume)
         link.outbox.open()
 
+    def _resume(self, link: Link) -> None:
+        link.outbox.is_held = False
+        self.run(link)
+
     def _watch(self, link: Link) -> None:
-        if link in self._links:
-            mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.wants_write else 0)
-            if self._selector.get_key(link.sock).events != mask:
-                self._selector.modify(link.sock, mask, partial(self._serve, link))
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if link.outbox.wants_write else 0)
+        key = self._selector.get_key(link.sock)
+        if key.events != mask:
+            self._selector.modify(link.sock, mask, key.data)
 
     def _end(self, link: Link, error: KvbatonError) -> None:
-        if link not in self._links:
-            return
         if link.session is None:
             self._refuse(link, error)
         self._close(link)
         if link.ref is not None:
-            self.report_down(link.ref, error, link.session)
+            self._events.link_down(link.ref, link.session, error)
 
     def _refuse(self, link: Link, error: KvbatonError) -> None:
         self._counters.add("link_handshakes_total", result="failed")
@@ -235,14 +233,14 @@ class _Lookup:
 class Dialer:
     """Owns the look-ups of the peers that are being dialed. Used by the I/O thread.
 
-    command: runs a call in the I/O thread, before any later message to that peer; callable from any thread. lookup: (host,
-    port) → outcome; may block. It cannot be interrupted: its thread may outlive this, and then its outcome is dropped.
+    lookup: (host, port) → outcome; may block. It cannot be interrupted: its thread may outlive this, and then its outcome
+    is dropped.
     """
 
     def __init__(
         self,
         links: OpenLinks,
-        command: Callable[[Callable[[], None], PeerRef], None],
+        command: Command,
         lookup: Callable[[str, int], Outcome],
         timeout_seconds: float,
     ) -> None:
@@ -251,7 +249,7 @@ class Dialer:
         self._lookup = lookup
         self._timeout_seconds = timeout_seconds
         self._pending: dict[PeerRef, _Lookup] = {}
-        self._free_threads = threading.Semaphore(_MAX_LOOKUPS)
+        self._num_threads = 0
 
     def dial_and_send(self, ref: PeerRef, target: PeerTarget, message: Message) -> None:
         """Send a message to ``target``, dialing it first if there is no link."""
@@ -259,8 +257,7 @@ class Dialer:
             try:
                 self._dial(ref, target)
             except (OSError, KvbatonError) as error:
-                self._fail(ref, target, str(error))
-                return
+                self._links.fail_dial(ref, target, error)
         self.send(ref, message)
 
     def send(self, ref: PeerRef, message: Message) -> None:
@@ -277,7 +274,8 @@ class Dialer:
         for ref, pending in list(self._pending.items()):
             if now >= pending.due_at:
                 del self._pending[ref]
-                self._fail(ref, pending.target, f"its name was not found within {self._timeout_seconds} s")
+                reason = f"its name was not found within {self._timeout_seconds} s"
+                self._links.fail_dial(ref, pending.target, reason)
         return min((pending.due_at for pending in self._pending.values()), default=math.inf)
 
     def _dial(self, ref: PeerRef, target: PeerTarget) -> None:
@@ -286,23 +284,23 @@ class Dialer:
         if isinstance(numeric, Endpoint):
             self._links.dial(ref, target, numeric)
             return
-        pending = _Lookup(target, time.monotonic() + self._timeout_seconds)
-        if not self._free_threads.acquire(blocking=False):
+        if self._num_threads == _MAX_LOOKUPS:
             raise UnavailableError(f"{_MAX_LOOKUPS} host names are being looked up; {host} must wait")
+        pending = _Lookup(target, time.monotonic() + self._timeout_seconds)
         work = partial(self._look_up, ref, pending, host, port)
         try:
             threading.Thread(target=work, name="kv-resolve", daemon=True).start()
         except RuntimeError as error:
-            self._free_threads.release()
             raise UnavailableError(f"no thread could be started to look {host} up") from error
+        self._num_threads += 1
         self._pending[ref] = pending
 
     def _look_up(self, ref: PeerRef, pending: _Lookup, host: str, port: int) -> None:
         outcome = self._lookup(host, port)
-        self._free_threads.release()
         self._command(partial(self._on_looked_up, ref, pending, outcome), ref)
 
     def _on_looked_up(self, ref: PeerRef, pending: _Lookup, outcome: Outcome) -> None:
+        self._num_threads -= 1
         if self._pending.get(ref) is not pending:
             return  # it took too long
         del self._pending[ref]
@@ -311,11 +309,6 @@ class Dialer:
                 raise outcome
             self._links.dial(ref, pending.target, outcome)
         except (OSError, UnicodeError) as error:
-            self._fail(ref, pending.target, str(error))
-            return
+            self._links.fail_dial(ref, pending.target, error)
         for message in pending.messages:
             self.send(ref, message)
-
-    def _fail(self, ref: PeerRef, target: PeerTarget, reason: str) -> None:
-        error = PeerUnreachableError(f"worker {target.worker_id} cannot be dialed: {reason}")
-        self._links.report_down(ref, error)

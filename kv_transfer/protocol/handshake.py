@@ -20,7 +20,8 @@ from contract.errors import (
     error_from_kind,
 )
 from contract.identity import Role, why_no_name
-from contract.layout import KVLayout, Side, weights_of
+from contract.layout import Side, weights_of
+from kv_transfer.options import LinkSettings
 from kv_transfer.protocol.messages import (
     TRANSFER_PROTOCOL_MAX,
     TRANSFER_PROTOCOL_MIN,
@@ -52,20 +53,14 @@ _UNPROVED_KINDS = frozenset({ErrorKind.UNAUTHENTICATED, ErrorKind.INCOMPATIBLE})
 class LocalIdentity:
     """This worker, as it introduces itself.
 
-    layout: of one of its ranks. transports: the names that it can read over, best first. offers: returns what it lends
-    over now.
+    transports: the names that it can read over, best first. offers: returns what it lends over now.
     """
 
-    worker_id: str
-    boot_id: str
-    role: str
-    secret: str
+    settings: LinkSettings
+    side: Side
     model_fingerprint: str
-    layout: KVLayout
     transports: tuple[str, ...]
-    timeout_seconds: float
     offers: Callable[[], list[Offer]]
-    num_ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -103,9 +98,9 @@ class Dialing:
         self.session: Session | None = None
         self._me = me
         self._where = f"worker {target.worker_id} at {target.address}"
-        self._transcript = Transcript(me.secret, mac)
+        self._transcript = Transcript(me.settings.secret, mac)
         self._challenge: Challenge | None = None
-        self._hello = Hello(*_introduction(me), target.worker_id, target.boot_id)
+        self._hello = Hello(*_introduction(me.settings), target.worker_id, target.boot_id)
 
     def begin(self) -> list[Message]:
         """Return the first messages to send. Called once."""
@@ -145,8 +140,9 @@ class Dialing:
         self._transcript.add(challenge)
         self._challenge = challenge
         me = self._me
+        timeout = me.settings.peer_timeout_seconds
         unproved = Prove(
-            "", me.model_fingerprint, me.layout, list(me.transports), me.timeout_seconds, me.num_ranks
+            "", me.model_fingerprint, me.side.layout, list(me.transports), timeout, me.side.num_ranks
         )
         return self._transcript.proved(_PROVE, unproved)
 
@@ -176,7 +172,7 @@ class Dialing:
             welcome.timeout_seconds,
             tuple(welcome.offers),
             self._transcript.token(),
-            terms_between(_side(me), me.model_fingerprint, _side(welcome), welcome.model_fingerprint),
+            terms_between(me.side, me.model_fingerprint, _side(welcome), welcome.model_fingerprint),
         )
 
 
@@ -186,7 +182,7 @@ class Accepting:
     def __init__(self, me: LocalIdentity, mac: Mac = mac_of) -> None:
         self.session: Session | None = None
         self._me = me
-        self._transcript = Transcript(me.secret, mac)
+        self._transcript = Transcript(me.settings.secret, mac)
         self._hello: Hello | None = None
 
     def begin(self) -> list[Message]:
@@ -219,26 +215,25 @@ class Accepting:
         _common_protocol(hello, f"worker {hello.worker_id}")
         self._hello = hello
         self._transcript.add(hello)
-        return self._transcript.proved(_CHALLENGE, Challenge(*_introduction(self._me), proof=""))
+        return self._transcript.proved(_CHALLENGE, Challenge(*_introduction(self._me.settings), proof=""))
 
     def _welcome_for(self, prove: Prove, hello: Hello) -> Welcome:
         me = self._me
         who = f"worker {hello.worker_id}"
         if not self._transcript.is_proved(_PROVE, prove):
             raise UnauthenticatedError(f"{who} does not hold this cluster's secret")
-        if (hello.target_worker_id, hello.target_boot_id) != (me.worker_id, me.boot_id):
+        if (hello.target_worker_id, hello.target_boot_id) != (me.settings.worker_id, me.settings.boot_id):
             raise WorkerLostError(
                 f"{who} asked for boot {shown(hello.target_boot_id)} of worker {shown(hello.target_worker_id)};"
-                f" this is boot {me.boot_id} of worker {me.worker_id}"
+                f" this is boot {me.settings.boot_id} of worker {me.settings.worker_id}"
             )
         _check_timeout(prove, who)
         offers = me.offers()
         _agree(me, prove, [offer.transport for offer in offers], prove.transports, who)
         self._transcript.add(prove)
         protocol = _common_protocol(hello, who)
-        unproved = Welcome(
-            protocol, me.model_fingerprint, me.layout, offers, me.timeout_seconds, me.num_ranks
-        )
+        timeout = me.settings.peer_timeout_seconds
+        unproved = Welcome(protocol, me.model_fingerprint, me.side.layout, offers, timeout, me.side.num_ranks)
         welcome = self._transcript.proved(_WELCOME, unproved)
         self.session = Session(
             hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, (), self._transcript.token()
@@ -246,13 +241,13 @@ class Accepting:
         return welcome
 
 
-def _introduction(me: LocalIdentity) -> tuple[int, int, str, str, str, str]:
+def _introduction(me: LinkSettings) -> tuple[int, int, str, str, str, str]:
     """Return the fields of ``Introduction``, with a fresh nonce."""
     nonce = secrets.token_hex(16)
-    return TRANSFER_PROTOCOL_MIN, TRANSFER_PROTOCOL_MAX, nonce, me.worker_id, me.boot_id, me.role
+    return TRANSFER_PROTOCOL_MIN, TRANSFER_PROTOCOL_MAX, nonce, me.worker_id, me.boot_id, str(me.role)
 
 
-def _side(of: LocalIdentity | Prove | Welcome) -> Side:
+def _side(of: Prove | Welcome) -> Side:
     return Side(of.layout, of.num_ranks)
 
 
@@ -297,7 +292,7 @@ def _agree(
 
     One transport in common is enough. Both sides come to the same answer.
     """
-    differences = _side(me).differences(_side(peer))
+    differences = me.side.differences(_side(peer))
     if weights_of(me.model_fingerprint) != weights_of(peer.model_fingerprint):
         differences.append(
             f"model_fingerprint: ours is {me.model_fingerprint}, the peer's is {peer.model_fingerprint}"

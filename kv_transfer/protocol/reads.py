@@ -66,6 +66,10 @@ class LeaseName(msgspec.Struct, frozen=True):
     attempt: int
     lease: str
 
+    def __str__(self) -> str:
+        """Return the transfer, for error texts."""
+        return f"transfer {self.transfer_id} (attempt {self.attempt})"
+
 
 class RangeGrant(msgspec.Struct, frozen=True):
     """The grants that the sender's transports handed out with the blocks ``first_block``... of a transfer.

@@ -2,9 +2,6 @@
 
 import logging
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from socket import socket
 from typing import Any
 
@@ -17,14 +14,14 @@ from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, TransferMetadata
-from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, rank_boot_id
+from kv_transfer.protocol.reads import LeaseName, Read, Source, rank_boot_id
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_messages import RankSocket
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.transport import Probing, ReceiverTransport, Senders, TransportContext
+from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +33,8 @@ class RankSettings(TransferSettings):
     num_ranks: int
 
     def encoded(self) -> bytes:
-        """Return the settings for the rank's process; it has neither a hub nor a wrapped receiver."""
-        return self.model_dump_json(exclude={"local", "decorate"}).encode()
+        """Return the settings for the rank's process; it has no wrapped receiver."""
+        return self.model_dump_json(exclude={"decorate"}).encode()
 
 
 def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettings]:
@@ -46,9 +43,8 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
     A fixed data port is rank 0's; the others follow it. Raises SettingError for what cannot be sent to another process,
     and for a data port with too few ports behind it.
     """
-    for name in ("local", "decorate"):
-        if num_ranks > 1 and getattr(settings, name) is not None:
-            raise SettingError(f"{name} is for workers of one rank; this one has {num_ranks}", param=name)
+    if num_ranks > 1 and settings.decorate is not None:
+        raise SettingError(f"decorate is for workers of one rank; this one has {num_ranks}", param="decorate")
     last_port = settings.data_port and settings.data_port + num_ranks - 1
     if last_port > 65535:
         raise SettingError(
@@ -56,13 +52,13 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
             f" it must be {65536 - num_ranks} or less",
             param="data_port",
         )
-    shared = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
+    values = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
     each_rank = []
     for rank in range(num_ranks):
-        boot_id = rank_boot_id(settings.boot_id, rank, num_ranks)
-        data_port = settings.data_port and settings.data_port + rank
-        own = {"rank": rank, "boot_id": boot_id, "data_port": data_port}
-        each_rank.append(RankSettings(**(shared | own)))
+        values["rank"] = rank
+        values["boot_id"] = rank_boot_id(settings.boot_id, rank, num_ranks)
+        values["data_port"] = settings.data_port and settings.data_port + rank
+        each_rank.append(RankSettings(**values))
     return each_rank
 
 
@@ -75,88 +71,63 @@ class RankData:
     def __init__(self, settings: RankSettings, counters: Counters, completions: Completions) -> None:
         self.sessions = Sessions()
         context = TransportContext(
-            host=settings.host,
-            advertise_host=settings.advertise_host,
-            data_port=settings.data_port,
-            boot_id=settings.boot_id,
-            read_timeout_seconds=settings.read_timeout_seconds,
-            sessions=self.sessions,
-            on_idle=self._on_idle,
-            local=settings.local,
-            shm_dir=settings.shm_dir,
-            on_thread_failed=self._on_thread_failed,
+            settings,
+            self.sessions,
+            on_idle=lambda name: self._reports.lease_idle(name),
+            on_thread_failed=lambda thread, error: self._reports.thread_failed(thread, error),
         )
-        senders, receivers = open_transports(settings.transport_name, context)
-        self._senders = Senders(senders)
+        opened = open_transports(context)
+        self._senders = Senders({name: transport.sender for name, transport in opened.items()})
         self.release = self._senders.release
-        self.offers = self._senders.offers
         self._readers = {
-            name: RankReader(receiver, settings.rank, settings.num_ranks)
-            for name, receiver in receivers.items()
+            name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
+            for name, transport in opened.items()
         }
-        self.chooser = Chooser(self._readers, counters)
+        self.chooser = Chooser(counters)
         receiver = self.chooser if settings.decorate is None else settings.decorate(self.chooser)
-        self.half = DataHalf(receiver, counters, completions, tuple(receivers), settings.max_staging_bytes)
-        self.chooser.attach(self.half.post_pull)
+        self.half = DataHalf(receiver, counters, completions, tuple(opened), settings.max_staging_bytes)
+        self.chooser.start(self._readers, self.half.post_pull)
 
     def attach(self, reports: DataReports) -> None:
         """Set the receiver of the reports; called once, before ``half.start``."""
         self._reports = reports
         self.half.attach(self._senders, reports)
 
-    def readers(self) -> list[str]:
-        """Return the transports that can be read over, best first."""
-        return list(self._readers)
-
-    def probing(self) -> list[str]:
-        """Return the transports that have to be probed."""
-        return [name for name, reader in self._readers.items() if isinstance(reader, Probing)]
+    def opened(self) -> messages.Opened:
+        """Return what can be read over, and what is lent over; that may be less once the pool is known."""
+        return messages.Opened(self._senders.offers(), list(self._readers))
 
     def probe(self, source: Source, read: Read) -> None:
-        """Try to read a source. Raises what a read would, and InternalError for a transport that cannot be probed."""
-        reader = self._readers[source.transport]
-        if not isinstance(reader, Probing):
-            raise InternalError(f"transport {source.transport} cannot be probed")
-        reader.probe(source, read)
+        """Try to read a source. Raises what a read would."""
+        self._readers[source.transport].probe(source, read)
 
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
         self._senders.close()
 
-    def _on_idle(self, name: LeaseName) -> None:
-        self._reports.lease_idle(name)
-
-    def _on_thread_failed(self, thread: str, error: BaseException) -> None:
-        self._reports.thread_failed(thread, error)
-
 
 class RankReader:
-    """A receiver for peers of several ranks: the source of a link names all, a read goes to one.
+    """A receiver for peers of several ranks: the source of a link names all, ``fetch`` gets one rank's.
 
-    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's. probe:
-    see Probing; only over a transport that has to be probed.
+    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's.
     """
 
-    def __init__(self, receiver: ReceiverTransport, rank: int, num_ranks: int) -> None:
+    def __init__(self, receiver: ProbingReceiver, rank: int, num_ranks: int) -> None:
         self._receiver = receiver
         self._rank = rank
         self._num_ranks = num_ranks
+        self.fetch = receiver.fetch
         self.close = receiver.close
-        if isinstance(receiver, Probing):
-            self.probe = partial(self._probe_each, receiver)
 
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """See ReceiverTransport; ``source`` is one rank's."""
-        self._receiver.fetch(source, request, views, read)
+    def probe(self, source: Source, read: Read) -> None:
+        """See ProbingReceiver; every rank of ``source``."""
+        for each in self._each(source):
+            self._receiver.probe(each, read)
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
         for each in self._each(source):
             self._receiver.forget(each)
-
-    def _probe_each(self, receiver: Probing, source: Source, read: Read) -> None:
-        for each in self._each(source):
-            receiver.probe(each, read)
 
     def _each(self, source: Source) -> list[Source]:
         return [source.of_rank(rank) for rank in ranks_read(self._rank, self._num_ranks, source.num_ranks)]
@@ -167,38 +138,32 @@ def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:
     return range(rank * num_theirs // num_ranks, ((rank + 1) * num_theirs - 1) // num_ranks + 1)
 
 
-def open_rank_half(settings: bytes, sock: socket) -> "RankHalf":
-    """Open a rank's half of a connector whose control half has the other end of ``sock``. Owns ``sock``.
-
-    settings: ``RankSettings.encoded``. Raises SettingError, and OSError when a port cannot be bound.
-    """
-    with ExitStack() as undo:
-        undo.callback(sock.close)
-        half = RankHalf(RankSettings.model_validate_json(settings), sock)
-        undo.pop_all()
-    return half
-
-
 class RankHalf:
-    """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys."""
+    """Fulfils ``RankConnector``, and ``DataReports`` towards its data half, whose jobs have the group's keys.
 
-    def __init__(self, settings: RankSettings, sock: socket) -> None:
-        self._socket = RankSocket(sock)
+    settings: ``RankSettings.encoded``. sock: owned; the control half has the other end. Raises SettingError, and OSError
+    when a port cannot be bound.
+    """
+
+    def __init__(self, settings: bytes, sock: socket) -> None:
+        self._socket = RankSocket(sock, messages.to_rank, self._on_message, self.thread_failed, "kv-rank")
         self._counters = Counters()
-        self._data = RankData(settings, self._counters, Completions())
-        self._data.attach(self)
         self._lock = threading.Lock()
         self._reads: dict[str, Read] = {}
         self._probes: dict[str, threading.Thread] = {}
-        self._thread = threading.Thread(target=self._receive, name="kv-rank", daemon=True)
+        try:
+            self._data = RankData(RankSettings.model_validate_json(settings), self._counters, Completions())
+        except BaseException:
+            self._socket.close()
+            raise
+        self._data.attach(self)
 
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""
         self._data.half.start(memory)
         self._report_counters()
-        data = self._data
-        self._socket.send(messages.Opened(data.offers(), data.readers(), data.probing()))
-        self._thread.start()
+        self._socket.send(self._data.opened())
+        self._socket.start()
 
     def watch_layers(self, metadata: Any) -> None:
         """See RankConnector: an engine of several ranks lends blocks when they are whole."""
@@ -221,9 +186,6 @@ class RankHalf:
         self._data.half.close()
         for probe in probes:
             probe.join()
-        self._socket.shut_down()
-        if self._thread.is_alive():
-            self._thread.join()
         self._socket.close()
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
@@ -251,13 +213,6 @@ class RankHalf:
         """See DataReports."""
         logger.critical("thread %s has ended because of a bug; this worker must end", thread, exc_info=error)
         self._socket.send(messages.ThreadFailed(thread, repr(error)))
-
-    def _receive(self) -> None:
-        try:
-            for message in self._socket.messages():
-                self._on_message(message)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must learn of its end
-            self.thread_failed(self._thread.name, error)
 
     def _on_message(self, message: messages.ToRank) -> None:
         match message:
@@ -304,22 +259,28 @@ class RankHalf:
         self._begin_read(probe.key, read)
         name = f"kv-try-{probe.source.worker_id}"
         thread = threading.Thread(target=self._probe, args=(probe, read), name=name, daemon=True)
-        with self._lock:
-            thread.start()  # it needs the lock to end
-            self._probes[probe.key] = thread
+        try:
+            with self._lock:
+                thread.start()  # it needs the lock to end
+                self._probes[probe.key] = thread
+        except RuntimeError as error:  # the system cannot start another thread
+            self._end_probe(probe.key, f"no thread can be started: {error}")
 
     def _probe(self, probe: messages.Probe, read: Read) -> None:
         source = probe.source
-        error: str | None = None
+        why_not: str | None = None
         try:
             self._data.probe(source, read)
-        except KvbatonError as failure:
-            error = failure.message
-        except Exception as failure:  # the boundary of a probe: the peer is read over something else
+        except KvbatonError as error:
+            why_not = error.message
+        except Exception as error:  # the boundary of a probe: the peer is read over something else
             logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
-            error = repr(failure)
-        self._end_read(probe.key)
-        self._socket.send(messages.Answer(probe.key, error))
+            why_not = repr(error)
+        self._end_probe(probe.key, why_not)
+
+    def _end_probe(self, key: str, why_not: str | None) -> None:
+        self._end_read(key)
+        self._socket.send(messages.Answer(key, why_not))
 
     def _report_counters(self) -> None:
         if added := self._counters.take():

@@ -3,8 +3,8 @@
 Jobs, releases and sessions are sent to every rank; what the ranks report is passed on once all have reported it.
 """
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from functools import partial
 from socket import socket
 from typing import Any
@@ -20,109 +20,74 @@ from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.ranks import rank_messages as messages
-from kv_transfer.ranks.aggregation import (
-    JobAggregator,
-    RangeAggregator,
-    RankProgress,
-    RankQuestions,
-    has_failed,
-)
+from kv_transfer.ranks.aggregation import JobAggregator, RangeAggregator, RankProgress, RankQuestions
 from kv_transfer.ranks.rank_data import RankSettings
 from kv_transfer.ranks.rank_messages import RankSockets
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.transport import IdleTogether
 
-_OPENER = "kv_transfer.ranks.rank_data:open_rank_half"
+_OPENER = "kv_transfer.ranks.rank_data:RankHalf"
 _OPEN_SECONDS = 30.0
-
-
-class RankStartup:
-    """Collects what each rank's transports can do. Together the ranks can do only what every one can. Thread-safe.
-
-    Empty before all ranks have reported: readers, the transports that all can read over, best first; probing, those of them
-    that have to be probed on some rank; offers, what all lend over, best first, with each rank's address.
-    """
-
-    def __init__(self, num_ranks: int) -> None:
-        self.readers: list[str] = []
-        self.probing: set[str] = set()
-        self.offers: list[Offer] = []
-        self._num_ranks = num_ranks
-        self._opened: dict[int, messages.Opened] = {}
-        self._changed = threading.Condition()
-
-    def add(self, rank: int, opened: messages.Opened) -> None:
-        """Take a rank's report that its transports are open."""
-        with self._changed:
-            self._opened[rank] = opened
-            if len(self._opened) == self._num_ranks:
-                self._combine([self._opened[rank] for rank in range(self._num_ranks)])
-                self._changed.notify_all()
-
-    def wait(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
-        """Wait until all ranks have reported. Raises InternalError for those that have not in time."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._opened) == self._num_ranks, timeout_seconds):
-                missing = [rank for rank in range(self._num_ranks) if rank not in self._opened]
-                raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
-
-    def _combine(self, ranks: list[messages.Opened]) -> None:
-        self.readers = _shared([rank.readers for rank in ranks])
-        self.probing = {name for rank in ranks for name in rank.probing}
-        addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
-        first, *others = addresses
-        self.offers = [
-            Offer(name, first[name], tuple(other[name] for other in others))
-            for name in _shared([list(each) for each in addresses])
-        ]
-
-
-def _shared(names: list[list[str]]) -> list[str]:
-    return [name for name in names[0] if all(name in other for other in names)]
 
 
 class RankDataGroup:
     """Sends to the ranks and aggregates their reports, which come in the sockets' threads. Thread-safe.
 
-    A job that fails on one rank is stopped on the others, and ends when it is terminal on all: until then its blocks
-    stay quarantined. sessions: the tokens by which peers with a control link may read.
+    Fulfils ``RanksConnector``. settings: of each rank. sessions: the tokens by which peers with a control link may read.
     """
 
-    def __init__(self, num_ranks: int, counters: Counters) -> None:
-        self._num_ranks = num_ranks
-        self.chooser = Chooser({}, counters)
-        self.chooser.attach(self.post_pull)
+    def __init__(
+        self,
+        settings: Sequence[RankSettings],
+        counters: Counters,
+        take_finished: Callable[[], tuple[set[str], set[str]]],
+    ) -> None:
+        num_ranks = len(settings)
+        self._settings = settings
+        self.chooser = Chooser(counters)
         self.sessions = RankQuestions(num_ranks, self._send_to_all)
-        self.startup = RankStartup(num_ranks)
+        self.take_finished = take_finished
+        self._opening: list[Future[messages.Opened]] = [Future() for _ in settings]
         self._counters = counters
-        self._jobs = JobAggregator(num_ranks)
+        self._jobs = JobAggregator(num_ranks, self._send_to_all)
         self._ranges = RangeAggregator(num_ranks)
         self._progress = RankProgress(num_ranks)
-        self._idle = IdleTogether([str(rank) for rank in range(num_ranks)], self._on_lease_idle)
         self._sockets: RankSockets | None = None
 
-    def attach(self, reports: DataReports) -> None:
-        """Set the receiver of the reports; called once, before ``connect``."""
+    def attach(self, reports: DataReports, serve: Callable[[], None]) -> None:
+        """Set the receiver of the reports, and how peers are served from ``begin`` on; called once, before ``connect``."""
         self._reports = reports
+        self._serve = serve
+        self._idle = IdleTogether([str(each.rank) for each in self._settings], reports.lease_idle)
 
-    def readers(self) -> list[str]:
-        """Return the transports that all ranks read over, best first."""
-        return self.startup.readers
+    def in_process(self) -> RankConnector:
+        """Raise SettingError: each half is opened in its rank's process."""
+        raise SettingError(
+            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
+            param="tensor_parallel_size",
+        )
 
-    def offers(self) -> list[Offer]:
-        """Return what all ranks lend over, best first."""
-        return self.startup.offers
-
-    def connect(self, sockets: Sequence[socket]) -> None:
-        """Take the sockets to the ranks, in rank order; the ranks' transports may not be open yet."""
+    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
+        """See RanksConnector."""
         self._sockets = RankSockets(sockets, self._on_message, self._reports.thread_failed)
+        encoded = [each.encoded() for each in self._settings]
+        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
 
-    def wait_opened(self) -> None:
-        """Wait until every rank has opened its transports, and read over them. Raises InternalError if one does not."""
-        startup = self.startup
-        startup.wait()
-        probes = dict.fromkeys(startup.probing, self.sessions.probe)
-        self.chooser.add({name: RankReceiver(self._forget, probes.get(name)) for name in startup.readers})
+    def begin(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
+        """See RanksConnector. Raises InternalError for ranks that do not open their transports in time."""
+        wait(self._opening, timeout_seconds)
+        missing = [rank for rank, opened in enumerate(self._opening) if not opened.done()]
+        if missing:
+            raise InternalError(f"ranks {missing} did not open their transports in {timeout_seconds} s")
+        receiver = RankReceiver(self._send_to_all, self.sessions.probe)
+        self.chooser.start(dict.fromkeys(self.opened().readers, receiver), self.post_pull)
+        self._serve()
+
+    def opened(self) -> messages.Opened:
+        """Return what the transports of all ranks can do together; nothing before the last rank has opened its own."""
+        if not all(opened.done() for opened in self._opening):
+            return messages.Opened([], [])
+        return _together([opened.result() for opened in self._opening])
 
     def post_pull(self, job: PullJob) -> None:
         """Have every rank read its share; ends with PieceVerified, JobFailed or JobStopped.
@@ -132,15 +97,15 @@ class RankDataGroup:
         if job.part is not None or job.ahead is not None:
             raise InternalError(f"blocks of {job.key} cannot be read ahead by several ranks")
         key = self._jobs.begin(job.key)
-        for rank in range(self._num_ranks):
+        for rank in range(len(self._settings)):
             self._connected.send(rank, replace(job.in_rank(rank), key=key))
-        job.read.when_stopped(partial(self._stop, key))
+        job.read.when_stopped(partial(self._jobs.stop, key))
 
     def post_commit(self, job: CommitJob) -> None:
         """Have every rank commit; ends with CommitDone, JobFailed or JobStopped."""
         key = self._jobs.begin(job.key)
         self._send_to_all(replace(job, key=key))
-        job.read.when_stopped(partial(self._stop, key))
+        job.read.when_stopped(partial(self._jobs.stop, key))
 
     def release(self, name: LeaseName) -> None:
         """End a lease on every rank; ``lease_idle`` is reported when no rank reads it any more."""
@@ -160,11 +125,9 @@ class RankDataGroup:
     def debug_state(self) -> dict[str, Any]:
         """Return what the ranks are doing. current: requests whose blocks are moved, with the ranks that are not done."""
         return {
-            "num_ranks": self._num_ranks,
-            "transports": self.startup.readers,
             "current": self._jobs.debug_state(),
             "uneven_ranges": self._ranges.waiting(),
-            **({} if self._sockets is None else self._sockets.debug_state()),
+            "unsent_messages": [] if self._sockets is None else self._sockets.unsent_messages,
         }
 
     def progress(self) -> dict[str, int]:
@@ -183,16 +146,6 @@ class RankDataGroup:
     def _send_to_all(self, message: messages.ToRank) -> None:
         self._connected.send_to_all(message)
 
-    def _stop(self, key: str) -> None:
-        if self._jobs.stop(key):
-            self._send_to_all(messages.Stop(key))
-
-    def _forget(self, source: Source) -> None:
-        self._send_to_all(messages.Forget(source))
-
-    def _on_lease_idle(self, name: LeaseName) -> None:
-        self._reports.lease_idle(name)
-
     def _on_message(self, rank: int, message: messages.FromRank) -> None:
         match message:
             case messages.RangeReport(key, event):
@@ -209,69 +162,44 @@ class RankDataGroup:
             case messages.Progress(counts):
                 self._progress.add(rank, counts)
             case messages.Opened():
-                self.startup.add(rank, message)
+                self._opening[rank].set_result(message)
             case messages.ThreadFailed(thread, error):
                 self._reports.thread_failed(thread, InternalError(f"on rank {rank}: {error}"))
 
     def _on_job_report(self, rank: int, key: str, event: ev.FetchEvent) -> None:
         outcome = self._jobs.add(key, rank, event)
-        if has_failed(event):
-            self._stop(key)
         if outcome is not None:
             self._reports.fetch_event(*outcome)
 
 
-class RankReceiver:
-    """A transport over which the ranks read; the chooser has it in place of a receiver.
+def _together(ranks: list[messages.Opened]) -> messages.Opened:
+    """Return what every rank can do, best first as on rank 0."""
+    readers = [name for name in ranks[0].readers if all(name in rank.readers for rank in ranks)]
+    offers = []
+    addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
+    for name in addresses[0]:
+        if all(name in each for each in addresses):
+            first, *others = [each[name] for each in addresses]
+            offers.append(Offer(name, first, tuple(others)))
+    return messages.Opened(offers, readers)
 
-    forget, probe: see ReceiverTransport and Probing; without ``probe`` the transport is chosen untried.
-    """
+
+class RankReceiver:
+    """The transports over which the ranks read; the chooser has it in place of a receiver. probe: see ProbingReceiver."""
 
     def __init__(
-        self, forget: Callable[[Source], None], probe: Callable[[Source, Read], None] | None = None
+        self, send_to_all: Callable[[messages.ToRank], None], probe: Callable[[Source, Read], None]
     ) -> None:
-        self.forget = forget
-        if probe is not None:
-            self.probe = probe
+        self._send_to_all = send_to_all
+        self.probe = probe
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Raise InternalError: jobs are sent to the ranks."""
         raise InternalError(f"blocks of worker {source.worker_id} are read by the ranks")
 
+    def forget(self, source: Source) -> None:
+        """See ReceiverTransport."""
+        self._send_to_all(messages.Forget(source))
+
     def close(self) -> None:
         """Do nothing: the ranks close what they have opened."""
-
-
-class MultiRankConnector:
-    """Fulfils ``RanksConnector`` for several ranks. serve: begins to serve peers, once every rank has opened its half."""
-
-    def __init__(
-        self,
-        settings: Sequence[RankSettings],
-        group: RankDataGroup,
-        take_finished: Callable[[], tuple[set[str], set[str]]],
-        serve: Callable[[], None],
-    ) -> None:
-        self._settings = settings
-        self._group = group
-        self._serve = serve
-        self.take_finished = take_finished
-        self.close = group.close
-
-    def in_process(self) -> RankConnector:
-        """Raise SettingError: each half is opened in its rank's process."""
-        raise SettingError(
-            f"the connector is for {len(self._settings)} ranks, each in a process of its own",
-            param="tensor_parallel_size",
-        )
-
-    def connect(self, sockets: Sequence[socket], peers: Sequence[int]) -> list[RankConnectorPlan]:
-        """See RanksConnector."""
-        self._group.connect(sockets)
-        encoded = [each.encoded() for each in self._settings]
-        return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
-
-    def begin(self) -> None:
-        """See RanksConnector."""
-        self._group.wait_opened()
-        self._serve()

@@ -11,12 +11,13 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from contract.errors import InternalError
-from engine.mailbox import Mailbox
+from kv_transfer.data.threads import JobThread
 from kv_transfer.links.framing import FrameBuffer, as_frame
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.messages import Offer
@@ -26,6 +27,7 @@ from kv_transfer.protocol.reads import LeaseName, Read, Source
 _READ_BYTES = 2**20
 MAX_FRAME_BYTES = 2**28
 """Both ends are ours: a longer frame is a bug."""
+_T = TypeVar("_T")
 
 JobEvent = ev.PieceLanded | ev.PieceVerified | ev.JobFailed | ev.JobStopped | ev.CommitDone
 
@@ -84,14 +86,10 @@ ToRank = PullJob | CommitJob | Stop | Forget | Release | BeginSession | EndSessi
 
 
 class Opened(RankMessage, frozen=True):
-    """The transports are open and have the pool. readers: transports that can be read over, best first.
-
-    probing: those of them that have to be probed.
-    """
+    """The transports are open and have the pool. readers: transports that can be read over, best first."""
 
     offers: list[Offer]
     readers: list[str]
-    probing: list[str]
 
 
 class RangeReport(RankMessage, frozen=True):
@@ -166,28 +164,70 @@ to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_h
 from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
 
 
-class _Connection:
-    """The socket to one rank. What is sent is queued, so that a rank that hangs holds up no other thread."""
+class RankSocket(Generic[_T]):
+    """One end of the sockets between the control half and a rank, which it owns with a thread that receives.
 
-    def __init__(self, sock: socket.socket) -> None:
+    on_message: called with the messages of the other end, in order. on_bug: called with the error that has ended the thread.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[_T],
+        on_message: Callable[[_T], None],
+        on_bug: Callable[[str, BaseException], None],
+        name: str,
+    ) -> None:
         sock.setblocking(True)
-        self.sock = sock
-        self.outbox = Mailbox[bytes | None]()
-        self.is_open = True
+        self._sock = sock
+        self._decoder = decoder
+        self._on_message = on_message
+        self._on_bug = on_bug
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._receive, name=name, daemon=True)
 
-    def send_queued(self) -> None:
-        """Send what is queued, until a None is or the rank's process has ended."""
+    def start(self) -> None:
+        """Begin to receive."""
+        self._thread.start()
+
+    def send(self, message: ToRank | FromRank) -> None:
+        """Send a message, from any thread; it is dropped if the other process has ended."""
+        frame = to_frame(message)
+        with self._lock, suppress(OSError):
+            self._sock.sendall(frame)
+
+    def shut_down(self) -> None:
+        """End the thread, and a ``send`` that blocks, soon."""
         with suppress(OSError):
-            while (frame := self.outbox.get()) is not None:
-                self.sock.sendall(frame)
-        self.is_open = False
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End the thread and close the socket. Idempotent."""
+        self.shut_down()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._sock.close()
+
+    def _receive(self) -> None:
+        try:
+            for frame in _frames_of(self._sock):
+                self._on_message(self._decoder.decode(frame))
+        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must learn of its end
+            self._on_bug(self._thread.name, error)
+
+
+def _frames_of(sock: socket.socket) -> Iterator[bytes]:
+    frames = FrameBuffer(MAX_FRAME_BYTES)
+    with suppress(OSError):
+        while data := sock.recv(_READ_BYTES):
+            yield from frames.feed(data)
 
 
 class RankSockets:
-    """Owns the sockets to all ranks, in rank order, with two threads for each: one sends, one receives.
+    """Owns the sockets to all ranks, in rank order. Thread-safe.
 
-    ``send`` and ``send_to_all`` may be called from any thread. on_message: called with each rank's messages in their
-    order, for one message at a time. on_bug: called with the error that has ended a thread.
+    What is sent is queued, and a thread for each rank sends it: a rank that hangs holds up no other thread. on_message:
+    called with each rank's messages in their order, for one message at a time. on_bug: see ``RankSocket``.
     """
 
     def __init__(
@@ -197,93 +237,40 @@ class RankSockets:
         on_bug: Callable[[str, BaseException], None],
     ) -> None:
         self._on_message = on_message
-        self._on_bug = on_bug
-        self._connections = [_Connection(sock) for sock in sockets]
         self._one_at_a_time = threading.Lock()
-        self._threads: list[threading.Thread] = []
-        for rank, connection in enumerate(self._connections):
-            for target, args in ((self._receive, (rank, connection)), (connection.send_queued, ())):
-                name = f"kv-ranks-{rank}"
-                self._threads.append(threading.Thread(target=target, args=args, name=name, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._sockets: list[RankSocket[FromRank]] = []
+        self._senders: list[JobThread] = []
+        for rank, sock in enumerate(sockets):
+            name = f"kv-ranks-{rank}"
+            self._sockets.append(RankSocket(sock, from_rank, partial(self._receive, rank), on_bug, name))
+            self._senders.append(JobThread(name, partial(on_bug, name)))
+        for sender in self._senders:
+            sender.start()
+        for end in self._sockets:
+            end.start()
 
     def send(self, rank: int, message: ToRank) -> None:
         """Send a message to one rank; it is dropped if the rank's process has ended."""
-        self._queue(self._connections[rank], to_frame(message))
+        self._senders[rank].post(partial(self._sockets[rank].send, message))
 
     def send_to_all(self, message: ToRank) -> None:
         """Send a message to every rank."""
-        frame = to_frame(message)
-        for connection in self._connections:
-            self._queue(connection, frame)
+        for rank in range(len(self._sockets)):
+            self.send(rank, message)
 
     def close(self) -> None:
         """End the threads and close the sockets. Idempotent."""
-        for connection in self._connections:
-            connection.outbox.put(None)
-            with suppress(OSError):
-                connection.sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
-        for connection in self._connections:
-            connection.sock.close()
+        for end, sender in zip(self._sockets, self._senders, strict=True):
+            end.shut_down()
+            sender.post(None)
+            sender.join()
+            end.close()
 
-    def debug_state(self) -> dict[str, object]:
-        """Return whether the threads are alive, which ranks are connected, and how many messages wait to be sent."""
-        return {
-            "is_alive": all(thread.is_alive() for thread in self._threads),
-            "open": [rank for rank, each in enumerate(self._connections) if each.is_open],
-            "unsent_messages": [each.outbox.num_waiting for each in self._connections],
-        }
+    @property
+    def unsent_messages(self) -> list[int]:
+        """The number of messages that wait to be sent, by rank."""
+        return [sender.num_queued for sender in self._senders]
 
-    def _queue(self, connection: _Connection, frame: bytes) -> None:
-        if connection.is_open:
-            connection.outbox.put(frame)
-
-    def _receive(self, rank: int, connection: _Connection) -> None:
-        try:
-            for frame in _frames_of(connection.sock):
-                message: FromRank = from_rank.decode(frame)
-                with self._one_at_a_time:
-                    self._on_message(rank, message)
-        except Exception as error:  # noqa: BLE001 - the boundary of the thread: the connector must learn of its end
-            self._on_bug(threading.current_thread().name, error)
-        connection.is_open = False
-        connection.outbox.put(None)
-
-
-class RankSocket:
-    """A rank's end of its socket, which it owns. ``send`` may be called from any thread."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        sock.setblocking(True)
-        self._sock = sock
-        self._lock = threading.Lock()
-
-    def send(self, message: FromRank) -> None:
-        """Send a message; it is dropped if the other process has ended. The other end always reads."""
-        frame = to_frame(message)
-        with self._lock, suppress(OSError):
-            self._sock.sendall(frame)
-
-    def messages(self) -> Iterator[ToRank]:
-        """Yield every message until the stream ends."""
-        return map(to_rank.decode, _frames_of(self._sock))
-
-    def shut_down(self) -> None:
-        """End ``messages``, in whatever thread it runs."""
-        with suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()
-
-
-def _frames_of(sock: socket.socket) -> Iterator[bytes]:
-    frames = FrameBuffer(MAX_FRAME_BYTES)
-    with suppress(OSError):
-        while data := sock.recv(_READ_BYTES):
-            yield from frames.feed(data)
+    def _receive(self, rank: int, message: FromRank) -> None:
+        with self._one_at_a_time:
+            self._on_message(rank, message)

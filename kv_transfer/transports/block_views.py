@@ -11,7 +11,6 @@ from engine.connector import KVMemory
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
-MAX_CACHED_VIEWS = 2**14
 
 
 @runtime_checkable
@@ -138,36 +137,12 @@ class BlockViews(Sequence[memoryview]):
         return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
-def flat_views(memory: FlatMemory, block_ids: BlockIds, part: BlockPart | None = None) -> BlockViews:
-    """Return read-only views of a flat pool. Raises as ``BlockViews`` does."""
-    return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
-
-
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if is_flat(memory):
-        return flat_views(memory, block_ids, part)
+        return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
-
-
-class ViewCache(dict[int, memoryview]):
-    """Read-only views of the whole blocks of a flat pool, cached: making one takes half as long as digesting it."""
-
-    def __init__(self, memory: FlatMemory) -> None:
-        super().__init__()
-        self._memory = memory
-
-    def views(self, block_ids: BlockIds) -> list[memoryview]:
-        """Return the views of these blocks. Raises IndexError for one outside the pool."""
-        if len(self) > MAX_CACHED_VIEWS:  # Python's garbage collector visits each view
-            self.clear()
-        return list(map(self.__getitem__, block_ids))
-
-    def __missing__(self, block_id: int) -> memoryview:
-        """Make a view at its first use."""
-        view = self[block_id] = self._memory.read_view(block_id)
-        return view
 
 
 def write_views(
@@ -178,11 +153,6 @@ def write_views(
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
-
-
-def bytes_of_each(views: Sequence[memoryview]) -> int:
-    """Return the size of each view; all have one size, and there is at least one."""
-    return views.view_bytes if isinstance(views, BlockViews) else views[0].nbytes
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:

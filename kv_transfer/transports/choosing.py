@@ -1,8 +1,9 @@
 """The choice of the transport that each peer is read over, and of another one after failures.
 
-The best transport that both sides support is chosen when a link comes up. One that may fail although both support it
-(``shm``: the peer may be on another machine) is probed first, in a thread of its own because the I/O thread must not wait;
-reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next transport is used.
+The best transport that both sides support is chosen when a link comes up. All but the last one may fail although both
+support them (``shm``: the peer may be on another machine), and are probed first, in a thread of its own because the I/O
+thread must not wait; reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next
+transport is used.
 """
 
 import logging
@@ -13,12 +14,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import KvbatonError, TransferError
+from contract.errors import KvbatonError, TransferError, UnavailableError
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.transport import Probing, ReceiverTransport
+from kv_transfer.transports.transport import ProbingReceiver
 
 logger = logging.getLogger(__name__)
 MAX_FAILED_IN_A_ROW = 2
@@ -112,40 +113,41 @@ class Alternatives:
 
 @dataclass
 class _Probe:
-    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``."""
+    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``.
+
+    chosen: the outcome, from which jobs are read that name the provisional source, until ``on_chosen`` returns.
+    """
 
     candidates: list[Source]
     on_chosen: Callable[[Source, Source], bool]
+    thread: threading.Thread = field(init=False)
     read: Read = field(default_factory=Read)
     jobs: list[PullJob] = field(default_factory=list)
-    thread: threading.Thread | None = None
+    chosen: Source | None = None
 
 
 class Chooser:
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
-    def __init__(self, receivers: Mapping[str, ReceiverTransport], counters: Counters) -> None:
-        self._receivers = dict(receivers)
+    def __init__(self, counters: Counters) -> None:
+        self._receivers: Mapping[str, ProbingReceiver] = {}
         self._counters = counters
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
-        self._chosen: dict[Source, Source] = {}
         self._is_closed = False
 
-    def add(self, receivers: Mapping[str, ReceiverTransport]) -> None:
-        """Add receivers that could not be made before; called before anything is chosen."""
-        self._receivers.update(receivers)
-
-    def attach(self, post: Callable[[PullJob], None]) -> None:
-        """Set the function that starts a job without blocking; called once, before anything is chosen."""
+    def start(self, receivers: Mapping[str, ProbingReceiver], post: Callable[[PullJob], None]) -> None:
+        """Choose among these; called once, before anything is chosen. post: starts a job without blocking."""
+        self._receivers = receivers
         self._post = post
 
     def choose(self, session: Session, on_chosen: Callable[[Source, Source], bool]) -> Source:
         """Return the source that the peer of a new link is read from. Does not block.
 
         The answer may be provisional: then ``on_chosen(provisional, chosen)`` follows in another thread, and returns False
-        if the source is not needed any more. Jobs may use a provisional source; they wait.
+        if the source is not needed any more. Jobs may use a provisional source; they wait. Raises TransferError without a
+        common transport, UnavailableError without a thread to probe in; no state of the link is left then.
         """
         offers = {offer.transport: offer for offer in session.offers}
         candidates = [
@@ -164,7 +166,7 @@ class Chooser:
             raise TransferError(f"worker {session.worker_id} lends over no transport that this one reads")
         self.alternatives.begin(candidates)
         first = candidates[0]
-        if len(candidates) == 1 or not isinstance(self._receivers[first.transport], Probing):
+        if len(candidates) == 1:
             names = ", ".join(offers)
             self._count(first, "only", f"it is the best of the transports that the worker offers ({names})")
             return first
@@ -176,10 +178,11 @@ class Chooser:
         with self._lock:
             probe = self._probes.get(job.source)
             if probe is not None:
-                probe.jobs.append(job)
-                return
-            chosen = self._chosen.get(job.source)
-        self._post(job if chosen is None else replace(job, source=chosen))
+                if probe.chosen is None:
+                    probe.jobs.append(job)
+                    return
+                job = replace(job, source=probe.chosen)
+        self._post(job)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch by the source's transport."""
@@ -189,7 +192,6 @@ class Chooser:
         """Drop every source of the same link, and end its probe."""
         with self._lock:
             probe = self._probes.get(source)
-            self._chosen.pop(source, None)
         if probe is not None:
             probe.read.stop()
         for each in self.alternatives.end(source):
@@ -205,8 +207,7 @@ class Chooser:
         for receiver in self._receivers.values():
             receiver.close()
         for probe in probes:
-            if probe.thread is not None:
-                probe.thread.join()
+            probe.thread.join()
 
     def _start_probe(self, first: Source, probe: _Probe) -> None:
         name = f"kv-probe-{first.worker_id}"
@@ -214,7 +215,13 @@ class Chooser:
         with self._lock:
             if self._is_closed:
                 return
-            probe.thread.start()  # it needs the lock to end
+            try:
+                probe.thread.start()  # it needs the lock to end
+            except RuntimeError as error:
+                self.alternatives.end(first)
+                raise UnavailableError(
+                    f"no thread can be started to probe worker {first.worker_id}"
+                ) from error
             self._probes[first] = probe
 
     def _probe(self, first: Source, probe: _Probe) -> None:
@@ -222,14 +229,12 @@ class Chooser:
         if not probe.read.is_stopped:
             self._count(chosen, "fallback" if why_not else "probed", why_not or "its probe succeeded")
         with self._lock:
-            del self._probes[first]
-            if chosen != first:
-                self._chosen[first] = chosen
+            probe.chosen = chosen
             for job in probe.jobs:
                 self._post(replace(job, source=chosen))
         is_wanted = probe.on_chosen(first, chosen)
         with self._lock:
-            self._chosen.pop(first, None)
+            del self._probes[first]
         if chosen != first:
             self._receivers[first.transport].forget(first)
         if not is_wanted:
@@ -239,10 +244,8 @@ class Chooser:
         """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
         for candidate in probe.candidates[:-1]:
-            receiver = self._receivers[candidate.transport]
             try:
-                if isinstance(receiver, Probing):
-                    receiver.probe(candidate, probe.read)
+                self._receivers[candidate.transport].probe(candidate, probe.read)
                 return candidate, "; ".join(why_not)
             except KvbatonError as error:
                 is_silent = isinstance(error, PeerSilentError)

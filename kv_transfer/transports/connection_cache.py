@@ -5,7 +5,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from contract.errors import KvbatonError, PeerUnreachableError, TransferError
+from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import ShortReadError, parse_address, read_frame
 from kv_transfer.protocol.reads import (
     Read,
@@ -93,8 +93,11 @@ class PeerReceiver:
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """See ``ReceiverTransport``. Raises PeerUnreachableError for a broken connection."""
-        with _Use(self, source, read) as connection:
-            connection.fetch(request, views, read)
+        self._use(source, read, lambda connection: connection.fetch(request, views, read))
+
+    def probe(self, source: Source, read: Read) -> None:
+        """Connect. Raises what ``fetch`` would."""
+        self._use(source, read, lambda connection: connection.connect(read))
 
     def forget(self, source: Source) -> None:
         """Close this source's connection, or interrupt its user, who closes it then."""
@@ -115,7 +118,32 @@ class PeerReceiver:
         for source in sources:
             self.forget(source)
 
-    def take(self, source: Source) -> PeerConnection:
+    def _use(self, source: Source, read: Read, work: Callable[[PeerConnection], object]) -> None:
+        """Run ``work`` with the source's connection. Raises what ``ReceiverTransport.fetch`` does."""
+        read.check()
+        cached: PeerConnection | None = None
+        is_good = False
+        try:
+            cached = self._take(source)
+            work(cached)
+            is_good = True
+        except StaleLeaseError:
+            is_good = self._keeps_stale
+            raise
+        except (OSError, TransferError) as error:
+            if read.is_stopped:
+                raise ReadStoppedError("the read was stopped") from error
+            who = f"worker {source.worker_id}"
+            if isinstance(error, (ShortReadError, ConnectionError)):
+                raise PeerUnreachableError(f"{who} closed its {self._kind}: {error}") from error
+            if isinstance(error, OSError):
+                raise broken_connection(error, f"reading from {who} failed: {error}") from error
+            raise
+        finally:
+            if cached is not None:
+                self._put_back(source, cached, is_good=is_good)
+
+    def _take(self, source: Source) -> PeerConnection:
         """Return this source's connection, and mark it as in use. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:
@@ -130,9 +158,7 @@ class PeerReceiver:
             self._in_use.add(cached)
             return cached
 
-    def put_back(self, source: Source, cached: PeerConnection, error: BaseException | None) -> None:
-        """End a use, which failed with this error if any."""
-        is_good = error is None or (self._keeps_stale and isinstance(error, StaleLeaseError))
+    def _put_back(self, source: Source, cached: PeerConnection, *, is_good: bool) -> None:
         with self._lock:
             self._in_use.discard(cached)
             is_cached = self._cached.get(source) is cached
@@ -141,48 +167,3 @@ class PeerReceiver:
             if is_cached:
                 del self._cached[source]
         cached.close()
-
-    def error_of_read(self, error: OSError | TransferError, source: Source, read: Read) -> KvbatonError:
-        """Return the error that ``fetch`` raises for one that occurred in a use."""
-        if isinstance(error, StaleLeaseError):
-            return error
-        if read.is_stopped:
-            return ReadStoppedError("the read was stopped")
-        if isinstance(error, (ShortReadError, ConnectionError)):
-            return PeerUnreachableError(f"worker {source.worker_id} closed its {self._kind}: {error}")
-        if isinstance(error, OSError):
-            return broken_connection(error, f"reading from worker {source.worker_id} failed: {error}")
-        return error
-
-
-class ProbingReceiver(PeerReceiver):
-    """A receiver whose connections may fail although both sides support the transport."""
-
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect. Raises what ``fetch`` would."""
-        with _Use(self, source, read) as connection:
-            connection.connect(read)
-
-
-class _Use:
-    """A use of a source's connection. Not a generator: every read enters this, mostly with cold caches."""
-
-    def __init__(self, receiver: PeerReceiver, source: Source, read: Read) -> None:
-        self._receiver = receiver
-        self._source = source
-        self._read = read
-
-    def __enter__(self) -> PeerConnection:
-        self._read.check()
-        try:
-            self._cached = self._receiver.take(self._source)
-        except OSError as error:
-            raise self._receiver.error_of_read(error, self._source, self._read) from error
-        return self._cached
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self._receiver.put_back(self._source, self._cached, error)
-        if isinstance(error, (OSError, TransferError)):
-            mapped = self._receiver.error_of_read(error, self._source, self._read)
-            if mapped is not error:
-                raise mapped from error

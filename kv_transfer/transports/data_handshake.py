@@ -13,7 +13,6 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable
 from enum import StrEnum
 
 import msgspec
@@ -31,6 +30,7 @@ from kv_transfer.links.framing import (
 from kv_transfer.links.listening import choose_displaced, host_of, max_unauthenticated
 from kv_transfer.protocol.reads import Source
 from kv_transfer.transports.leases import Sessions, session_name
+from kv_transfer.transports.transport import TransportContext
 
 MAX_DATA_FRAME_BYTES = 65536
 ALIGNMENT = 64
@@ -118,13 +118,13 @@ class LenderProofs:
 
     def challenge(self, hello: DataHello) -> DataChallenge:
         """Answer the reader. An unknown session or another transport is denied."""
-        self._token = self._sessions.find(hello.session)
-        if self._token is None or hello.transport != self._transport:
-            self._token = None
+        token = self._sessions.find(hello.session)
+        if token is None or hello.transport != self._transport:
             return DataChallenge(DataStatus.DENIED, UNKNOWN_SESSION)
         unproved = DataChallenge(DataStatus.OK, nonce=secrets.token_hex(16))
+        self._token = token
         self._proved = _proved(hello, unproved)
-        return msgspec.structs.replace(unproved, proof=make_proof(_key(self._token), _LENDER, *self._proved))
+        return msgspec.structs.replace(unproved, proof=make_proof(_key(token), _LENDER, *self._proved))
 
     def check(self, prove: DataProve) -> str:
         """Return the token of the session that the reader has proved. Raises UnauthenticatedError."""
@@ -153,14 +153,14 @@ def prove_session(sock: socket.socket, source: Source) -> None:
 class UnauthenticatedConnection:
     """The sender's end of one connection whose handshake is not complete.
 
-    heard_at, due_at: when it was accepted, and its deadline (monotonic seconds). has_spoken: it has named an open session.
+    heard_at: when it was accepted (monotonic seconds). has_spoken: it has named an open session.
     """
 
-    def __init__(self, sock: socket.socket, proofs: LenderProofs, heard_at: float, due_at: float) -> None:
+    def __init__(self, sock: socket.socket, proofs: LenderProofs) -> None:
+        sock.setblocking(False)
         self.sock = sock
         self.host = "" if sock.family == socket.AF_UNIX else host_of(sock)
-        self.heard_at = heard_at
-        self.due_at = due_at
+        self.heard_at = time.monotonic()
         self.has_spoken = False
         self._proofs = proofs
         self._frames = FrameBuffer(_MAX_HANDSHAKE_BYTES)
@@ -173,17 +173,15 @@ class UnauthenticatedConnection:
             return None
         if not data:
             raise ShortReadError(0, 1)
-        token: str | None = None
         for body in self._frames.feed(data):
-            if token is not None:
-                raise TransferError("the peer goes on before it was answered")
-            if self.has_spoken:
-                token = self._proofs.check(decode_body(body, DataProve))
-            else:
+            if not self.has_spoken:
                 self._challenge(decode_body(body, DataHello))
-        if token is not None and not self._frames.is_empty:
-            raise TransferError("the peer goes on before it was answered")
-        return token
+                continue
+            token = self._proofs.check(decode_body(body, DataProve))
+            if not self._frames.is_empty:
+                raise TransferError("the peer goes on before it was answered")
+            return token
+        return None
 
     def _challenge(self, hello: DataHello) -> None:
         challenge = self._proofs.challenge(hello)
@@ -196,15 +194,10 @@ class UnauthenticatedConnection:
 class PendingHandshakes:
     """Owns the unauthenticated connections of a port and their places in its selector. Used by one thread."""
 
-    def __init__(
-        self,
-        selector: selectors.BaseSelector,
-        new_proofs: Callable[[], LenderProofs],
-        timeout_seconds: float,
-    ) -> None:
+    def __init__(self, selector: selectors.BaseSelector, context: TransportContext, transport: str) -> None:
         self._selector = selector
-        self._new_proofs = new_proofs
-        self._timeout_seconds = timeout_seconds
+        self._context = context
+        self._transport = transport
         self._limit = max_unauthenticated(_MAX_PENDING)
         self._pending: dict[UnauthenticatedConnection, None] = {}  # in the order in which they were accepted
 
@@ -212,9 +205,8 @@ class PendingHandshakes:
         """Receive from a new connection, which becomes the data of its selector key. At the limit, drop another one."""
         if len(self._pending) >= self._limit:
             self.drop(choose_displaced(self._pending))
-        sock.setblocking(False)
-        now = time.monotonic()
-        connection = UnauthenticatedConnection(sock, self._new_proofs(), now, now + self._timeout_seconds)
+        proofs = LenderProofs(self._context.sessions, self._transport)
+        connection = UnauthenticatedConnection(sock, proofs)
         self._pending[connection] = None
         self._selector.register(sock, selectors.EVENT_READ, connection)
 
@@ -230,9 +222,12 @@ class PendingHandshakes:
 
     def drop_late(self, now: float) -> float:
         """Close the connections whose deadline has passed; return the next deadline, inf if there is none."""
-        for connection in [one for one in self._pending if one.due_at <= now]:
+        for connection in list(self._pending):
+            due_at = connection.heard_at + self._context.settings.read_timeout_seconds
+            if due_at > now:
+                return due_at
             self.drop(connection)
-        return min((one.due_at for one in self._pending), default=math.inf)
+        return math.inf
 
     def close(self) -> None:
         """Close all connections."""

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 
 from contract.errors import TransferError, UnauthenticatedError
 from kv_transfer.links.framing import format_address
@@ -21,7 +20,6 @@ from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.transports.data_handshake import (
     UNKNOWN_SESSION,
     DataStatus,
-    LenderProofs,
     PendingHandshakes,
     UnauthenticatedConnection,
     reply_frame,
@@ -34,7 +32,6 @@ _MAX_WAIT_SECONDS = 3600.0
 _MAX_NAME_BYTES = 16
 """Linux's TCP_CA_NAME_MAX."""
 _TIMEVAL = struct.Struct("@ll")
-_MAX_TIMEOUT_SECONDS = 10_000_000
 
 
 def shut_down(sock: socket.socket, half: int = socket.SHUT_RDWR) -> None:
@@ -52,8 +49,7 @@ def limit_waits(sock: socket.socket, receive_seconds: float, send_seconds: float
 
 def _timeval(seconds: float) -> bytes:
     """Pack a timeout, rounded up: 0 means for ever."""
-    microseconds = math.ceil(min(seconds, _MAX_TIMEOUT_SECONDS) * 1e6)
-    return _TIMEVAL.pack(*divmod(microseconds, 1_000_000))
+    return _TIMEVAL.pack(*divmod(math.ceil(seconds * 1e6), 1_000_000))
 
 
 def leave_unpaced(sock: socket.socket) -> None:
@@ -107,7 +103,6 @@ class _ServedConnections:
         self._serve = serve
         self._lock = threading.Lock()
         self._threads: dict[Connection, threading.Thread] = {}
-        self._is_closed = False
         sessions.listen(self._end_session)
 
     def start(self, connection: Connection) -> None:
@@ -116,9 +111,6 @@ class _ServedConnections:
             target=self._run, args=(connection,), name=f"{self._name}-serve", daemon=True
         )
         with self._lock:
-            if self._is_closed:
-                connection.sock.close()
-                return
             self._threads[connection] = thread
             try:
                 thread.start()  # it may end at once: it needs the lock to remove the connection
@@ -128,9 +120,8 @@ class _ServedConnections:
                 raise
 
     def close(self) -> None:
-        """End every connection and join its thread. Idempotent."""
+        """End every connection and join its thread; called when no more are started."""
         with self._lock:
-            self._is_closed = True
             threads = list(self._threads.values())
             for connection in self._threads:
                 shut_down(connection.sock)
@@ -173,12 +164,13 @@ class DataPort:
         transport: str,
         listener: socket.socket | None = None,
     ) -> None:
+        settings = context.settings
         self._context = context
         self._transport = transport
         self._sends_reply = listener is None
         self._serve = serve
-        self._listener = Listener(listener or listen_on(context.host, context.data_port))
-        self.address = format_address(context.advertise_host or context.host, self._listener.port)
+        self._listener = Listener(listener or listen_on(settings.host, settings.data_port))
+        self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
         self._wake_in, self._wake_out = socket.socketpair()
         self._served = _ServedConnections(name, context.sessions, self._serve_peer)
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
@@ -186,13 +178,11 @@ class DataPort:
 
     def close(self) -> None:
         """Shut every connection down and join every thread. Idempotent."""
-        if self._wake_out.fileno() < 0:
-            return
-        self._wake_out.send(b"\0")
-        self._served.close()
+        self._wake_out.close()  # which makes the other end readable
         self._thread.join()
-        for sock in (self._listener, self._wake_in, self._wake_out):
-            sock.close()
+        self._served.close()
+        self._listener.close()
+        self._wake_in.close()
 
     def _run(self) -> None:
         try:
@@ -202,16 +192,16 @@ class DataPort:
             self._context.on_thread_failed(self._thread.name, error)
 
     def _accept(self) -> None:
-        new_proofs = partial(LenderProofs, self._context.sessions, self._transport)
         with (
             selectors.DefaultSelector() as selector,
-            closing(PendingHandshakes(selector, new_proofs, self._context.read_timeout_seconds)) as pending,
+            closing(PendingHandshakes(selector, self._context, self._transport)) as pending,
         ):
             selector.register(self._wake_in, selectors.EVENT_READ)
             while True:
                 self._listener.watch(selector)
                 due = min(pending.drop_late(time.monotonic()), self._listener.resume_at)
-                ready = [key for key, _ in selector.select(_seconds_until(due))]
+                seconds = min(max(0.0, due - time.monotonic()), _MAX_WAIT_SECONDS)
+                ready = [key for key, _ in selector.select(seconds)]
                 if any(key.fileobj is self._wake_in for key in ready):
                     return
                 for connection in [key.data for key in ready if key.data is not None]:
@@ -240,7 +230,8 @@ class DataPort:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             leave_unpaced(sock)
-        limit_waits(sock, 0, self._context.read_timeout_seconds)  # the next request may take any time
+        send_seconds = self._context.settings.read_timeout_seconds
+        limit_waits(sock, 0, send_seconds)  # the next request may take any time
         # A session that ends from here on finds the connection; one that has ended already is refused.
         is_known = connection.token in self._context.sessions
         if self._sends_reply:
@@ -248,7 +239,3 @@ class DataPort:
             sock.sendall(reply_frame(DataStatus.OK) if is_known else refused)
         if is_known:
             self._serve(connection)
-
-
-def _seconds_until(due: float) -> float | None:
-    return None if due == math.inf else max(0.0, min(due - time.monotonic(), _MAX_WAIT_SECONDS))

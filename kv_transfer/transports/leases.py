@@ -1,4 +1,4 @@
-"""The sender's record of who may read what: open sessions, and leases of two kinds.
+"""The senders of a worker, and their record of who may read what: open sessions, and leases of two kinds.
 
 A sender that answers requests counts its readers in a LeaseBook. One that is read without a request has a
 GenerationTable, in which a reader in another process sees the end of a lease: the lease's counter is incremented when
@@ -14,10 +14,11 @@ import mmap
 import os
 import secrets
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated, TypeVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -28,34 +29,21 @@ from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.transports.block_views import BlockViews, address_of, flat_views, is_flat, read_views
+from kv_transfer.transports.block_views import BlockViews, address_of, is_flat, read_views
 
 
 @dataclass
 class _Lease:
-    """Blocks of ``memory``. num_revokes: calls of ``revoke`` that wait for the readers. views: of a flat pool."""
+    """Lent blocks. views: of a flat pool. interrupts: one per reader. num_revokes: calls that wait for the readers."""
 
-    memory: KVMemory
     block_ids: npt.NDArray[np.int64]
-    num_readers: int = 0
-    num_revokes: int = 0
     views: BlockViews | None = None
-
-    def extend(self, block_ids: Sequence[int]) -> None:
-        self.block_ids = np.concatenate([self.block_ids, block_ids], dtype=np.int64)
-        if is_flat(self.memory):
-            self.views = flat_views(self.memory, self.block_ids)
-            self.views.keep_addresses()
-
-    def read(self, request: ReadRequest) -> Sequence[memoryview]:
-        wanted = request.within(len(self.block_ids))
-        if self.views is not None and request.part is None:
-            return self.views[wanted]
-        return read_views(self.memory, self.block_ids[wanted], request.part)
+    interrupts: list[Callable[[], None]] = field(default_factory=list)
+    num_revokes: int = 0
 
 
 class LeaseBook:
-    """The leases of one sender; owns their reader counts. Thread-safe.
+    """The leases of one sender that answers requests; owns their readers. Thread-safe.
 
     A sender whose readers hold blocks up uses ``reading``; one that copies them first uses ``block_ids`` and then ``check``.
     """
@@ -65,18 +53,28 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._leases: dict[LeaseName, _Lease] = {}
 
-    def extend(self, name: LeaseName, memory: KVMemory, block_ids: Sequence[int]) -> None:
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool; called once, before ``extend``."""
+        self._memory = memory
+
+    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> None:
         """Make ``block_ids`` readable as the next blocks of this lease."""
         with self._lock:
-            lease = self._leases.setdefault(name, _Lease(memory, np.zeros(0, np.int64)))
-            lease.extend(block_ids)
+            lease = self._leases.setdefault(name, _Lease(np.zeros(0, np.int64)))
+            lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
+            if is_flat(self._memory):
+                pool = self._memory.pool_view.toreadonly()
+                lease.views = BlockViews(pool, self._memory.layout.block_bytes, lease.block_ids)
+                lease.views.keep_addresses()
 
     def revoke(self, name: LeaseName) -> None:
-        """End the lease; ``on_idle`` is called once for each call, as soon as it has no reader."""
+        """End the lease and interrupt its readers; call ``on_idle`` once for each call, as soon as it has no reader."""
         with self._lock:
             lease = self._leases.get(name)
-            if lease is not None and lease.num_readers:
+            if lease is not None and lease.interrupts:
                 lease.num_revokes += 1
+                for interrupt in lease.interrupts:
+                    interrupt()
                 return
             self._leases.pop(name, None)
         self._on_idle(name)
@@ -87,13 +85,18 @@ class LeaseBook:
             self._leases.clear()
 
     @contextmanager
-    def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
-        """Yield the requested blocks' bytes; the lease cannot become idle within. Raises TransferError."""
-        lease = self._begin(request)
+    def reading(
+        self, request: ReadRequest, interrupt: Callable[[], None] = lambda: None
+    ) -> Iterator[Sequence[memoryview]]:
+        """Yield the requested blocks' bytes; the lease cannot become idle within. Raises TransferError.
+
+        interrupt: called, in any thread, if the lease is revoked within; must not block.
+        """
+        lease = self._begin(request, interrupt)
         try:
-            yield lease.read(request)
+            yield self._views(lease, request)
         finally:
-            self._end(request.name, lease)
+            self._end(request.name, lease, interrupt)
 
     def block_ids(self, request: ReadRequest) -> npt.NDArray[np.int64]:
         """Return the pool's blocks that are requested, under a lease that is valid now. Raises StaleLeaseError."""
@@ -109,44 +112,31 @@ class LeaseBook:
     def _valid(self, name: LeaseName) -> _Lease:
         lease = self._leases.get(name)
         if lease is None or lease.num_revokes:
-            raise StaleLeaseError(
-                f"the lease of transfer {name.transfer_id} (attempt {name.attempt}) is over or was never given"
-            )
+            raise StaleLeaseError(f"the lease of {name} is over or was never given")
         return lease
 
-    def _begin(self, request: ReadRequest) -> _Lease:
+    def _begin(self, request: ReadRequest, interrupt: Callable[[], None]) -> _Lease:
         with self._lock:
             lease = self._valid(request.name)
-            lease.num_readers += 1
+            lease.interrupts.append(interrupt)
             return lease
 
-    def _end(self, name: LeaseName, lease: _Lease) -> None:
+    def _views(self, lease: _Lease, request: ReadRequest) -> Sequence[memoryview]:
+        with self._lock:  # ``extend`` may go on meanwhile
+            wanted = request.within(len(lease.block_ids))
+            block_ids = lease.block_ids[wanted]
+            if lease.views is not None and request.part is None:
+                return lease.views[wanted]
+        return read_views(self._memory, block_ids, request.part)
+
+    def _end(self, name: LeaseName, lease: _Lease, interrupt: Callable[[], None]) -> None:
         with self._lock:
-            lease.num_readers -= 1
-            if lease.num_readers or not lease.num_revokes:
+            lease.interrupts.remove(interrupt)
+            if lease.interrupts or not lease.num_revokes:
                 return
             self._leases.pop(name, None)
         for _ in range(lease.num_revokes):
             self._on_idle(name)
-
-
-class LendingSender:
-    """Base of the senders whose readers ask for blocks: all that is lent is in ``book``."""
-
-    def __init__(self, book: LeaseBook) -> None:
-        self.book = book
-
-    def start(self, memory: KVMemory) -> None:
-        """Lend from this pool."""
-        self._memory = memory
-
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> None:
-        """Append blocks to the lease."""
-        self.book.extend(name, self._memory, block_ids)
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease."""
-        self.book.revoke(name)
 
 
 class Sessions:
@@ -212,10 +202,13 @@ class GenerationTable:
     """Owns the table and gives its slots to leases. Thread-safe.
 
     It is mapped writable here at ``address``; others may map ``descriptor`` read-only. It begins with random numbers,
-    so that no other memory (an earlier table, zeros) is mistaken for it. nonce: the value of slot 0.
+    so that no other memory (an earlier table, zeros) is mistaken for it. nonce: the value of slot 0. id_type: see
+    ``BlockGrant``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_idle: Callable[[LeaseName], None], id_type: "np.dtype[Any]") -> None:
+        self._on_idle = on_idle
+        self._id_type = id_type
         memfd = os.memfd_create("kvbaton-generations", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(memfd, TABLE_BYTES)
@@ -232,12 +225,8 @@ class GenerationTable:
         self._slots: dict[LeaseName, int] = {}
         self._free_slots = list(range(NUM_SLOTS - 1, 0, -1))
 
-    def generation(self, slot: int) -> int:
-        """Return the slot's value now."""
-        return self._counters[slot]
-
-    def open(self, name: LeaseName) -> tuple[int, int]:
-        """Return (slot, generation), by which readers see the lease's end. Raises TransferError if no slot is free."""
+    def extend(self, name: LeaseName, block_ids: Sequence[int]) -> bytes:
+        """Return a grant of ``block_ids`` under this lease. Raises TransferError if no slot is free."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is None:
@@ -246,35 +235,84 @@ class GenerationTable:
                         f"{NUM_SLOTS - 1} leases are open, and no more can be; end some first"
                     )
                 slot = self._slots[name] = self._free_slots.pop()
-            return slot, self._counters[slot]
+            generation = self._counters[slot]
+        packed_ids = np.array(block_ids, self._id_type).tobytes()
+        return msgspec.msgpack.encode(BlockGrant(slot, generation, packed_ids))
 
-    def end(self, name: LeaseName) -> None:
-        """End the lease for every reader, whether any reads now or not."""
+    def revoke(self, name: LeaseName) -> None:
+        """End the lease for every reader, and call ``on_idle``: the sender never waits for one."""
+        self._end(name)
+        self._on_idle(name)
+
+    def revoke_all(self) -> None:
+        """End every lease, without a call of ``on_idle``."""
+        with self._lock:
+            names = list(self._slots)
+        for name in names:
+            self._end(name)
+
+    def close(self) -> None:
+        """End every lease, and unmap the table here; other processes' mappings stay as they are."""
+        self.revoke_all()
+        self._counters.release()
+        self._map.close()
+        os.close(self.descriptor)
+
+    def _end(self, name: LeaseName) -> None:
         with self._lock:
             slot = self._slots.pop(name, None)
             if slot is not None:
                 self._counters[slot] = (self._counters[slot] + 1) % 2**64
                 self._free_slots.append(slot)
 
-    def end_all(self) -> None:
-        """End every lease for every reader."""
-        with self._lock:
-            names = list(self._slots)
-        for name in names:
-            self.end(name)
 
+class Sender(ABC):
+    """Lends blocks of this process's pool, and keeps all that it has lent in ``leases``. Thread-safe.
+
+    address: where receivers find it. why_not_offered: why no peer can read over it; known once it is started.
+    """
+
+    address: str
+    why_not_offered: str | None = None
+
+    def __init__(self, leases: LeaseBook | GenerationTable) -> None:
+        self.leases = leases
+
+    @abstractmethod
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool; called once, before ``publish``."""
+
+    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
+        """Append ``block_ids`` to the blocks that may be read under this lease.
+
+        Returns a grant, by which a receiver reads them without a request (at most MAX_GRANT_BYTES, see
+        ``RangeGrant``), or None.
+        """
+        return self.leases.extend(name, block_ids)
+
+    def release(self, name: LeaseName) -> None:
+        """Start no more reads of this lease and end running ones; call ``on_idle(name)`` once per call when none runs."""
+        self.leases.revoke(name)
+
+    @abstractmethod
     def close(self) -> None:
-        """Unmap it here; other processes' mappings stay as they are."""
-        self._counters.release()
-        self._map.close()
-        os.close(self.descriptor)
+        """End all reads and stop every thread. Idempotent."""
+
+
+class LendingSender(Sender):
+    """A sender whose readers ask for blocks."""
+
+    leases: LeaseBook
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool."""
+        self.leases.start(memory)
 
 
 def lease_ended(request: ReadRequest, who: str, when: str) -> StaleLeaseError:
     """Return the error of a read from ``who`` whose generation has changed. when: "while ..." the blocks were read."""
     return StaleLeaseError(
-        f"the lease of transfer {request.name.transfer_id} (attempt {request.name.attempt}) ended"
-        f" {when} were read from {who}; none of them can be used"
+        f"the lease of {request.name} ended {when} were read from {who}; none of them can be used"
     )
 
 
@@ -291,11 +329,6 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
 
 
 _grants = msgspec.msgpack.Decoder(BlockGrant)
-
-
-def encode_grant(slot: int, generation: int, block_ids: Sequence[int], id_type: "np.dtype[_N]") -> bytes:
-    """Return the grant of these blocks, for the receiver."""
-    return msgspec.msgpack.encode(BlockGrant(slot, generation, np.array(block_ids, id_type).tobytes()))
 
 
 def decode_grant(data: bytes) -> BlockGrant:

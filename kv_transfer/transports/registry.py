@@ -1,11 +1,11 @@
 """The transports by their names, best first.
 
-To add a transport: copy the folder of one that is like it (``tcp`` is the smallest) and fulfil ``SenderTransport``
-and ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
+To add a transport: copy the folder of one that is like it (``tcp`` is the smallest), a ``Sender`` (``leases.py``)
+and a ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
 Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
 contract of the transports in ``pyproject.toml``.
 
-Shared parts: ``data_port.py`` for a sender, with the LendingSender of ``leases.py`` if it answers requests or the
+Shared parts: ``data_port.py`` for a sender, with the LeaseBook of ``leases.py`` if it answers requests or the
 GenerationTable if it is read without; ``connection_cache.py`` for a receiver.
 """
 
@@ -17,15 +17,13 @@ from functools import partial
 from contract.errors import SettingError
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
 from kv_transfer.transports.transport import (
+    AUTO,
     IdleTogether,
-    ReceiverTransport,
-    SenderTransport,
     Transport,
     TransportContext,
 )
 
 logger = logging.getLogger(__name__)
-AUTO = "auto"
 
 # Each function imports its transport itself: the libraries of the others may be missing.
 
@@ -34,7 +32,10 @@ def _open_shm(context: TransportContext) -> Transport:
     from kv_transfer.transports.shm.receiver import ShmReceiver
     from kv_transfer.transports.shm.sender import ShmSender
 
-    return Transport(ShmSender(context), ShmReceiver(context.read_timeout_seconds))
+    receiver = ShmReceiver(
+        context.settings.read_timeout_seconds
+    )  # first: unlike the sender, it has nothing to close
+    return Transport(ShmSender(context), receiver)
 
 
 def _open_nixl(context: TransportContext) -> Transport:
@@ -42,34 +43,24 @@ def _open_nixl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nixl.receiver import NixlReceiver
     from kv_transfer.transports.nixl.sender import NixlSender
 
-    if context.is_auto:
-        context = replace(context, data_port=0)  # the port that was set is for tcp then
-    sender = NixlSender(context, load(context.host))
-    return Transport(sender, NixlReceiver(sender.nixl_thread, context.read_timeout_seconds))
+    settings = context.settings
+    if settings.transport == AUTO:  # the port that was set is for tcp then
+        context = replace(context, settings=settings.model_copy(update={"data_port": 0}))
+    sender = NixlSender(context, load(settings.host))
+    return Transport(sender, NixlReceiver(sender.nixl_thread, settings.read_timeout_seconds))
 
 
 def _open_nccl(context: TransportContext) -> Transport:
     from kv_transfer.transports.nccl.transport import NcclReceiver, NcclSender
 
     sender = NcclSender(context)
-    return Transport(sender, NcclReceiver(sender, context))
+    return Transport(sender, NcclReceiver(sender, context.settings))
 
 
 def _open_tcp(context: TransportContext) -> Transport:
     from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
 
-    return Transport(TcpSender(context), TcpReceiver(context.read_timeout_seconds))
-
-
-def _open_local(context: TransportContext) -> Transport:
-    from kv_transfer.transports.local import LocalReceiver, LocalSender
-
-    if context.local is None:
-        raise SettingError("transport local needs a hub in local", param="local")
-    return Transport(
-        LocalSender(context.boot_id, context.sessions, context.on_idle, context.local),
-        LocalReceiver(context.local),
-    )
+    return Transport(TcpSender(context), TcpReceiver(context.settings.read_timeout_seconds))
 
 
 _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
@@ -77,7 +68,6 @@ _TRANSPORTS: dict[str, Callable[[TransportContext], Transport]] = {
     "nixl": _open_nixl,
     "nccl": _open_nccl,
     "tcp": _open_tcp,
-    "local": _open_local,
 }
 
 
@@ -105,17 +95,15 @@ def open_transport(name: str, context: TransportContext) -> Transport:
     return opener(context)
 
 
-def open_transports(
-    name: str, context: TransportContext
-) -> tuple[dict[str, SenderTransport], dict[str, ReceiverTransport]]:
-    """Open one transport, or all that ``auto`` can open here; return senders and receivers by name, best first.
+def open_transports(context: TransportContext) -> dict[str, Transport]:
+    """Open the transport that is set, or all that ``auto`` can open here; return them by name, best first.
 
     ``on_idle`` is called when all senders are idle. Nothing stays open when this raises.
     """
+    name = context.settings.transport
     names = auto_names(has_rdma_device() or has_nvidia_gpu()) if name == AUTO else (name,)
-    context = replace(context, is_auto=name == AUTO)
     opened: dict[str, Transport] = {}
-    idle = IdleTogether(names, context.on_idle)
+    idle = IdleTogether(opened, context.on_idle)
     try:
         for each in names:
             try:
@@ -124,12 +112,8 @@ def open_transports(
                 if each == names[-1]:
                     raise
                 logger.warning("transport auto leaves %s out: %s", each, error.message)
-                idle.leave_out(each)
     except BaseException:
         for transport in opened.values():
             transport.sender.close()
         raise
-    return (
-        {each: transport.sender for each, transport in opened.items()},
-        {each: transport.receiver for each, transport in opened.items()},
-    )
+    return opened

@@ -66,9 +66,8 @@ class StuckHalf(RankHalf):
     """A half whose data thread hangs on one rank at the first block that it publishes."""
 
     def __init__(self, settings: bytes, sock: socket.socket) -> None:
-        ours = RankSettings.model_validate_json(settings)
-        self._hangs = ours.rank == HANGING_RANK
-        super().__init__(ours, sock)
+        self._hangs = RankSettings.model_validate_json(settings).rank == HANGING_RANK
+        super().__init__(settings, sock)
 
     def start(self, memory: KVMemory) -> None:
         """See RankConnector."""

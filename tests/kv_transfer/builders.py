@@ -1,6 +1,6 @@
 """Builders for the transfer tests: layouts, requests, connected pairs of workers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,8 +11,9 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.connector import FirstToken
 from kv_transfer.connector import TransferFactory
+from kv_transfer.protocol.handshake import LocalIdentity
+from kv_transfer.protocol.messages import Offer
 from kv_transfer.settings import LocalWorker, TransferSettings
-from kv_transfer.transports.local import LocalHub
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
@@ -31,9 +32,15 @@ def settings_for(name: str, role: Role, **changes: Any) -> TransferSettings:
         "transport": "tcp",
         "peer_timeout_seconds": 30.0,
     }
-    if "local" in changes:
-        del defaults["transport"]
     return TransferSettings(**{**defaults, **changes})
+
+
+def identity_for(
+    name: str, role: Role, side: Side | None = None, offers: Sequence[Offer] = (), **changes: Any
+) -> LocalIdentity:
+    """Return how a worker of boot "boot-NAME", which reads over TCP, introduces itself on control links."""
+    settings = settings_for(name, role, **{"boot_id": f"boot-{name}", **changes})
+    return LocalIdentity(settings, side or Side(LAYOUT), MODEL, ("tcp",), lambda: list(offers))
 
 
 def local_worker(layout: KVLayout = LAYOUT, **changes: Any) -> LocalWorker:
@@ -142,10 +149,9 @@ def pair_of(
 ) -> Iterator[Pair]:
     """Run two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()
-    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
-        prefill = settings_for("p", Role.PREFILL, **{**both, **sides.prefill})
-        decode = settings_for("d", Role.DECODE, **{**both, **sides.decode})
+        prefill = settings_for("p", Role.PREFILL, **{"transport": transport, **sides.prefill})
+        decode = settings_for("d", Role.DECODE, **{"transport": transport, **sides.decode})
         yield Pair(stack.enter_context(worker(prefill, memory=memory)), stack.enter_context(worker(decode)))
 
 

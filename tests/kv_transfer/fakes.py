@@ -1,4 +1,4 @@
-"""Fakes for tests of hand-overs: a KV pool without torch, a receiver that damages a block, a driver for one connector."""
+"""Fakes for tests of hand-overs: a pool without torch, a receiver that damages a block, a driver for one connector."""
 
 import mmap
 import os
@@ -12,11 +12,23 @@ from typing import Any
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from engine.connector import ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
-from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
+from kv_transfer.transports.leases import Sessions
+from kv_transfer.transports.transport import ReceiverTransport, TransportContext, TransportSettings
 
 NUM_EARLY_CHECKS = 3
 """Number of times that the ``shm`` receiver checks for a stop, up to and including its first block."""
+
+
+def context_of(
+    boot_id: str,
+    sessions: Sessions | None = None,
+    on_idle: Callable[[LeaseName], None] = lambda _name: None,
+    **settings: Any,
+) -> TransportContext:
+    """Return what a transport of the worker with this boot id is opened with."""
+    found = TransportSettings(**{"boot_id": boot_id, "read_timeout_seconds": 30.0, **settings})
+    return TransportContext(found, sessions or Sessions(), on_idle)
 
 
 class ByteMemory:

@@ -32,7 +32,7 @@ class Reader:
         context = context_for("reader", Sessions(), [], timeout_seconds)
         self._sender = NcclSender(context)
         self._sender.start(self.memory)
-        self.receiver = NcclReceiver(self._sender, context)
+        self.receiver = NcclReceiver(self._sender, context.settings)
 
     def fetch(self, source: Source, blocks: range, read: Read | None = None) -> None:
         """Read these of the lease's blocks into the first ones."""

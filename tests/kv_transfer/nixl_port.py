@@ -21,7 +21,7 @@ from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.receiver import NixlReceiver
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")
@@ -30,17 +30,9 @@ TOKEN = "token"
 
 
 def context_for(
-    boot_id: str, sessions: Sessions, idle: list[LeaseName], timeout_seconds: float = 30.0
+    boot_id: str, sessions: Sessions, idle: list[LeaseName], timeout_seconds: float = 30.0, **settings: Any
 ) -> TransportContext:
-    return TransportContext(
-        host="127.0.0.1",
-        advertise_host=None,
-        data_port=0,
-        boot_id=boot_id,
-        read_timeout_seconds=timeout_seconds,
-        sessions=sessions,
-        on_idle=idle.append,
-    )
+    return context_of(boot_id, sessions, idle.append, read_timeout_seconds=timeout_seconds, **settings)
 
 
 def is_driving(nixl_thread: NixlThread) -> bool:

@@ -93,6 +93,7 @@ class Lender:
         worker = local_worker(LAYOUT, lease_seconds=LEASE_SECONDS, parked_seconds=LEASE_SECONDS, max_parked=2)
         self.completions = worker.completions
         self.book = LeaseBook(self._idle)
+        self.book.start(self.pool.memory)
         self.sends = SendTransfers(
             worker,
             SendPorts(self._post, self.book.revoke, lambda _: None),
@@ -138,7 +139,7 @@ class Lender:
                 digest_of(self.pool.memory.read_view(block_id), seed)
                 for block_id, seed in zip(order.block_ids, order.seeds, strict=True)
             )
-            self.book.extend(order.name, self.pool.memory, order.block_ids)
+            self.book.extend(order.name, order.block_ids)
             outcome = ev.BlockRange(order.first_block, digests)
         self.sends.send_event(order.key, outcome)
 

@@ -18,8 +18,7 @@ from kv_transfer.protocol.reads import LeaseName, RangeGrant, Read, ReadRequest,
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.receiver import ShmReceiver
 from kv_transfer.transports.shm.sender import ShmSender
-from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.fakes import ByteMemory, GatedRead
+from tests.kv_transfer.fakes import ByteMemory, GatedRead, context_of
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
@@ -33,18 +32,7 @@ class ShmPort:
     def __init__(self, folder: Path | None, boot_id: str = "boot", memory: ByteMemory | None = None) -> None:
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin(TOKEN)
-        self.sender = ShmSender(
-            TransportContext(
-                host="127.0.0.1",
-                advertise_host=None,
-                data_port=0,
-                boot_id=boot_id,
-                read_timeout_seconds=30.0,
-                sessions=self.sessions,
-                on_idle=self.idle.append,
-                shm_dir=folder,
-            )
-        )
+        self.sender = ShmSender(context_of(boot_id, self.sessions, self.idle.append, shm_dir=folder))
         self.memory = memory or ByteMemory(LAYOUT, NUM_BLOCKS)
         for block_id in range(self.memory.num_blocks):
             self.memory.fill(block_id, bytes([block_id + 1]))

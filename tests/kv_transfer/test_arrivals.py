@@ -25,18 +25,19 @@ class Pass:
     def __init__(self) -> None:
         self.now = 50.0
         self.told: list[float] = []
-        self.estimator = CompletionEstimator(NUM_LAYERS, lambda: self.now)
+        self._ends: list[float] = []
+        self.estimator = CompletionEstimator(NUM_LAYERS, lambda end: self._ends.append(end), lambda: self.now)
 
     def run(self, layer_seconds: Callable[[int], float], tail: float, num_blocks: int = 8) -> None:
         """Run one pass; ``told`` gets the error of each estimate, positive if it was too late."""
-        ends: list[float] = []
-        self.estimator.begin(num_blocks, ends.append)
+        self._ends = []
+        self.estimator.begin(num_blocks)
         for number in range(1, NUM_LAYERS + 1):
             self.now += layer_seconds(number)
             self.estimator.stored(number)
         self.now += tail
         self.estimator.computed()
-        self.told = [end - self.now for end in ends]
+        self.told = [end - self.now for end in self._ends]
 
 
 def test_the_end_is_told_several_times_and_better_each_time() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import TransferError
+from contract.errors import TransferError, UnavailableError
 from contract.identity import Role
 from contract.layout import Side
 from kv_transfer.connector import TransferFactory
@@ -21,6 +21,8 @@ from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
+from kv_transfer.transports.registry import open_transport
+from kv_transfer.transports.shm import receiver
 from kv_transfer.transports.transport import IdleTogether
 from tests.kv_transfer.builders import (
     LAYOUT,
@@ -33,7 +35,7 @@ from tests.kv_transfer.builders import (
     settings_for,
     worker,
 )
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 
 def chosen(pair: Pair) -> dict[str, float]:
@@ -124,6 +126,21 @@ def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> 
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_transport_whose_receiver_cannot_be_opened_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("no copy loop")
+
+    monkeypatch.setattr(receiver, "load_copy_blocks", fail)
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+    with pytest.raises(OSError, match="no copy loop"):
+        open_transport("shm", context_of("b", shm_dir=tmp_path))
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_worker_that_was_never_started_closes_everything(tmp_path: Path) -> None:
     with worker(settings_for("p", Role.PREFILL, transport="auto", shm_dir=tmp_path)):
         assert len(list(tmp_path.iterdir())) == 1
@@ -162,8 +179,6 @@ class Shelf:
     def close(self) -> None:
         self.gate.set()
 
-
-class ProbedShelf(Shelf):
     def probe(self, source: Source, read: Read) -> None:
         with suppress(TransferError), read.interruptible(self.gate.set):
             assert self.gate.wait(30)
@@ -186,9 +201,9 @@ def job_for(source: Source, first_block: int) -> PullJob:
 )
 def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None, expected: str) -> None:
     """P4: a bug in the thread of a trial left the reads waiting until the request's own time-out."""
-    shm, tcp, posted, told = ProbedShelf(error), Shelf(), list[PullJob](), threading.Event()
-    chooser = Chooser({"shm": shm, "tcp": tcp}, Counters())
-    chooser.attach(posted.append)
+    shm, tcp, posted, told = Shelf(error), Shelf(), list[PullJob](), threading.Event()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, posted.append)
     answers: list[tuple[Source, Source]] = []
 
     def hear(provisional: Source, chosen: Source) -> bool:
@@ -213,9 +228,9 @@ def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None,
 
 def test_a_choice_that_comes_too_late_is_forgotten() -> None:
     """The link went down while its transport was tried."""
-    shm, tcp, is_forgotten = ProbedShelf(), Shelf(), threading.Event()
-    chooser = Chooser({"shm": shm, "tcp": tcp}, counters := Counters())
-    chooser.attach(lambda _: None)
+    shm, tcp, is_forgotten = Shelf(), Shelf(), threading.Event()
+    chooser = Chooser(counters := Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, lambda _: None)
 
     def refuse(_provisional: Source, _chosen: Source) -> bool:
         is_forgotten.set()
@@ -230,10 +245,26 @@ def test_a_choice_that_comes_too_late_is_forgotten() -> None:
     assert counters.snapshot() == {}
 
 
+def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has as many threads as it may have when a link comes up."""
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    chooser = Chooser(Counters())
+    chooser.start({"shm": Shelf(), "tcp": Shelf()}, lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(UnavailableError, match="no thread can be started to probe worker p"):
+            chooser.choose(SESSION, lambda _provisional, _chosen: True)
+    assert chooser.alternatives.debug_state() == []
+    chooser.close()
+
+
 def test_closing_ends_a_probe() -> None:
-    shm = ProbedShelf()
-    chooser = Chooser({"shm": shm, "tcp": Shelf()}, Counters())
-    chooser.attach(lambda _: None)
+    shm = Shelf()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": Shelf()}, lambda _: None)
     chooser.choose(SESSION, lambda _provisional, _chosen: False)
     chooser.close()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-probe")]

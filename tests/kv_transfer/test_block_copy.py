@@ -28,7 +28,7 @@ def copying(request: pytest.FixtureRequest) -> Copying:
         return partial(copy_each, read=Read())
     copy_blocks = load_copy_blocks()
     assert copy_blocks is not None, "these tests need a C compiler"
-    return partial(copy_natively, copy_blocks, past_caches=request.param == "past caches")
+    return partial(copy_natively, copy_blocks, read=Read(), past_caches=request.param == "past caches")
 
 
 def copied(

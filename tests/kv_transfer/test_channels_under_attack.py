@@ -37,8 +37,17 @@ from kv_transfer.transports.data_handshake import (
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.shm.sender import ShmSender
 from kv_transfer.transports.tcp.transport import TcpSender
-from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    MODEL,
+    SECRET,
+    hand_over,
+    identity_for,
+    pair_of,
+    settings_for,
+    worker,
+)
+from tests.kv_transfer.fakes import context_of
 
 TOKEN, WAIT = "the token of a session", 30.0
 
@@ -49,9 +58,7 @@ class Lender:
     def __init__(self, transport: str, folder: Path) -> None:
         self.transport, self.sessions = transport, Sessions()
         self.sessions.begin(TOKEN)
-        context = TransportContext(
-            "127.0.0.1", None, 0, "boot", WAIT, self.sessions, lambda _name: None, shm_dir=folder
-        )
+        context = context_of("boot", self.sessions, shm_dir=folder)
         self.sender = TcpSender(context) if transport == "tcp" else ShmSender(context)
         self.source = Source("p", "boot", self.sender.address, TOKEN, transport)
 
@@ -207,9 +214,7 @@ class Wire:
 
 
 def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
-    return LocalIdentity(
-        worker_id, f"boot-{worker_id}", "decode", secret, MODEL, LAYOUT, ("tcp",), WAIT, list
-    )
+    return identity_for(worker_id, Role.DECODE, secret=secret)
 
 
 def shifted(hello: Hello) -> Hello:

@@ -39,7 +39,7 @@ def kv_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "auto", "local"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "auto"])
 def test_after_a_hand_over(transport: str) -> None:
     """The second one: what a library opens once for the whole process is open then."""
     with pair_of(transport=transport) as pair:

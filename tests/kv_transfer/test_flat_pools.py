@@ -11,7 +11,9 @@ import pytest
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from engine.kv_cache.memory import MappedKVMemory
+from kv_transfer.data import reading
 from kv_transfer.protocol.reads import (
+    BlockPart,
     LeaseName,
     RangeGrant,
     Read,
@@ -21,12 +23,11 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
     blocks_per_piece,
 )
-from kv_transfer.transports import block_views
-from kv_transfer.transports.block_views import BlockViews, ViewCache, read_views, write_views
+from kv_transfer.transports.block_views import BlockViews, read_views, write_views
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import Transport, TransportContext
-from tests.kv_transfer.fakes import ByteMemory, GatedRead
+from kv_transfer.transports.transport import Transport
+from tests.kv_transfer.fakes import ByteMemory, GatedRead, context_of
 
 WAIT = 30.0
 NAME, OTHER = LeaseName("t", 0, "lease"), LeaseName("u", 0, "other")
@@ -54,9 +55,7 @@ class Port:
         self.target = MappedKVMemory(layout, num_blocks)
         self.sessions, self.idle = Sessions(), list[LeaseName]()
         self.sessions.begin("token")
-        context = TransportContext(
-            "127.0.0.1", None, 0, "b", WAIT, self.sessions, self.idle.append, shm_dir=folder
-        )
+        context = context_of("b", self.sessions, self.idle.append, shm_dir=folder)
         self.opened: Transport = open_transport(name, context)
         self.opened.sender.start(filled(layout, num_blocks))
         self.source = Source("p", "b", self.opened.sender.address, "token", name)
@@ -266,19 +265,19 @@ def test_views_of_a_flat_pool_are_those_of_its_blocks() -> None:
 
 
 def test_kept_views_are_the_blocks_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block_views, "MAX_CACHED_VIEWS", 3)
+    monkeypatch.setattr(reading, "MAX_KEPT_VIEWS", 3)
     memory = filled(SMALL, 8)
-    kept = ViewCache(memory)
-    first = kept.views([5, 2, 5])
+    kept = reading.DigestViews(memory)
+    first = kept.of(write_views(memory, [5, 2, 5]))
     assert first == [memory.read_view(block_id) for block_id in (5, 2, 5)]
     memory.write_view(2)[:4] = b"here"
-    again = kept.views((2,))
+    again = kept.of(read_views(memory, (2,)))
     assert again[0] is first[1] and again[0].readonly and bytes(again[0][:4]) == b"here"
     for block_id in range(8):
-        assert kept.views([block_id]) == [memory.read_view(block_id)]
+        assert kept.of(read_views(memory, [block_id])) == [memory.read_view(block_id)]
         assert len(kept) <= 4
-    with pytest.raises(IndexError, match="block 8 is not in the pool of 8"):
-        kept.views([1, 8])
+    part = read_views(memory, [1], BlockPart(4, 4))
+    assert kept.of(part) is part
 
 
 @pytest.mark.parametrize(("block_ids", "outside"), [([8], 8), ([0, -1], -1), ([3, 99, 4], 99), ([-9, 3], -9)])

@@ -11,7 +11,7 @@ from kv_transfer.protocol.orders import TransferMetadata
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of
 from tests.kv_transfer.fakes import CorruptingReceiver
 
-BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "local"])
+BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl"])
 NUM_BLOCKS = 5
 
 

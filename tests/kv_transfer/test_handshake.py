@@ -3,23 +3,14 @@
 import pytest
 
 from contract.errors import KvbatonError, UnauthenticatedError
+from contract.identity import Role
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import FetchBlocks, Message, Offer, Prove, Welcome
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
+from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, identity_for
 
 
 def identity(worker_id: str, secret: str = SECRET) -> LocalIdentity:
-    return LocalIdentity(
-        worker_id=worker_id,
-        boot_id=f"boot-{worker_id}",
-        role="both",
-        secret=secret,
-        model_fingerprint=MODEL,
-        layout=LAYOUT,
-        transports=("tcp",),
-        timeout_seconds=3.0,
-        offers=lambda: [Offer("tcp", "127.0.0.1:9")],
-    )
+    return identity_for(worker_id, Role.AGGREGATED, offers=[Offer("tcp", "127.0.0.1:9")], secret=secret)
 
 
 def dialing(secret: str = SECRET) -> Dialing:

@@ -34,9 +34,10 @@ class LeaseMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.idle: list[LeaseName] = []
         self.expected_idle: list[LeaseName] = []
-        self.book, self.memory = LeaseBook(self.idle.append), ByteMemory(LAYOUT, 16)
+        self.book, memory = LeaseBook(self.idle.append), ByteMemory(LAYOUT, 16)
         for block_id in range(16):
-            self.memory.fill(block_id, bytes([block_id]))
+            memory.fill(block_id, bytes([block_id]))
+        self.book.start(memory)
         self.leases: dict[LeaseName, ModelLease] = {}
         self.readers: list[tuple[LeaseName, AbstractContextManager[Sequence[memoryview]]]] = []
         self.sessions, self.ended = Sessions(), list[str]()
@@ -46,7 +47,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, block_ids=st.lists(st.integers(0, 15), min_size=1, max_size=3))
     def extend(self, name: LeaseName, block_ids: list[int]) -> None:
-        self.book.extend(name, self.memory, block_ids)
+        self.book.extend(name, block_ids)
         self.leases.setdefault(name, ModelLease()).block_ids.extend(block_ids)
 
     @rule(name=NAMES, first_block=st.sampled_from([0, 0, 0, 0, 1, -1, 9]), num_blocks=st.integers(1, 3))

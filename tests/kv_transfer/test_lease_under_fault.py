@@ -17,7 +17,6 @@ from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
-from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import (
     LAYOUT,
     TOKENS,
@@ -28,7 +27,7 @@ from tests.kv_transfer.builders import (
     prompt_of,
     request_of,
 )
-from tests.kv_transfer.fakes import ByteMemory, GatedMemory
+from tests.kv_transfer.fakes import ByteMemory, GatedMemory, context_of
 
 WAIT = 30.0
 NAME = LeaseName("t", 0, "lease")
@@ -134,8 +133,10 @@ class GatedBook(LeaseBook):
         self.is_read, self.gate = threading.Event(), threading.Event()
 
     @contextmanager
-    def reading(self, request: ReadRequest) -> Iterator[Sequence[memoryview]]:
-        with super().reading(request) as views:
+    def reading(
+        self, request: ReadRequest, interrupt: Callable[[], None] = lambda: None
+    ) -> Iterator[Sequence[memoryview]]:
+        with super().reading(request, interrupt) as views:
             yield views
         self.is_read.set()
         assert self.gate.wait(WAIT)
@@ -151,8 +152,9 @@ def test_a_lease_that_ends_after_the_last_byte_fails_the_read() -> None:
 
     sessions, book, memory = Sessions(), GatedBook(on_idle), ByteMemory(SMALL, 2)
     sessions.begin("token")
-    context = TransportContext("127.0.0.1", None, 0, "b", WAIT, sessions, on_idle)
-    sender, receiver = TcpSender(context, book), TcpReceiver(WAIT)
+    context = context_of("b", sessions, on_idle)
+    sender, receiver = TcpSender(context), TcpReceiver(WAIT)
+    sender.leases = book
     sender.start(memory)
     sender.publish(NAME, [0, 1])
     outcome: list[BaseException | None] = []

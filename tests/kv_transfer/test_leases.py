@@ -13,9 +13,8 @@ from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStopped
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, reply_frame
 from kv_transfer.transports.leases import LeaseBook, Sessions
 from kv_transfer.transports.tcp.transport import OK_FRAME, TcpReceiver, TcpSender
-from kv_transfer.transports.transport import TransportContext
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, pair_of, prompt_of, settings_for, worker
-from tests.kv_transfer.fakes import ByteMemory, GatedMemory
+from tests.kv_transfer.fakes import ByteMemory, GatedMemory, context_of
 from tests.kv_transfer.greetings import prove_lending, prove_reading
 
 
@@ -107,17 +106,7 @@ class DataPort:
 
     def __init__(self) -> None:
         self.sessions, self.idle = Sessions(), list[LeaseName]()
-        self.sender = TcpSender(
-            TransportContext(
-                host="127.0.0.1",
-                advertise_host=None,
-                data_port=0,
-                boot_id="b",
-                read_timeout_seconds=30.0,
-                sessions=self.sessions,
-                on_idle=self.idle.append,
-            )
-        )
+        self.sender = TcpSender(context_of("b", self.sessions, self.idle.append))
         self.sessions.begin("token")
         self.receiver = TcpReceiver(30.0)
         self.memory, self.target = ByteMemory(SMALL, 8), ByteMemory(SMALL, 8)
@@ -280,7 +269,7 @@ def test_a_receiver_that_stops_reading_cannot_hold_a_released_lease(port: DataPo
     """The sender is stuck in the middle of a block of 32 MiB; the release ends that read."""
     idle = threading.Event()
     huge = msgspec.structs.replace(SMALL, head_dim=1024, block_size=4096)
-    context = TransportContext("127.0.0.1", None, 0, "b", 300.0, port.sessions, lambda _: idle.set())
+    context = context_of("b", port.sessions, lambda _: idle.set(), read_timeout_seconds=300.0)
     sender = TcpSender(context)
     try:
         sender.start(ByteMemory(huge, 1))
@@ -314,10 +303,14 @@ def test_a_release_right_after_a_read_does_not_cut_the_next_one(port: DataPort) 
 def test_a_lease_is_idle_when_its_last_reader_leaves() -> None:
     """Once per revocation, and no read starts after the first."""
     idle: list[LeaseName] = []
-    book, memory = LeaseBook(idle.append), ByteMemory(SMALL, 2)
-    book.extend(NAME, memory, [0, 1])
-    with book.reading(ReadRequest(NAME, 0, 1)):
+    book, interrupted = LeaseBook(idle.append), list[str]()
+    book.start(ByteMemory(SMALL, 2))
+    book.extend(NAME, [0, 1])
+    with book.reading(ReadRequest(NAME, 1, 1), lambda: interrupted.append("one that ended before")):
+        pass
+    with book.reading(ReadRequest(NAME, 0, 1), lambda: interrupted.append("a running one")):
         book.revoke(NAME)
+        assert interrupted == ["a running one"]
         book.revoke(NAME)
         assert idle == []
         with pytest.raises(StaleLeaseError), book.reading(ReadRequest(NAME, 1, 1)):

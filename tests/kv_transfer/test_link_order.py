@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -11,11 +11,11 @@ from contract.errors import KvbatonError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
-from kv_transfer.links.link import Link, LinkSettings, PeerRef
+from kv_transfer.links.link import Link, PeerRef
 from kv_transfer.links.link_loop import LinkLoop
-from kv_transfer.protocol.handshake import Accepting, LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.handshake import Accepting, PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message, Offer, TransferFailed
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
+from tests.kv_transfer.builders import identity_for
 
 WAIT = 30.0
 LENDER, READER = PeerRef("lender", is_dialed=True), PeerRef("reader", is_dialed=False)
@@ -24,16 +24,18 @@ LENDER, READER = PeerRef("lender", is_dialed=True), PeerRef("reader", is_dialed=
 class Side:
     """A link loop and the messages that it received. busy_with: at this message its I/O thread waits for ``go_on``."""
 
-    def __init__(self, boot_id: str, role: str) -> None:
-        self.loop = LinkLoop(LinkSettings("127.0.0.1", 0, None, 300.0, 2**20), Counters())
+    def __init__(self, boot_id: str, role: Role) -> None:
+        offers = [Offer("tcp", "127.0.0.1:1")]
+        limits = {"peer_timeout_seconds": 300.0, "max_frame_bytes": 2**20}
+        me = identity_for(boot_id[0], role, None, offers, boot_id=boot_id, **limits)
+        self.loop = LinkLoop(me.settings, Counters())
         self.heard = Mailbox[Message]()
         self.busy_with: Message | None = None
         self.is_busy, self.go_on = threading.Event(), threading.Event()
-        offers = [Offer("tcp", "127.0.0.1:1")]
-        me = LocalIdentity(boot_id[0], boot_id, role, SECRET, MODEL, LAYOUT, ("tcp",), 300.0, lambda: offers)
         self.loop.start(me, self)
 
-    def link_up(self, ref: PeerRef, session: Session) -> None: ...
+    def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
+        return True
 
     def link_message(self, ref: PeerRef, message: Message) -> None:
         self.heard.put(message)
@@ -106,20 +108,19 @@ def test_more_than_a_socket_takes_arrives_whole_and_in_order() -> None:
 
 
 def test_a_link_that_is_not_open_accepts_no_message() -> None:
-    identity = LocalIdentity("p", "boot", Role.PREFILL, SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
     ours, theirs = socket.socketpair()
     with theirs:
         ours.setblocking(False)
-        link = Link(ours, Accepting(identity), 2**20, now=0.0)
+        link = Link(ours, Accepting(identity_for("p", Role.PREFILL)), 2**20, now=0.0)
         outbox = link.outbox
         word = CancelFetch("t", 0)
         assert not outbox.send_now(word)
         outbox.open()
-        outbox.held_for = "token"
+        outbox.is_held = True
         assert not outbox.send_now(word)
-        outbox.held_for = None
+        outbox.is_held = False
         assert outbox.send_now(word)
-        assert not link.wants_write
+        assert not outbox.wants_write
         with pytest.raises(TransferError, match="a frame of"):
             outbox.send_now(TransferFailed("t", 0, "internal", "x" * 2**21))
         outbox.close()

@@ -13,14 +13,13 @@ from contract.errors import TransferError
 from contract.identity import Role
 from contract.options import MAX_SECONDS
 from kv_transfer.links.link import Link
-from kv_transfer.protocol.handshake import Accepting, LocalIdentity, Session
+from kv_transfer.protocol.handshake import Accepting, Session
 from kv_transfer.protocol.messages import TransferFailed
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, ReadStoppedError, Source
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.transport import TcpReceiver, TcpSender
-from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Sides, hand_over, pair_of
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.builders import LAYOUT, Sides, hand_over, identity_for, pair_of
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 NAME = LeaseName("t", 0, "lease")
 
@@ -30,7 +29,7 @@ def lending(boot_id: str) -> Iterator[Source]:
     """A sender that lends one block."""
     sessions, memory = Sessions(), ByteMemory(LAYOUT, 1)
     sessions.begin("token")
-    sender = TcpSender(TransportContext("127.0.0.1", None, 0, boot_id, 10.0, sessions, lambda _name: None))
+    sender = TcpSender(context_of(boot_id, sessions, read_timeout_seconds=10.0))
     memory.fill(0, boot_id.encode())
     sender.start(memory)
     sender.publish(NAME, [0])
@@ -92,15 +91,14 @@ def test_the_longest_timeouts_can_be_waited_for() -> None:
 
 def test_no_ping_queues_behind_bytes_that_wait() -> None:
     """Pinging a peer that reads nothing would spin and grow the queue."""
-    identity = LocalIdentity("p", "boot", "prefill", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
-    accepting = Accepting(identity)
+    accepting = Accepting(identity_for("p", Role.PREFILL))
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.setblocking(False)
         link = Link(ours, accepting, 2**20, now=0.0)
         accepting.session = Session("d", "other", Role.DECODE, 30.0, (), "token")
         assert link.ping_at(30.0) == 10.0
-        while not link.wants_write:
+        while not link.outbox.wants_write:
             link.queue(TransferFailed("t", 0, "internal", "x" * 65536))
             link.flush(now=1.0)
         assert link.ping_at(30.0) == float("inf")

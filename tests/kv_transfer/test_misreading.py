@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from contract.errors import IncompatiblePeerError, WorkerLostError
-from contract.layout import KVLayout
+from contract.layout import KVLayout, Side
 from contract.requests import ReceiveTransfer, SendTransfer
 from engine.connector import Failed, Published
 from kv_transfer.control.fetch_effects import FetchPorts
@@ -115,7 +115,7 @@ def test_a_worker_that_was_started_again_is_a_stranger() -> None:
 
 def test_another_layout_is_refused_by_what_differs() -> None:
     target = PeerTarget("p", "boot-p", "127.0.0.1:1")
-    dialer, acceptor = Dialing(replace(identity("d"), layout=SMALL), target), Accepting(identity("p"))
+    dialer, acceptor = Dialing(replace(identity("d"), side=Side(SMALL)), target), Accepting(identity("p"))
     proved = answer(dialer, answer(acceptor, dialer.begin()))
     with pytest.raises(IncompatiblePeerError, match="head_dim"):
         answer(acceptor, proved)

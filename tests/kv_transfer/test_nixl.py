@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import msgspec
+import numpy as np
 import pytest
 
 from contract.errors import PeerUnreachableError, TransferError
@@ -20,7 +21,7 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, BlockGrant, GenerationTable
 from kv_transfer.transports.nixl.agent import ID_TYPE, Region, load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.remote_pool import HostMemory
@@ -193,18 +194,23 @@ def test_a_read_under_two_leases_counts_while_both_last(port: NixlPort, reader: 
     reader.fetch(port.source, range(1, 2), grants[1:])
 
 
+def granted(slot: int, block_ids: list[int]) -> bytes:
+    """Return a grant as a sender encodes it."""
+    return msgspec.msgpack.encode(BlockGrant(slot, 1, np.array(block_ids, ID_TYPE).tobytes()))
+
+
 def test_a_malformed_or_wrong_grant_is_refused(port: NixlPort, reader: Reader) -> None:
     def range_of(num_blocks: int, data: bytes) -> tuple[RangeGrant, ...]:
         return (RangeGrant(0, num_blocks, {"nixl": data}),)
 
-    for data in (b"", b"\x91\xff", b"\xc0", encode_grant(0, 1, [1], ID_TYPE)):
+    for data in (b"", b"\x91\xff", b"\xc0", granted(0, [1])):
         with pytest.raises(TransferError, match="malformed grant"):
             reader.fetch(port.source, range(1), range_of(1, data))
     with pytest.raises(TransferError, match="granted other blocks than it published"):
-        reader.fetch(port.source, range(1), range_of(2, encode_grant(1, 1, [1], ID_TYPE)))
+        reader.fetch(port.source, range(1), range_of(2, granted(1, [1])))
     for block_id in (-1, NUM_BLOCKS, 2**31 - 1):
         with pytest.raises(TransferError, match=f"granted block {block_id} of a pool of 100"):
-            reader.fetch(port.source, range(2), range_of(2, encode_grant(1, 1, [1, block_id], ID_TYPE)))
+            reader.fetch(port.source, range(2), range_of(2, granted(1, [1, block_id])))
 
 
 def test_a_stopped_read_ends_between_its_parts(port: NixlPort, reader: Reader) -> None:
@@ -314,7 +320,7 @@ def test_after_the_agent_is_closed_nothing_is_read(port: NixlPort, reader: Reade
 
 def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPort:
     """Open a data port that describes ``port``'s pool wrongly."""
-    table = GenerationTable()
+    table = GenerationTable(lambda _: None, ID_TYPE)
     other = NixlThread(load("127.0.0.1"), agent_name("liar"), lambda _thread, _error: None)
     pool = HostMemory(LAYOUT.block_bytes, 4)
     generations = Region(table.address, SLOT_BYTES, NUM_SLOTS)

@@ -1,7 +1,7 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
+import gc
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,7 @@ def test_auto_prefers_it_to_tcp_only_where_it_may_be_faster(
 
 def test_under_auto_a_pool_in_host_memory_without_an_rdma_card_is_not_offered() -> None:
     """The devices are known before, the place of the pool only at ``start``."""
-    sender = NixlSender(replace(context_for("auto", Sessions(), []), is_auto=True), load("127.0.0.1"))
+    sender = NixlSender(context_for("auto", Sessions(), [], transport="auto"), load("127.0.0.1"))
     assert sender.why_not_offered == "the pool is not allocated yet"
     sender.start(ByteMemory(LAYOUT, 4))
     expected = (
@@ -58,7 +58,8 @@ def test_a_sender_that_cannot_open_its_port_leaves_nothing_open() -> None:
     """The table of generations has a descriptor, and the agent a thread and descriptors of its own."""
     library = load("127.0.0.1")
     with listen_on("127.0.0.1", 0) as taken:
-        context = replace(context_for("late", Sessions(), []), data_port=taken.getsockname()[1])
+        context = context_for("late", Sessions(), [], data_port=taken.getsockname()[1])
+        gc.collect()  # which closes descriptors that earlier tests have left
         descriptors = sorted(Path("/proc/self/fd").iterdir())
         threads = threading.enumerate()
         with pytest.raises(OSError, match="in use"):

@@ -13,10 +13,9 @@ from engine.kv_cache.memory import MappedKVMemory
 from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.leases import LeaseBook, Sessions
-from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.registry import open_transport, transport_names
 from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import ByteMemory, context_of
 
 NAME = LeaseName("t", 0, "lease")
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=16, block_size=16, dtype="float32")
@@ -29,7 +28,7 @@ class Pair:
     """A sender and a receiver of one transport in this process, over a pool each; layer i of block b is of one byte."""
 
     def __init__(self, name: str, folder: Path, undo: ExitStack) -> None:
-        self.sessions, self.hub = Sessions(), LocalHub()
+        self.sessions = Sessions()
         self.sessions.begin("token")
         self.lent, self.target = MappedKVMemory(LAYOUT, 8), MappedKVMemory(LAYOUT, 8)
         for block_id in range(8):
@@ -62,17 +61,7 @@ class Pair:
         return [found.pop() for found in layers]
 
     def _context(self, boot_id: str, folder: Path) -> TransportContext:
-        return TransportContext(
-            "127.0.0.1",
-            None,
-            0,
-            boot_id,
-            30.0,
-            self.sessions,
-            lambda _: None,
-            self.hub,
-            shm_dir=folder,
-        )
+        return context_of(boot_id, self.sessions, shm_dir=folder)
 
 
 @contextmanager
@@ -116,7 +105,8 @@ def test_no_part_reaches_into_the_next_block(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("memory", [MappedKVMemory(LAYOUT, 4), ByteMemory(LAYOUT, 4)], ids=["flat", "other"])
 def test_a_sender_refuses_a_part_that_its_blocks_do_not_have(memory: KVMemory) -> None:
     book = LeaseBook(lambda _: None)
-    book.extend(NAME, memory, [1, 2])
+    book.start(memory)
+    book.extend(NAME, [1, 2])
     for part in (BlockPart(LAYOUT.block_bytes, 1), BlockPart(1, LAYOUT.block_bytes), BlockPart(-1, 4)):
         with (
             pytest.raises(TransferError, match="are not in a block of"),

@@ -17,6 +17,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import Share, digest_of
 from kv_transfer.protocol.orders import PublishOrder, PullJob, TransferMetadata
 from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, LeaseName, Read, ReadRequest, Source, StaleLeaseError
+from kv_transfer.transports.leases import Sender
 from kv_transfer.transports.transport import Senders
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import ByteMemory
@@ -28,7 +29,7 @@ NUM_BLOCKS = 2 * MAX_PIECE_BLOCKS + 3
 WAIT = 30.0
 
 
-class PlayedSender:
+class PlayedSender(Sender):
     """Hands out how many blocks it has been given; fails when it has been given ``fails_at`` blocks already."""
 
     address = "nowhere"

@@ -181,7 +181,7 @@ def test_terms_are_only_for_what_differs() -> None:
 def test_the_side_that_fetches_gets_the_plan() -> None:
     """Once per link, at the handshake, from what both have proved."""
     wide = msgspec.structs.replace(LAYOUT, block_size=8)
-    fetching = replace(identity("d"), layout=wide)
+    fetching = replace(identity("d"), side=Side(wide))
     dialer, acceptor = Dialing(fetching, PeerTarget("p", "boot-p", "127.0.0.1:1")), Accepting(identity("p"))
     answer(dialer, answer(acceptor, answer(dialer, answer(acceptor, dialer.begin()))))
     assert dialer.session is not None and acceptor.session is not None

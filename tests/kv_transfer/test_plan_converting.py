@@ -9,6 +9,7 @@ from torch import Tensor
 from contract.layout import KVLayout, Side
 from engine.kv_cache.memory import TORCH_DTYPES, StagedKVMemory
 from kv_transfer.data.converting import convert_blocks
+from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from tests.kv_transfer.test_plan import ranges
 
@@ -58,14 +59,11 @@ def test_converted_blocks_are_the_prompt_cut_again(
         for piece_first, piece_end in plan.pieces(first, end, most):
             blocks = plan.source_blocks(piece_first, piece_end, num_tokens)
             sources = {
-                run.theirs: (
-                    blocks.start,
-                    as_bytes(cut(kv, plan.theirs, run.theirs, blocks.start, blocks.stop)),
-                )
+                run.theirs: as_bytes(cut(kv, plan.theirs, run.theirs, blocks.start, blocks.stop))
                 for run in plan.head_runs(rank)
             }
             part = targets[piece_first - first : piece_end - first]
-            convert_blocks(plan, sources, piece_first, part, num_tokens, rank)
+            convert_blocks(Conversion(plan, first, end, num_tokens, rank), sources, piece_first, part)
         expected = cut(kv.to(TORCH_DTYPES[plan.ours.layout.dtype]), plan.ours, rank, first, end)
         assert b"".join(targets) == bytes(as_bytes(expected))
 
@@ -77,7 +75,8 @@ def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
     plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))
     kv, block_ids = prompt_kv(plan, 10), [5, 2, 3]
     content = as_bytes(cut(kv, plan.theirs, 0, 0, 2))
-    convert_blocks(plan, {0: (0, content)}, 0, [memory.write_view(block) for block in block_ids], 10)
+    targets = [memory.write_view(block) for block in block_ids]
+    convert_blocks(Conversion(plan, 0, 3, 10), {0: content}, 0, targets)
     assert not memory.pool.any()
     memory.commit(block_ids)
     moved = torch.cat([memory.pool[block] for block in block_ids], dim=3)

@@ -19,7 +19,6 @@ from kv_transfer.data.converting import Converter
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.transports.local import LocalHub
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, settings_for, worker
 from tests.kv_transfer.fakes import CorruptingReceiver, GatedMemory
@@ -107,17 +106,18 @@ class Unequal:
 @contextmanager
 def unequal(theirs: KVLayout, ours: KVLayout, transport: str = "tcp", **decode: Any) -> Iterator[Unequal]:
     plan = TransferPlan(Side(ours), Side(theirs))
-    both: dict[str, Any] = {"local": LocalHub()} if transport == "local" else {"transport": transport}
     with ExitStack() as stack:
         prefill = stack.enter_context(
             worker(
-                settings_for("p", Role.PREFILL, **both),
+                settings_for("p", Role.PREFILL, transport=transport),
                 theirs,
                 f"w@{theirs.dtype}",
                 memory=GatedMemory(theirs, 64),
             )
         )
-        decoder = worker(settings_for("d", Role.DECODE, **both, **decode), ours, f"w@{ours.dtype}")
+        decoder = worker(
+            settings_for("d", Role.DECODE, transport=transport, **decode), ours, f"w@{ours.dtype}"
+        )
         pair = Pair(prefill, stack.enter_context(decoder))
         prompt = list(range(NUM_TOKENS))
         source = list(range(10, 10 + plan.theirs.num_blocks(NUM_TOKENS)))[::-1]
@@ -127,7 +127,7 @@ def unequal(theirs: KVLayout, ours: KVLayout, transport: str = "tcp", **decode: 
 
 
 @WAYS
-@pytest.mark.parametrize("transport", ["tcp", "shm", "local"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("num_cached", [0, 1, 3])
 def test_a_prompt_arrives_as_it_was_computed(
     theirs: KVLayout, ours: KVLayout, transport: str, num_cached: int
@@ -253,9 +253,8 @@ def test_the_right_bytes_of_another_prompt_fail(theirs: KVLayout) -> None:
         assert f"block {len(case.source) - 1} of transfer t-r" in decode.failed[fetch.key].message
 
 
-@pytest.mark.parametrize("transport", ["tcp", "local"])
-def test_a_shorter_prompt_there_is_refused(transport: str) -> None:
-    with unequal(WIDE, LAYOUT, transport) as case:
+def test_a_shorter_prompt_there_is_refused() -> None:
+    with unequal(WIDE, LAYOUT) as case:
         decode = case.pair.decode.driver
         short = case.pair.send_request("r", list(range(8)))
         case.pair.prefill.driver.send_all(short, [10], TOKENS)

@@ -25,6 +25,10 @@ def job(name: str, key: str, read: Read | None = None) -> PullJob:
     )
 
 
+def pull_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-pull-")]
+
+
 class Played:
     """Plays the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
 
@@ -67,12 +71,12 @@ def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
         assert played.threads.post(job("quick", key))
     with played.changed:
         assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
-    assert (played.threads.num_threads, played.threads.current_keys) == (2, ["one"])
+    assert (len(pull_threads()), played.threads.current_keys) == (2, ["one"])
     played.threads.stop()
     played.threads.stop()
     played.threads.join()
     assert played.done == ["a", "b", "c", "one"]
-    assert played.threads.num_threads == 0
+    assert pull_threads() == []
     assert not played.threads.post(job("quick", "late"))
 
 
@@ -100,12 +104,10 @@ def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
         assert played.threads.post(job("quick", str(number)))
         with played.changed:
             assert played.changed.wait_for(lambda: played.done[-1:] == [str(number)], WAIT)  # noqa: B023
-        threads = [thread for thread in threading.enumerate() if thread.name == "kv-pull-quick"]
-        for thread in threads:
+        for thread in pull_threads():
             seen.add(thread.native_id)
             thread.join(WAIT)
             assert not thread.is_alive()
-        assert played.threads.num_threads == 0
     assert played.done == ["0", "1", "2"]
     assert played.forgotten == [], "the link stands: its connection may be used again"
     played.threads.stop()

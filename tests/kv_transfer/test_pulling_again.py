@@ -77,7 +77,7 @@ def expected(pair: Pair) -> list[bytes]:
     return [bytes(pair.prefill.driver.memory.read_view(block)) for block in (10, 11, 12)]
 
 
-@pytest.mark.parametrize("transport", ["tcp", "shm", "local"])
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize(
     "damage",
     [

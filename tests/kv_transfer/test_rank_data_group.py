@@ -14,7 +14,7 @@ from hypothesis import given
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
 from engine.mailbox import Mailbox
-from kv_transfer.counters import Counters
+from kv_transfer.counters import Completions, Counters
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.messages import Offer
@@ -85,11 +85,12 @@ class World:
 def two_ranks() -> Iterator[World]:
     counters = Counters()
     reports = Reports()
-    group = RankDataGroup(2, counters)
-    group.attach(reports)
+    settings = rank_settings(settings_for("d", Role.DECODE), 2)
+    group = RankDataGroup(settings, counters, Completions().take)
+    group.attach(reports, lambda: reports.events.put(("serving", None)))
     pairs = [socket.socketpair() for _ in range(2)]
     ranks = [PlayedRank(theirs) for _, theirs in pairs]
-    group.connect([ours for ours, _ in pairs])
+    group.connect([ours for ours, _ in pairs], [theirs.fileno() for _, theirs in pairs])
     try:
         yield World(group, reports, ranks, counters)
     finally:
@@ -239,14 +240,15 @@ def test_only_what_every_rank_can_do_is_offered() -> None:
     """In the first rank's order, with the address of each."""
     with two_ranks() as world:
         offers = [Offer("shm", "/a"), Offer("tcp", "h:1")]
-        world.ranks[0].send(messages.Opened(offers, ["shm", "tcp"], ["shm"]))
+        world.ranks[0].send(messages.Opened(offers, ["shm", "nixl", "tcp"]))
         with pytest.raises(InternalError, match=r"ranks \[1\] did not open"):
-            world.group.startup.wait(0.05)
-        assert world.group.offers() == []
-        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp"], []))
-        world.group.wait_opened()
-        assert world.group.offers() == [Offer("tcp", "h:1", ("h:2",))]
-        assert (world.group.readers(), world.group.startup.probing) == (["tcp"], {"shm"})
+            world.group.begin(0.05)
+        assert world.group.opened() == messages.Opened([], [])
+        world.ranks[1].send(messages.Opened([Offer("tcp", "h:2")], ["tcp", "nixl"]))
+        world.group.begin()
+        assert world.reports.next() == ("serving", None)
+        together = messages.Opened([Offer("tcp", "h:1", ("h:2",))], ["nixl", "tcp"])
+        assert world.group.opened() == together
 
 
 def test_a_bug_in_a_rank_ends_the_worker() -> None:

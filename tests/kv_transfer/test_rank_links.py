@@ -9,38 +9,34 @@ import pytest
 
 from contract.errors import IncompatiblePeerError, SettingError
 from contract.identity import Role
-from contract.layout import KVLayout, Side
+from contract.layout import Side
 from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.ranks import rank_messages as messages
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, Pair, Worker, prompt_of, settings_for, worker
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    MODEL,
+    Pair,
+    Worker,
+    identity_for,
+    prompt_of,
+    settings_for,
+    worker,
+)
 from tests.kv_transfer.fakes import ByteMemory, TransferDriver
 from tests.kv_transfer.played_ranks import SHARE, PlayedRank
 from tests.kv_transfer.test_handshake import answer
 
 
-def identity(name: str, layout: KVLayout, num_ranks: int, addresses: tuple[str, ...]) -> LocalIdentity:
-    return LocalIdentity(
-        worker_id=name,
-        boot_id=f"boot-{name}",
-        role="prefill",
-        secret=SECRET,
-        model_fingerprint=MODEL,
-        layout=layout,
-        transports=("tcp",),
-        timeout_seconds=3.0,
-        offers=lambda: [Offer("tcp", addresses[0], addresses[1:])],
-        num_ranks=num_ranks,
-    )
+def identity(name: str, side: Side, addresses: tuple[str, ...]) -> LocalIdentity:
+    return identity_for(name, Role.PREFILL, side, [Offer("tcp", addresses[0], addresses[1:])])
 
 
 def met(dialer_side: Side, acceptor_side: Side, addresses: tuple[str, ...]) -> Dialing:
     """Both halves of a handshake, to its end."""
-    dialer = Dialing(
-        identity("d", dialer_side.layout, dialer_side.num_ranks, ("h:9",)), PeerTarget("p", "boot-p", "h:1")
-    )
-    acceptor = Accepting(identity("p", acceptor_side.layout, acceptor_side.num_ranks, addresses))
+    dialer = Dialing(identity("d", dialer_side, ("h:9",)), PeerTarget("p", "boot-p", "h:1"))
+    acceptor = Accepting(identity("p", acceptor_side, addresses))
     answer(dialer, answer(acceptor, answer(dialer, answer(acceptor, dialer.begin()))))
     return dialer
 
@@ -81,7 +77,7 @@ def prefill_with_played_ranks() -> Iterator[tuple[Worker, list[PlayedRank]]]:
     try:
         pair.ranks.connect([ours for ours, _ in ends], [0, 0])
         for number, rank in enumerate(ranks):
-            rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"], []))
+            rank.send(messages.Opened([Offer("tcp", f"127.0.0.1:{number + 1}")], ["tcp"]))
         pair.ranks.begin()
         with pytest.raises(SettingError, match="for 2 ranks, each in a process of its own"):
             pair.ranks.in_process()

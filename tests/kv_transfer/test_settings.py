@@ -16,8 +16,8 @@ from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_
 from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transports.local import LocalHub
-from kv_transfer.transports.registry import AUTO, open_transport, transport_names
+from kv_transfer.transports.registry import open_transport, transport_names
+from kv_transfer.transports.transport import AUTO
 from tests.kv_transfer.builders import SECRET, settings_for
 from tests.kv_transfer.fakes import CorruptingReceiver
 
@@ -26,7 +26,6 @@ from tests.kv_transfer.fakes import CorruptingReceiver
     ("changes", "words"),
     [
         ({"transport": "pigeon"}, "transport is 'pigeon': .*, allowed: auto, shm, nixl, nccl, tcp$"),
-        ({"transport": "local"}, "transport is 'local': .*, allowed: auto, shm"),
         ({"lease_seconds": 0.0}, "lease_seconds is 0.0: .*, allowed: above 0$"),
         ({"parked_seconds": -1.0}, "parked_seconds is -1.0"),
         ({"peer_timeout_seconds": 0.0}, "peer_timeout_seconds is 0.0"),
@@ -44,11 +43,6 @@ def test_a_bad_setting_names_itself_and_its_range(changes: dict[str, Any], words
     assert caught.value.param in changes
 
 
-def test_a_hub_is_the_transport_of_one_process() -> None:
-    assert settings_for("p", Role.PREFILL, local=LocalHub()).transport_name == "local"
-    assert settings_for("p", Role.PREFILL).transport_name == "tcp"
-
-
 def test_the_secret_is_not_printed() -> None:
     assert SECRET not in repr(settings_for("p", Role.PREFILL))
 
@@ -63,14 +57,14 @@ def test_a_setting_that_is_missing_is_named_and_the_others_are_not_shown() -> No
 
 def test_a_wrong_transport_name_gets_the_right_ones() -> None:
     context: Any = None
-    with pytest.raises(SettingError, match="choose one of shm, nixl, nccl, tcp, local"):
+    with pytest.raises(SettingError, match="choose one of shm, nixl, nccl, tcp"):
         open_transport("pigeon", context)
-    assert transport_names() == ("shm", "nixl", "nccl", "tcp", "local")
+    assert transport_names() == ("shm", "nixl", "nccl", "tcp")
 
 
 def test_a_user_may_choose_every_transport_that_crosses_processes() -> None:
-    """One list: what ``--transport`` takes is ``auto`` and the registry's names, without the tests' own."""
-    assert get_args(TransportName) == (AUTO, *(name for name in transport_names() if name != "local"))
+    """One list: what ``--transport`` takes is ``auto`` and the registry's names."""
+    assert get_args(TransportName) == (AUTO, *transport_names())
 
 
 def test_the_factory_survives_the_way_into_a_spawned_process() -> None:

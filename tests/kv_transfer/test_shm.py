@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from contract.errors import KvbatonError, PeerUnreachableError, TransferError
+from contract.errors import KvbatonError, PeerUnreachableError, SettingError, TransferError
 from kv_transfer.links.framing import HEADER, as_frame
 from kv_transfer.protocol.reads import (
     LeaseName,
@@ -21,7 +21,8 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, why_unsupported
+from kv_transfer.transports.shm.sender import NUM_DESCRIPTORS, check_supported
+from kv_transfer.transports.transport import Senders
 from tests.kv_transfer.fakes import ByteMemory, GatedRead
 from tests.kv_transfer.greetings import prove_reading
 from tests.kv_transfer.shm_port import GATED_BLOCK, LAYOUT, NAME, NUM_BLOCKS, TOKEN, Reader, ShmPort
@@ -331,7 +332,9 @@ def test_a_pool_that_cannot_be_mapped_is_not_offered(tmp_path: Path, reader: Rea
         assert port.sender.why_not_offered == "the KV pool is not in memory that another process can map"
         with pytest.raises(KvbatonError, match="refused to share its pool: the KV pool is not in memory"):
             reader.fetch(port.source, range(1), ())
-        assert port.sender.publish(NAME, [0]) is None
+        senders = Senders({"shm": port.sender})
+        assert senders.offers() == []
+        assert senders.publish(NAME, [0]) == ()
     finally:
         port.sender.close()
 
@@ -350,5 +353,7 @@ def test_the_socket_of_a_dead_process_is_removed_and_a_living_ones_is_not(tmp_pa
 
 
 def test_where_the_system_cannot_do_it_the_reason_is_said() -> None:
-    assert why_unsupported("darwin") == "it needs Linux, and this is darwin"
-    assert why_unsupported("linux") is None
+    words = "^transport shm is not possible here: it needs Linux, and this is darwin; choose auto or tcp$"
+    with pytest.raises(SettingError, match=words):
+        check_supported("darwin")
+    check_supported("linux")

@@ -1,5 +1,6 @@
 """The grants of an ``shm`` sender, and a reader that checks them."""
 
+import mmap
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 
 from contract.errors import TransferError
 from kv_transfer.protocol.reads import RangeGrant, StaleLeaseError
-from kv_transfer.transports.leases import NUM_SLOTS, GenerationTable, decode_grant
+from kv_transfer.transports.leases import NUM_SLOTS, TABLE_BYTES, GenerationTable, decode_grant
+from kv_transfer.transports.shm.sender import ID_TYPE
 from tests.kv_transfer.shm_port import NAME, Reader, ShmPort
 
 
@@ -61,13 +63,20 @@ def test_a_malformed_or_wrong_grant_is_refused(port: ShmPort, reader: Reader) ->
     assert reader.first_bytes(2) == [7, 8]
 
 
+def generations_in(table: GenerationTable) -> list[int]:
+    """Return the slots' values, as a reader finds them."""
+    with mmap.mmap(table.descriptor, TABLE_BYTES, prot=mmap.PROT_READ) as mapped:
+        return list(memoryview(mapped[:]).cast("Q"))
+
+
 def test_nothing_else_passes_for_a_table_of_generations() -> None:
     """Neither zeros nor the table of another incarnation, which a late reader may find at the same address."""
-    first, second = GenerationTable(), GenerationTable()
-    slots = range(NUM_SLOTS)
-    assert not any(first.generation(slot) == second.generation(slot) for slot in slots)
-    assert all(first.generation(slot) for slot in slots)
-    assert first.nonce == first.generation(0)
+    first, second = GenerationTable(lambda _: None, ID_TYPE), GenerationTable(lambda _: None, ID_TYPE)
+    generations, others = generations_in(first), generations_in(second)
+    assert len(generations) == NUM_SLOTS
+    assert not any(one == other for one, other in zip(generations, others, strict=True))
+    assert all(generations)
+    assert first.nonce == generations[0]
     first.close()
     second.close()
 

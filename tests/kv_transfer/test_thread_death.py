@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,13 +21,13 @@ from kv_transfer.connector import TransferFactory
 from kv_transfer.links.framing import parse_address
 from kv_transfer.protocol.orders import CommitJob
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
-from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import load
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.registry import open_transport
-from kv_transfer.transports.transport import ReceiverTransport, TransportContext
+from kv_transfer.transports.transport import ReceiverTransport
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 from tests.kv_transfer.builders import Pair, Sides, hand_over, pair_of, prompt_of, settings_for, worker
+from tests.kv_transfer.fakes import context_of
 from tests.kv_transfer.nixl_port import NAME, NixlPort, Reader, is_driving
 
 
@@ -90,7 +91,7 @@ class BuggySeconds(float):
     def __radd__(self, other: float) -> float:
         return BuggySeconds(other)
 
-    def __le__(self, other: float) -> bool:
+    def __gt__(self, other: float) -> bool:
         raise RuntimeError("a bug in a comparison")
 
 
@@ -98,16 +99,10 @@ class BuggySeconds(float):
 def test_the_thread_that_accepts_on_a_data_port(transport: str, tmp_path: Path) -> None:
     """P4: it ended in silence, and no peer could read any more."""
     failed = Mailbox[tuple[str, BaseException]]()
-    context = TransportContext(
-        "127.0.0.1",
-        None,
-        0,
-        "b",
-        BuggySeconds(30.0),
-        Sessions(),
-        lambda _: None,
-        shm_dir=tmp_path,
-        on_thread_failed=lambda thread, error: failed.put((thread, error)),
+    context = context_of("b", shm_dir=tmp_path)
+    settings = context.settings.model_copy(update={"read_timeout_seconds": BuggySeconds(30.0)})
+    context = replace(
+        context, settings=settings, on_thread_failed=lambda thread, error: failed.put((thread, error))
     )
     sender = open_transport(transport, context).sender
     is_unix = transport == "shm"

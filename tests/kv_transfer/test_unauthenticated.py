@@ -18,16 +18,15 @@ from contract.identity import Role
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Counters
 from kv_transfer.links.framing import parse_address
-from kv_transfer.links.link import LinkSettings, PeerRef
+from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, listen_on, max_unauthenticated
 from kv_transfer.links.open_links import Endpoint, Outcome, resolve
-from kv_transfer.protocol.handshake import LocalIdentity, PeerTarget, Session
+from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
-from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.tcp.transport import TcpSender
-from kv_transfer.transports.transport import TransportContext
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, hand_over, pair_of, settings_for, worker
+from tests.kv_transfer.builders import hand_over, identity_for, pair_of, settings_for, worker
+from tests.kv_transfer.fakes import context_of
 
 WAIT = 30.0
 
@@ -106,8 +105,7 @@ def test_more_unfinished_handshakes_than_are_allowed_cost_the_oldest_its_place()
 
 @contextmanager
 def data_port(timeout_seconds: float) -> Iterator[TcpSender]:
-    context = TransportContext("127.0.0.1", None, 0, "b", timeout_seconds, Sessions(), lambda _name: None)
-    sender = TcpSender(context)
+    sender = TcpSender(context_of("b", read_timeout_seconds=timeout_seconds))
     try:
         yield sender
     finally:
@@ -140,7 +138,8 @@ class LinkRecord:
     def __init__(self) -> None:
         self.ends = Mailbox[tuple[str, str]]()
 
-    def link_up(self, ref: PeerRef, session: Session) -> None: ...
+    def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
+        return True
 
     def link_message(self, ref: PeerRef, message: Message) -> None: ...
 
@@ -158,10 +157,9 @@ class LinkRecord:
 def link_loop(
     lookup: Callable[[str, int], Outcome], peer_timeout_seconds: float
 ) -> Iterator[tuple[LinkLoop, LinkRecord]]:
-    settings = LinkSettings("127.0.0.1", 0, None, peer_timeout_seconds, 2**20)
-    loop, record = LinkLoop(settings, Counters(), lookup), LinkRecord()
-    identity = LocalIdentity("d", "boot", "decode", SECRET, MODEL, LAYOUT, ("tcp",), 30.0, list)
-    loop.start(identity, record)
+    me = identity_for("d", Role.DECODE, peer_timeout_seconds=peer_timeout_seconds)
+    loop, record = LinkLoop(me.settings, Counters(), lookup), LinkRecord()
+    loop.start(me, record)
     try:
         yield loop, record
     finally:
@@ -215,7 +213,7 @@ def test_numbers_need_no_look_up() -> None:
 
 
 def test_a_link_loop_that_was_never_started_closes() -> None:
-    LinkLoop(LinkSettings("127.0.0.1", 0, None, 30.0, 2**20), Counters()).close()
+    LinkLoop(settings_for("d", Role.DECODE), Counters()).close()
 
 
 @pytest.mark.parametrize(

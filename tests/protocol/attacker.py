@@ -20,9 +20,10 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import KvbatonError
+from contract.identity import Role
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
 from kv_transfer.protocol.messages import Challenge, Hello, Mac, Message, Offer, Prove, Welcome, mac_of
-from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET
+from tests.kv_transfer.builders import LAYOUT, identity_for
 
 _EVIL: dict[str, tuple[Any, ...]] = {
     "nonce": ("evil",),
@@ -52,17 +53,7 @@ _MAX_ROUNDS = 6
 
 
 def identity_of(worker_id: str, boot_id: str, role: str) -> LocalIdentity:
-    return LocalIdentity(
-        worker_id,
-        boot_id,
-        role,
-        SECRET,
-        MODEL,
-        LAYOUT,
-        ("tcp",),
-        3.0,
-        lambda: [Offer("tcp", f"{worker_id}:9")],
-    )
+    return identity_for(worker_id, Role(role), offers=[Offer("tcp", f"{worker_id}:9")], boot_id=boot_id)
 
 
 @dataclass(frozen=True)
@@ -75,7 +66,7 @@ class Side:
 
     def given(self, message: Message) -> "Side | None":
         """Return its next state after this message, None if it refuses the message."""
-        half = copy.deepcopy(self.half)
+        half = copy.deepcopy(self.half, {id(self.who): self.who})
         try:
             replies = half.receive(message)
         except KvbatonError:
@@ -91,9 +82,8 @@ class Attack:
     believed: tuple[Message, ...]
 
     def __str__(self) -> str:
-        return "\n".join(
-            [f"{self.victim.who.worker_id} believes in {self.victim.half.session}", *map(str, self.believed)]
-        )
+        victim = self.victim.who.settings.worker_id
+        return "\n".join([f"{victim} believes in {self.victim.half.session}", *map(str, self.believed)])
 
 
 class Attacker:
@@ -107,7 +97,9 @@ class Attacker:
         self._known: dict[bytes, Message] = {}
         self.num_deliveries = 0
         for target in (p, p, q):
-            dialing = Dialing(d, PeerTarget(target.worker_id, target.boot_id, "127.0.0.1:1"), mac)
+            dialing = Dialing(
+                d, PeerTarget(target.settings.worker_id, target.settings.boot_id, "127.0.0.1:1"), mac
+            )
             self.sides.append(Side(d, dialing, tuple(self._seen(dialing.begin()))))
         self.completed: list[Side] = []
 
@@ -166,7 +158,7 @@ class Attacker:
             for peer in peers
             if session is not None
             and (session.worker_id, session.boot_id, session.role)
-            == (peer.who.worker_id, peer.who.boot_id, peer.who.role)
+            == (peer.who.settings.worker_id, peer.who.settings.boot_id, peer.who.settings.role)
         ]
         if isinstance(side.half, Dialing):
             return any(

@@ -108,14 +108,14 @@ class DecodeSide(EngineSide):
     def link_up(self, peer: str) -> None:
         """Take the session of the dialed link."""
         if self.scenario.num_transports > 1:
-            self.transfers._peers.alternatives.begin(_sources_of(peer, self.scenario.num_transports))
+            self.transfers._effects.alternatives.begin(_sources_of(peer, self.scenario.num_transports))
         self.transfers.link_up(PeerRef(peer, is_dialed=True), Session("p", peer, "prefill", 3.0, (), peer))
 
     def link_down(self, peer: str) -> None:
         """Take the end of a link, or the failure to dial it."""
         source = self.transfers.link_down(PeerRef(peer, is_dialed=True), ErrorKind.WORKER_LOST, "gone")
         if source is not None:
-            self.transfers._peers.alternatives.end(source)
+            self.transfers._effects.alternatives.end(source)
 
     def run_out_of_time(self) -> None:
         """End the waits for KV: ``remote_kv_timeout_seconds`` are over."""

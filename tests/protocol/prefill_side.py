@@ -24,6 +24,10 @@ NO_MEMORY = cast(KVMemory, None)
 """The bytes of a lease are ``contents`` here; the lease book only passes its memory on."""
 
 
+def ignore() -> None:
+    """Ignore the end of a lease: a reader notices it by its second check."""
+
+
 class PrefillSide(EngineSide):
     """Owns one incarnation of a prefill worker.
 
@@ -35,6 +39,7 @@ class PrefillSide(EngineSide):
         self.num_leases = 0
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
+        self.book.start(NO_MEMORY)
         self.transfers = scenario.rules.send_transfers(
             self.make_worker(
                 max_parked=NUM_PARKED, num_layer_groups=scenario.num_layer_groups, min_split_blocks=1
@@ -66,7 +71,7 @@ class PrefillSide(EngineSide):
         outcome: ev.SendEvent
         if order.num_parts > 1 and not is_failing:  # the first half of its layers
             self.orders.insert(0, msgspec.structs.replace(order, num_parts=LENT_BEFORE))
-            self.book.extend(order.name, NO_MEMORY, order.block_ids)
+            self.book.extend(order.name, order.block_ids)
             outcome = ev.LayerRange(order.first_block, len(order.block_ids), LAYOUT.block_bytes // 2)
         elif is_failing:
             outcome = ev.RangeFailed(order.first_block, len(order.block_ids), ErrorKind.INTERNAL, "a fault")
@@ -76,7 +81,7 @@ class PrefillSide(EngineSide):
                 for block, seed in zip(order.block_ids, order.seeds, strict=True)
             )
             if order.num_parts != LENT_BEFORE:
-                self.book.extend(order.name, NO_MEMORY, order.block_ids)
+                self.book.extend(order.name, order.block_ids)
             outcome = ev.BlockRange(order.first_block, digests)
         self.transfers.send_event(order.key, outcome)
 
@@ -107,17 +112,17 @@ class PrefillSide(EngineSide):
     def begin_read(self, request: ReadRequest) -> tuple[int, ...] | None:
         """Return the block ids that a reader reads, None if the lease is over. See ``is_one_sided``."""
         try:
-            lease = self.book._begin(request)
+            lease = self.book._begin(request, ignore)
         except StaleLeaseError:
             return None
         blocks = tuple(lease.block_ids[request.within(len(lease.block_ids))].tolist())
         if self.scenario.is_one_sided:
-            self.book._end(request.name, lease)
+            self.book._end(request.name, lease, ignore)
         return blocks
 
     def end_read(self, name: LeaseName) -> None:
         """End a counted reader, which is done or has lost its connection."""
-        self.book._end(name, self.book._leases[name])
+        self.book._end(name, self.book._leases[name], ignore)
 
     def is_valid(self, name: LeaseName) -> bool:
         """Check the lease a second time."""

@@ -222,7 +222,9 @@ def test_another_worker_with_the_same_boot_id_is_not_the_one_that_was_asked_for(
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_timeout_out_of_range_is_refused(seconds: float) -> None:
     """H3: what is believed is in range, too."""
-    dialer = Dialing(replace(identity_of("d", "boot-d", "decode"), timeout_seconds=seconds), P)
+    me = identity_of("d", "boot-d", "decode")
+    unchecked = me.settings.model_copy(update={"peer_timeout_seconds": seconds})
+    dialer = Dialing(replace(me, settings=unchecked), P)
     acceptor = Accepting(identity_of("p", "boot-p", "prefill"))
     prove = dialer.receive(acceptor.receive(dialer.begin()[0])[0])
     with pytest.raises(KvbatonError, match="timeout_seconds"):

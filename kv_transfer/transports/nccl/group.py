@@ -14,7 +14,7 @@ from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
 from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, read_views
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import TransportSettings
 
 SENDER = 0
 RECEIVER = 1
@@ -23,25 +23,25 @@ _distributed: Any = dist
 """Torch's stubs lack the classes for a group without a default group."""
 
 
-def meet(context: TransportContext) -> tuple[str, Any]:
+def meet(settings: TransportSettings) -> tuple[str, Any]:
     """Return the address and the store at which a group meets, for its sender. The store listens on ``host`` only."""
-    listener = listen_on(context.host, 0)
+    listener = listen_on(settings.host, 0)
     port = listener.getsockname()[1]
     store = _distributed.TCPStore(
-        context.host,
+        settings.host,
         port,
         is_master=True,
         wait_for_workers=False,
-        timeout=timedelta(seconds=context.read_timeout_seconds),
+        timeout=timedelta(seconds=settings.read_timeout_seconds),
         master_listen_fd=listener.detach(),
     )
-    return format_address(context.advertise_host or context.host, port), store
+    return format_address(settings.advertise_host or settings.host, port), store
 
 
-def join(address: str, context: TransportContext) -> Any:
+def join(address: str, settings: TransportSettings) -> Any:
     """Return the store of the group's sender. Raises TransferError."""
     host, port = parse_address(address)
-    timeout = timedelta(seconds=context.read_timeout_seconds)
+    timeout = timedelta(seconds=settings.read_timeout_seconds)
     try:
         return _distributed.TCPStore(host, port, is_master=False, timeout=timeout)
     except (RuntimeError, ValueError) as error:
@@ -51,14 +51,14 @@ def join(address: str, context: TransportContext) -> Any:
 class PairGroup:
     """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError."""
 
-    def __init__(self, backend: str, store: Any, rank: int, context: TransportContext) -> None:
+    def __init__(self, backend: str, store: Any, rank: int, settings: TransportSettings) -> None:
         self._other = 1 - rank
-        self._timeout = timedelta(seconds=context.read_timeout_seconds)
+        self._timeout = timedelta(seconds=settings.read_timeout_seconds)
         self._store = _distributed.PrefixStore("kv", store)
         self._group: Any = None
         begun = time.monotonic()
         try:
-            self._group = self._make(backend, rank, context.advertise_host or context.host)
+            self._group = self._make(backend, rank, settings.advertise_host or settings.host)
         except RuntimeError as error:
             raise self._failed(begun, f"the group of two could not be formed: {error}") from error
 

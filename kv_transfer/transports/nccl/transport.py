@@ -20,12 +20,12 @@ from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import LeaseBook, LendingSender
 from kv_transfer.transports.nccl.group import RECEIVER, SENDER, GroupPool, PairGroup, join, meet
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import TransportContext, TransportSettings
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class NcclSender(LendingSender):
         """Open the port."""
         super().__init__(LeaseBook(context.on_idle))
         self.pool: GroupPool | None = None
-        self._context = context
+        self._settings = context.settings
         self._port = DataPort(context, "kv-nccl", self._serve, transport="nccl")
         self.address = self._port.address
 
@@ -64,7 +64,7 @@ class NcclSender(LendingSender):
 
     def close(self) -> None:
         """End every lease and connection. Idempotent."""
-        self.book.revoke_all()
+        self.leases.revoke_all()
         self._port.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -73,7 +73,7 @@ class NcclSender(LendingSender):
             denied = NcclPoolInfo(DataStatus.DENIED, "the pool is not allocated yet")
             write_frame(connection.sock, denied, MAX_DATA_FRAME_BYTES)
             raise TransferError(denied.message)
-        address, store = meet(self._context)
+        address, store = meet(self._settings)
         info = NcclPoolInfo(
             DataStatus.OK,
             store=address,
@@ -82,7 +82,7 @@ class NcclSender(LendingSender):
             block_bytes=pool.block_bytes,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
-        with closing(PairGroup(pool.backend, store, SENDER, self._context)) as group:
+        with closing(PairGroup(pool.backend, store, SENDER, self._settings)) as group:
             while True:
                 request = read_frame(connection.sock, ReadRequest, MAX_DATA_FRAME_BYTES)
                 self._answer(connection, request, pool, group)
@@ -92,11 +92,11 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self.book.block_ids(request), request.part)
-            self.book.check(request.name)
+            content = pool.gather(self.leases.block_ids(request), request.part)
+            self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
-            self.book.check(request.name)
+            self.leases.check(request.name)
         except StaleLeaseError as error:
             write_frame(connection.sock, DataReply(DataStatus.STALE, error.message), MAX_DATA_FRAME_BYTES)
             return
@@ -106,10 +106,10 @@ class NcclSender(LendingSender):
 class _Peer(PeerConnection):
     """The connection to a sender's data port, and the group."""
 
-    def __init__(self, source: Source, sender: NcclSender, context: TransportContext) -> None:
-        super().__init__(source, unconnected(source, context.read_timeout_seconds))
+    def __init__(self, source: Source, sender: NcclSender, settings: TransportSettings) -> None:
+        super().__init__(source, unconnected(source, settings.read_timeout_seconds))
         self._sender = sender
-        self._context = context
+        self._settings = settings
         self._group: PairGroup | None = None
         self._block_bytes = 0
 
@@ -131,8 +131,8 @@ class _Peer(PeerConnection):
                 info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
                 check_info(info, pool, self._who)
                 self._block_bytes = info.block_bytes
-                store = join(info.store, self._context)
-                group = self._group = PairGroup(pool.backend, store, RECEIVER, self._context)
+                store = join(info.store, self._settings)
+                group = self._group = PairGroup(pool.backend, store, RECEIVER, self._settings)
             read.check()
         return pool, group
 
@@ -160,11 +160,11 @@ class _Peer(PeerConnection):
             raise StaleLeaseError(f"{self._who} refused a read as {reply.status}: {reply.message}")
 
 
-class NcclReceiver(ProbingReceiver):
+class NcclReceiver(PeerReceiver):
     """Owns the connections to peers. A connection is closed after any error but a stale lease."""
 
-    def __init__(self, sender: NcclSender, context: TransportContext) -> None:
-        super().__init__(partial(_Peer, sender=sender, context=context))
+    def __init__(self, sender: NcclSender, settings: TransportSettings) -> None:
+        super().__init__(partial(_Peer, sender=sender, settings=settings))
 
 
 def check_info(info: NcclPoolInfo, pool: GroupPool, who: str) -> None:

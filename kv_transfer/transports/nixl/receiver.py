@@ -23,7 +23,7 @@ from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import block_outside, block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
@@ -261,7 +261,7 @@ class _Peer(PeerConnection):
             raise TransferError(f"the link to {self._who} is gone")
 
 
-class NixlReceiver(ProbingReceiver):
+class NixlReceiver(PeerReceiver):
     """Owns the connections to peers, and with them the agent."""
 
     def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:

@@ -12,7 +12,6 @@ and one to END after each; neither is answered. When the session is over the sen
 and sends no more. It goes on to receive, so that a read that is open then can still be helped.
 """
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
@@ -22,15 +21,14 @@ import msgspec
 from contract.errors import KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.transports.block_views import OnDevice, address_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, encode_grant
+from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, Sender
 from kv_transfer.transports.nixl.agent import ID_TYPE, NixlLibrary, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device
-from kv_transfer.transports.transport import TransportContext
+from kv_transfer.transports.transport import AUTO, TransportContext
 
 MAX_NIXL_FRAME_BYTES = 262144
 _HELP_ON_SECONDS = 60.0
@@ -79,32 +77,35 @@ def agent_name(boot_id: str) -> str:
     return f"kvbaton-{boot_id}"
 
 
-class NixlSender:
+class NixlSender(Sender):
     """Owns the data port, the table of its leases, and ``nixl_thread``, whose agent it shares with the receiver.
 
     why_not_offered: None when peers may read over ``nixl``; ``auto`` offers it only where ``tcp`` is not faster.
     pool_info: the first message to a reader.
     """
 
+    leases: GenerationTable
+
     def __init__(self, context: TransportContext, library: NixlLibrary) -> None:
         """Start the agent and open the port. Raises SettingError, OSError."""
-        self.why_not_offered: str | None = "the pool is not allocated yet"
+        self.why_not_offered = "the pool is not allocated yet"
         self.pool_info = NixlPoolInfo(DataStatus.DENIED, self.why_not_offered)
-        self._context = context
+        self._is_auto = context.settings.transport == AUTO
         with ExitStack() as undo:
-            self._table = GenerationTable()
-            undo.callback(self._table.close)
-            self.nixl_thread = NixlThread(library, agent_name(context.boot_id), context.on_thread_failed)
+            super().__init__(GenerationTable(context.on_idle, ID_TYPE))
+            undo.callback(self.leases.close)
+            name = agent_name(context.settings.boot_id)
+            self.nixl_thread = NixlThread(library, name, context.on_thread_failed)
             undo.callback(self.nixl_thread.close)
             self._port = DataPort(context, "kv-nixl", self._serve, transport="nixl")
             undo.callback(self._port.close)
-            undo.callback(self._table.end_all)
+            undo.callback(self.leases.revoke_all)
             self._undo = undo.pop_all()
         self.address = self._port.address
 
     def start(self, memory: KVMemory) -> None:
         """Register the pool, for peers and for this worker's own reads. ``why_not_offered`` has the outcome."""
-        table = Region(self._table.address, SLOT_BYTES, NUM_SLOTS)
+        table = Region(self.leases.address, SLOT_BYTES, NUM_SLOTS)
         try:
             pool = region_of(memory)
             agent = self.nixl_thread.ask(lambda driver: driver.register(pool, table))
@@ -116,22 +117,11 @@ class NixlSender:
             agent=agent,
             **asdict(pool),
             table_address=table.address,
-            nonce=self._table.nonce,
+            nonce=self.leases.nonce,
         )
         self.why_not_offered = None
-        if self._context.is_auto and not (pool.is_device or has_rdma_device()):
+        if self._is_auto and not (pool.is_device or has_rdma_device()):
             self.why_not_offered = "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
-
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
-        """Return the grant of these blocks. Raises TransferError for too many leases."""
-        if self.pool_info.status is not DataStatus.OK:
-            return None
-        return encode_grant(*self._table.open(name), block_ids, ID_TYPE)
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease: reads of it fail from now on, running ones too."""
-        self._table.end(name)
-        self._context.on_idle(name)
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""

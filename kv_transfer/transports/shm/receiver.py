@@ -1,6 +1,6 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
-It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``PieceCopier``), and a
+It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``copy_pieces``), and a
 look before and after each piece at the counter that shows the end of the lease.
 
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
@@ -12,8 +12,8 @@ import mmap
 import os
 import select
 import socket
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import numpy as np
@@ -22,8 +22,8 @@ from contract.errors import PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.links.framing import HEADER, ShortReadError, check_body, decode_body, length_in, receive_all
 from kv_transfer.native.compiling import CopyBlocks, last_cache_bytes, load_copy_blocks
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, blocks_per_piece
-from kv_transfer.transports.block_views import BlockViews, address_of, block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, ProbingReceiver
+from kv_transfer.transports.block_views import BlockViews, address_of, check_sizes
+from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus, prove_session
 from kv_transfer.transports.leases import TABLE_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.shm.sender import ID_TYPE, NUM_DESCRIPTORS, ShmPoolInfo
@@ -34,36 +34,31 @@ _LARGE_BYTES = 2**18
 _ID_BYTES = 8
 Copy = Callable[[int, int], None]
 """Copies the blocks from a first one to before a last one."""
+Copying = Callable[[BlockViews, Sequence[memoryview], Read], Copy]
 
 
-class PieceCopier:
-    """Chooses how the pieces of a read are copied: by the loop in C, if any; past a cache of ``cache_bytes``."""
+def copy_pieces(
+    copy_blocks: CopyBlocks | None,
+    cache_bytes: int,
+    blocks: BlockViews,
+    views: Sequence[memoryview],
+    read: Read,
+) -> Copy:
+    """Return a copy of ``blocks`` to ``views``: by the loop in C, if any; past a cache of ``cache_bytes``.
 
-    def __init__(self, copy_blocks: CopyBlocks | None, cache_bytes: int) -> None:
-        self._copy_blocks = copy_blocks
-        self._cache_bytes = cache_bytes
-
-    def copying(self, blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Copy:
-        """Return a copy of ``blocks`` to ``views``. It raises ReadStoppedError after ``read.stop()``."""
-        if self._copy_blocks is None or not isinstance(views, BlockViews):
-            return copy_each(blocks, views, read)
-        past_caches = self._exceeds_caches(blocks.view_bytes, len(blocks), read)
-        copy_all = copy_natively(self._copy_blocks, blocks, views, past_caches=past_caches)
-
-        def copy_piece(start: int, end: int) -> None:
-            read.check()
-            copy_all(start, end)
-
-        return copy_piece
-
-    def _exceeds_caches(self, view_bytes: int, num_views: int, read: Read) -> bool:
-        """Return True if the caches cannot hold source and target until the bytes are read again."""
-        num_at_once = min(num_views, blocks_per_piece(view_bytes)) if read.is_followed else num_views
-        return 2 * num_at_once * view_bytes > self._cache_bytes
+    The copy raises ReadStoppedError after ``read.stop()``.
+    """
+    if copy_blocks is None or not isinstance(views, BlockViews):
+        return copy_each(blocks, views, read)
+    # The caches should hold source and target until the bytes are read again, which is after a piece if it is verified.
+    per_piece = blocks_per_piece(blocks.view_bytes)
+    num_at_once = min(len(blocks), per_piece) if read.is_followed else len(blocks)
+    past_caches = 2 * num_at_once * blocks.view_bytes > cache_bytes
+    return copy_natively(copy_blocks, blocks, views, read, past_caches=past_caches)
 
 
 def copy_natively(
-    copy_blocks: CopyBlocks, source: BlockViews, target: BlockViews, *, past_caches: bool
+    copy_blocks: CopyBlocks, source: BlockViews, target: BlockViews, read: Read, *, past_caches: bool
 ) -> Copy:
     """Return a copy of ``source`` to ``target``, whose blocks and views have the same sizes.
 
@@ -78,6 +73,7 @@ def copy_natively(
     out_of_ids, into_ids = (each.__array_interface__["data"][0] for each in ids)
 
     def copy(start: int, end: int, _kept: object = ids) -> None:
+        read.check()
         at = start * _ID_BYTES
         copy_blocks(into, into_ids + at, out_of, out_of_ids + at, end - start, step, size, past_caches)
 
@@ -101,21 +97,19 @@ def copy_each(blocks: BlockViews, views: Sequence[memoryview], read: Read) -> Co
 
 
 class _MappedPool:
-    """A sender's pool and table of generations, mapped read-only. who: the sender, in error texts."""
+    """A sender's pool and table of generations, mapped read-only until ``undo``. who: the sender, in error texts."""
 
-    def __init__(self, who: str, info: ShmPoolInfo, pool: int, table: int) -> None:
+    def __init__(self, who: str, info: ShmPoolInfo, pool: int, table: int, undo: ExitStack) -> None:
         """Map the descriptors' files. Raises TransferError if they do not fit ``info``."""
         self._who = who
+        self._undo = undo
         self.block_bytes = info.block_bytes
-        with ExitStack() as undo:
-            self._undo = undo
-            self._pool = self._map(pool, info.num_blocks * info.block_bytes)
-            self._pool_address = address_of(self._pool)
-            self._generations = self._map(table, TABLE_BYTES).cast("Q")
-            undo.callback(self._generations.release)
-            if self._generations[0] != info.nonce:
-                raise TransferError(f"the mapping shows other bytes than {who} has written")
-            self._undo = undo.pop_all()
+        self._pool = self._map(pool, info.num_blocks * info.block_bytes)
+        self._pool_address = address_of(self._pool)
+        self._generations = self._map(table, TABLE_BYTES).cast("Q")
+        undo.callback(self._generations.release)
+        if self._generations[0] != info.nonce:
+            raise TransferError(f"the mapping shows other bytes than {who} has written")
 
     def granted(self, request: ReadRequest, transport: str) -> tuple[BlockViews, set[tuple[int, int]]]:
         """Return the requested blocks, and (slot, generation) of the leases that lend them."""
@@ -129,10 +123,6 @@ class _MappedPool:
     def has_ended(self, leases: set[tuple[int, int]]) -> bool:
         """Test if one of the leases is over."""
         return any(self._generations[slot] != generation for slot, generation in leases)
-
-    def close(self) -> None:
-        """Unmap everything."""
-        self._undo.close()
 
     def _map(self, descriptor: int, num_bytes: int) -> memoryview:
         try:
@@ -148,10 +138,10 @@ class _MappedPool:
 class _Peer(PeerConnection):
     """The connection to a sender, which ends with the session, and its mapped pool once connected."""
 
-    def __init__(self, source: Source, timeout_seconds: float, copier: PieceCopier) -> None:
+    def __init__(self, source: Source, timeout_seconds: float, copying: Copying) -> None:
         super().__init__(source, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._sock.settimeout(timeout_seconds)
-        self._copier = copier
+        self._copying = copying
         self._pool: _MappedPool | None = None
         self._is_interrupted = False
         self._end = select.poll()
@@ -177,15 +167,14 @@ class _Peer(PeerConnection):
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Copy piece by piece; compare the generation before the first and after each. A stop ends it after a piece."""
         pool = self.connect(read)
-        first, last = block_span(pool.block_bytes, request.part)
-        check_sizes(views, last - first, self._who)
         blocks, leases = pool.granted(request, self._source.transport)
+        check_sizes(views, blocks.view_bytes, self._who)
         self._check_alive()
         if pool.has_ended(leases):
             raise lease_ended(request, self._who, "before its blocks")
-        copy = self._copier.copying(blocks, views, read)
+        copy = self._copying(blocks, views, read)
         count = len(views)
-        step = blocks_per_piece(last - first)
+        step = blocks_per_piece(blocks.view_bytes)
         for start in range(0, count, step):
             end = min(start + step, count)
             copy(start, end)
@@ -203,20 +192,15 @@ class _Peer(PeerConnection):
                 " its shm_dir is not visible to this worker (containers share one by a volume)"
             ) from error
         prove_session(self._sock, self._source)
-        info, descriptors = _receive_info(self._sock)
-        try:
+        with _received_info(self._sock) as (info, descriptors):
             if info.status is not DataStatus.OK:
                 raise PeerUnreachableError(f"{self._who} refused to share its pool: {info.message}")
             if len(descriptors) != NUM_DESCRIPTORS:
                 raise TransferError(f"{self._who} sent {len(descriptors)} descriptors, not {NUM_DESCRIPTORS}")
             pool_file, table_file, pidfd = descriptors
-            pool = _MappedPool(self._who, info, pool_file, table_file)
-            self._undo.callback(pool.close)
+            pool = _MappedPool(self._who, info, pool_file, table_file, self._undo)
             kept_pidfd = os.dup(pidfd)
             self._undo.callback(os.close, kept_pidfd)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
         self._end.register(kept_pidfd, select.POLLIN)
         self._end.register(self._sock, select.POLLIN)  # no more is sent there: it can only be closed
         return pool
@@ -234,16 +218,17 @@ class _Peer(PeerConnection):
             raise PeerUnreachableError(f"{self._who} closed its shm socket")
 
 
-class ShmReceiver(ProbingReceiver):
+class ShmReceiver(PeerReceiver):
     """Owns a mapping per peer. A stale lease leaves it as it is; any other error unmaps it."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        copier = PieceCopier(load_copy_blocks(), last_cache_bytes())
-        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copier=copier), kind="shm socket")
+        copying = partial(copy_pieces, load_copy_blocks(), last_cache_bytes())
+        super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copying=copying), kind="shm socket")
 
 
-def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:
-    """Receive the message, and the descriptors that came with its first byte."""
+@contextmanager
+def _received_info(sock: socket.socket) -> Iterator[tuple[ShmPoolInfo, list[int]]]:
+    """Receive and yield the message, and the descriptors that came with its first byte, which are closed afterwards."""
     header, descriptors, _, _ = socket.recv_fds(sock, HEADER.size, NUM_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
     try:
         if len(header) != HEADER.size:
@@ -251,8 +236,7 @@ def _receive_info(sock: socket.socket) -> tuple[ShmPoolInfo, list[int]]:
         body = bytearray(length_in(header, MAX_DATA_FRAME_BYTES))
         receive_all(sock, [memoryview(body)])
         check_body(header, body)
-        return decode_body(body, ShmPoolInfo), descriptors
-    except BaseException:
+        yield decode_body(body, ShmPoolInfo), descriptors
+    finally:
         for descriptor in descriptors:
             os.close(descriptor)
-        raise

@@ -14,7 +14,6 @@ import socket
 import stat
 import sys
 import tempfile
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
@@ -26,10 +25,9 @@ import numpy as np
 from contract.errors import SettingError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import encode_frame
-from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
-from kv_transfer.transports.leases import GenerationTable, encode_grant, reopen_read_only, seal
+from kv_transfer.transports.leases import GenerationTable, Sender, reopen_read_only, seal
 from kv_transfer.transports.transport import TransportContext
 
 NUM_DESCRIPTORS = 3
@@ -47,27 +45,22 @@ class ShmPoolInfo(msgspec.Struct, frozen=True):
     block_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
-class ShmSender:
+class ShmSender(Sender):
     """Owns the socket, the leases' table, and what readers map. Raises SettingError if that is not possible."""
 
+    leases: GenerationTable
+
     def __init__(self, context: TransportContext) -> None:
-        why_not = why_unsupported()
-        if why_not is not None:
-            raise SettingError(
-                f"transport shm is not possible here: {why_not}; choose auto or tcp", param="transport"
-            )
-        self._on_idle = context.on_idle
-        path = socket_path(context.shm_dir, context.boot_id)
+        check_supported()
+        settings = context.settings
+        path = socket_path(settings.shm_dir, settings.boot_id)
         self.address = str(path)
-        self._descriptors: list[int] = []
-        self.why_not_offered: str | None = None
         self._refuse("the pool is not allocated yet")
         with ExitStack() as undo:
-            if context.shm_dir is None:
+            if settings.shm_dir is None:
                 undo.callback(remove_fresh_folder, path.parent)
-            self._table = GenerationTable()
-            undo.callback(self._table.close)
-            undo.callback(self._table.end_all)
+            super().__init__(GenerationTable(context.on_idle, ID_TYPE))
+            undo.callback(self.leases.close)
             self._pidfd = os.pidfd_open(os.getpid())
             undo.callback(os.close, self._pidfd)
             listener = listen_at(path)
@@ -87,25 +80,14 @@ class ShmSender:
             self._refuse(f"the KV pool cannot be shared read-only: {error}")
             return
         self._undo.callback(os.close, pool)
-        self._descriptors = [pool, self._table.descriptor, self._pidfd]
-        self._info = ShmPoolInfo(
+        info = ShmPoolInfo(
             DataStatus.OK,
-            nonce=self._table.nonce,
+            nonce=self.leases.nonce,
             num_blocks=memory.num_blocks,
             block_bytes=memory.layout.block_bytes,
         )
+        self._shared = (info, [pool, self.leases.descriptor, self._pidfd])
         self.why_not_offered = None
-
-    def publish(self, name: LeaseName, block_ids: Sequence[int]) -> bytes | None:
-        """Return the grant of these blocks. Raises TransferError for too many leases."""
-        if self.why_not_offered is not None:
-            return None
-        return encode_grant(*self._table.open(name), block_ids, ID_TYPE)
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease: reads of it fail from now on, running ones too."""
-        self._table.end(name)
-        self._on_idle(name)
 
     def close(self) -> None:
         """End every lease and connection, and remove the socket's file. Idempotent."""
@@ -114,13 +96,12 @@ class ShmSender:
 
     def _refuse(self, why: str) -> None:
         self.why_not_offered = why
-        self._info = ShmPoolInfo(DataStatus.DENIED, why)
+        self._shared = (ShmPoolInfo(DataStatus.DENIED, why), [])
 
     def _serve(self, connection: Connection) -> None:
         """Send the pool's description, then wait for the end of the connection."""
-        info = self._info  # once, before the descriptors: ``start`` sets them first
+        info, descriptors = self._shared
         data = encode_frame(info, MAX_DATA_FRAME_BYTES)
-        descriptors = self._descriptors if info.status is DataStatus.OK else []
         if socket.send_fds(connection.sock, [data], descriptors) != len(data):
             raise TransferError("the reader does not take the description of the pool")
         if connection.sock.recv(1):
@@ -131,19 +112,22 @@ _MAX_PATH_BYTES = 107
 _FRESH = "kvbaton-shm-"
 
 
-def why_unsupported(platform: str = sys.platform) -> str | None:
-    """Return what this system lacks, or None."""
+def check_supported(platform: str = sys.platform) -> None:
+    """Raise SettingError if this system lacks something."""
     if platform != "linux":
-        return f"it needs Linux, and this is {platform}"
+        raise _impossible(f"it needs Linux, and this is {platform}")
     try:
         os.close(os.memfd_create("kvbaton-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     except (AttributeError, OSError) as error:
-        return f"this system has no memfd: {error}"
+        raise _impossible(f"this system has no memfd: {error}") from error
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        return f"this system has no pidfd: {error}"
-    return None
+        raise _impossible(f"this system has no pidfd: {error}") from error
+
+
+def _impossible(why: str) -> SettingError:
+    return SettingError(f"transport shm is not possible here: {why}; choose auto or tcp", param="transport")
 
 
 def socket_path(folder: Path | None, boot_id: str) -> Path:

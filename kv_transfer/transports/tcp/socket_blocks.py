@@ -26,9 +26,13 @@ _Vectors = npt.NDArray[np.uint64]
 
 
 class SocketBlocks:
-    """Blocks that cross a socket in order, by Python's own functions. Raises OSError as the socket does."""
+    """Blocks that cross a socket in order, by Python's own functions. Raises OSError as the socket does.
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    There is at least one, and all have ``view_bytes``.
+    """
+
+    def __init__(self, views: Sequence[memoryview], view_bytes: int) -> None:
+        self.view_bytes = view_bytes
         self._views = views
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
@@ -43,9 +47,11 @@ class SocketBlocks:
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
     """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
-    if isinstance(views, BlockViews) and sys.platform == "linux" and sys.maxsize > 2**32:
+    if not isinstance(views, BlockViews):
+        return SocketBlocks(views, views[0].nbytes)
+    if sys.platform == "linux" and sys.maxsize > 2**32:
         return _VectorBlocks(views)
-    return SocketBlocks(views)
+    return SocketBlocks(views, views.view_bytes)
 
 
 def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
@@ -63,35 +69,23 @@ class _VectorBlocks(SocketBlocks):
     """Blocks by a list of vectors, one for each block after a free one."""
 
     def __init__(self, views: BlockViews) -> None:
-        super().__init__(views)  # keeps the pool alive
-        self._view_bytes = views.view_bytes
+        super().__init__(views, views.view_bytes)  # keeps the pool alive
         self._vectors = np.empty((len(views) + 1, 2), np.uint64)
         views.put_addresses(self._vectors[1:, 0])
         self._vectors[1:, 1] = views.view_bytes
 
     def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
-        vectors, left = self._vectors_of(frames, start, end)
-        while left:
-            count = _call(_send, sock, vectors, socket.MSG_NOSIGNAL)
-            left -= count
-            vectors = vectors_after(vectors, count) if left else vectors
+        _move(_send, sock, *self._vectors_of(frames, start, end), socket.MSG_NOSIGNAL)
 
     def receive(self, sock: socket.socket, frames: bytearray, start: int, end: int) -> None:
-        vectors, wanted = self._vectors_of(frames, start, end)
-        left = wanted
-        while left:
-            count = _call(_receive, sock, vectors, socket.MSG_WAITALL)
-            if count == 0:
-                raise ShortReadError(wanted - left, wanted)
-            left -= count
-            vectors = vectors_after(vectors, count) if left else vectors
+        _move(_receive, sock, *self._vectors_of(frames, start, end), socket.MSG_WAITALL)
 
     def _vectors_of(self, frames: bytes | bytearray, start: int, end: int) -> tuple[_Vectors, int]:
         """Return the vectors of the frames, if any, and of the blocks, and their number of bytes.
 
         The vector of the block before these, which is done, becomes that of the frames.
         """
-        num_bytes = (end - start) * self._view_bytes
+        num_bytes = (end - start) * self.view_bytes
         if not frames:
             return self._vectors[start + 1 : end + 1], num_bytes
         self._vectors[start] = np.frombuffer(frames, np.uint8).__array_interface__["data"][0], len(frames)
@@ -118,6 +112,18 @@ _receive = _libc.recvmsg
 for _function in (_send, _receive):
     _function.restype = ctypes.c_ssize_t
     _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+
+
+def _move(function: Any, sock: socket.socket, vectors: _Vectors, num_bytes: int, flags: int) -> None:
+    """Move all bytes of these vectors, which change if a call ends early. Raises ShortReadError, OSError."""
+    left = num_bytes
+    while left:
+        count = _call(function, sock, vectors, flags)
+        if count == 0:
+            raise ShortReadError(num_bytes - left, num_bytes)
+        left -= count
+        if left:
+            vectors = vectors_after(vectors, count)
 
 
 def _call(function: Any, sock: socket.socket, vectors: _Vectors, flags: int) -> int:

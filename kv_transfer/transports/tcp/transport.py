@@ -12,15 +12,12 @@ one call, and blocks lie in the stream as in memory: the kernel copies them a te
 
 import select
 import socket
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
-from kv_transfer.protocol.reads import LeaseName, PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.block_views import bytes_of_each
+from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
@@ -42,21 +39,11 @@ STALE_FRAME = reply_frame(DataStatus.STALE)
 class TcpSender(LendingSender):
     """Owns the data port and the leases that are read over it."""
 
-    def __init__(self, context: TransportContext, book: LeaseBook | None = None) -> None:
-        """Open the port. ``book`` replaces the LeaseBook that calls ``context.on_idle`` (tests)."""
-        super().__init__(book or LeaseBook(context.on_idle))
-        self._lock = threading.Lock()
-        self._reading: dict[Connection, LeaseName] = {}
+    def __init__(self, context: TransportContext) -> None:
+        """Open the port."""
+        super().__init__(LeaseBook(context.on_idle))
         self._port = DataPort(context, "kv-data", self._serve, transport="tcp")
         self.address = self._port.address
-
-    def release(self, name: LeaseName) -> None:
-        """End the lease; shut down a connection that is in the middle of reading it."""
-        super().release(name)
-        with self._lock:
-            for connection, reading in self._reading.items():
-                if reading == name:
-                    shut_down(connection.sock)
 
     def close(self) -> None:
         """Shut every connection down and join every thread."""
@@ -67,35 +54,25 @@ class TcpSender(LendingSender):
             self._answer(connection, request)
 
     def _answer(self, connection: Connection, request: ReadRequest) -> None:
-        """Answer a request. Raises StaleLeaseError after a STALE answer, which ends the connection."""
+        """Answer a request. Raises StaleLeaseError after a STALE answer, which ends the connection.
+
+        The end of the lease shuts the connection down, but not after the last block: the peer may release the lease as soon
+        as it has the last answer, and use the connection again.
+        """
         answers = OK_FRAME
         try:
-            with self.book.reading(request) as views, self._reading_for(connection, request.name):
+            with self.leases.reading(request, partial(shut_down, connection.sock)) as views:
                 blocks = socket_blocks(views)
-                for start, piece in request.pieces(bytes_of_each(views)):
-                    self.book.check(request.name)
+                for start, piece in request.pieces(blocks.view_bytes):
+                    self.leases.check(request.name)
                     blocks.send(connection.sock, answers, start, start + piece.num_blocks)
                     answers = 2 * OK_FRAME  # the second one of this piece, and the first one of the next
             answers = OK_FRAME
-            self.book.check(request.name)
+            self.leases.check(request.name)
             connection.sock.sendall(answers)
         except StaleLeaseError:
             connection.sock.sendall(STALE_FRAME * (len(answers) // len(OK_FRAME)))
             raise
-
-    @contextmanager
-    def _reading_for(self, connection: Connection, name: LeaseName) -> Iterator[None]:
-        """End the connection if the lease is released within.
-
-        Afterwards it must not: the peer may release the lease as soon as it has the last byte, and use the connection again.
-        """
-        with self._lock:
-            self._reading[connection] = name
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._reading[connection]
 
 
 def requests_from(sock: socket.socket) -> Iterator[ReadRequest]:
@@ -143,30 +120,22 @@ class _Connection(PeerConnection):
     def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
         write_frame(self._sock, named, MAX_DATA_FRAME_BYTES)
-        view_bytes = bytes_of_each(views)
         blocks = socket_blocks(views)
-        pieces = list(request.pieces(view_bytes))
         answers = bytearray(ALIGNMENT)  # the first one of the first piece
-        for start, piece in pieces:
+        for start, piece in request.pieces(blocks.view_bytes):
             read.check()
-            self._receive(piece, answers, blocks, start, view_bytes, read)
+            self._receive(piece, answers, blocks, start, read)
             answers = bytearray(2 * ALIGNMENT)  # the second one of this piece, and the first one of the next
         self._receive_last_answer(piece)
 
     def _receive(
-        self,
-        piece: ReadRequest,
-        answers: bytearray,
-        blocks: SocketBlocks,
-        start: int,
-        view_bytes: int,
-        read: Read,
+        self, piece: ReadRequest, answers: bytearray, blocks: SocketBlocks, start: int, read: Read
     ) -> None:
         """Receive answers and a piece, into the blocks from ``start`` on, and report it while its bytes are in the cache."""
         end = start + piece.num_blocks
         at = start
         left_out = len(answers)
-        step = max(1, _REPORT_BYTES // view_bytes) if read.is_followed else piece.num_blocks
+        step = max(1, _REPORT_BYTES // blocks.view_bytes) if read.is_followed else piece.num_blocks
         try:
             for at in range(start, end, step):
                 last = min(at + step, end)
@@ -178,9 +147,9 @@ class _Connection(PeerConnection):
         except ShortReadError as error:
             if left_out:
                 _expect_ok(answers[: error.num_bytes], piece)
-            block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // view_bytes
+            block = piece.first_block + at - start + max(0, error.num_bytes - left_out) // blocks.view_bytes
             raise PeerUnreachableError(
-                f"short read in block {block} of {_name(piece)}: {error.message}"
+                f"short read in block {block} of {piece.name}: {error.message}"
             ) from error
         except BlockingIOError as error:
             raise PeerSilentError(f"no byte for {self._timeout_seconds} s in {_blocks(piece)}") from error
@@ -213,9 +182,5 @@ class TcpReceiver(PeerReceiver):
         super().__init__(partial(_Connection, timeout_seconds=timeout_seconds), keeps_stale=False)
 
 
-def _name(piece: ReadRequest) -> str:
-    return f"transfer {piece.name.transfer_id} (attempt {piece.name.attempt})"
-
-
 def _blocks(piece: ReadRequest) -> str:
-    return f"blocks {piece.first_block}..{piece.end_block - 1} of {_name(piece)}"
+    return f"blocks {piece.first_block}..{piece.end_block - 1} of {piece.name}"
