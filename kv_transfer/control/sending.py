@@ -71,7 +71,7 @@ class SendTransfers(Transfers):
             if outgoing is None:
                 lease_seconds = self._worker.settings.lease_seconds
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
-                outgoing = OutgoingTransfer(*wire_key, send)
+                outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
@@ -181,8 +181,9 @@ class SendTransfers(Transfers):
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Return every transfer as plain data."""
+        now = self._clock()
         with self._lock:
-            return [outgoing.debug_state() for outgoing in self._outgoing]
+            return [outgoing.debug_state(now) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
         settings = self._worker.settings
