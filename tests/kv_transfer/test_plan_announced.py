@@ -14,24 +14,26 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.fetch_side import Fetch
-from kv_transfer.protocol.plan import AnnouncedBlocks, TransferPlan
+from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms, TransferPlan
 from tests.kv_transfer.builders import LAYOUT, request_of
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 WIDE = msgspec.structs.replace(LAYOUT, block_size=8)
 MERGING = TransferPlan(Side(WIDE), Side(LAYOUT))
+DIRECT = TransferPlan(Side(LAYOUT), Side(LAYOUT))
 SPLITTING = TransferPlan(Side(LAYOUT), Side(WIDE))
 
 
 def announced(plan: TransferPlan, num_tokens: int) -> AnnouncedBlocks:
-    return AnnouncedBlocks(plan, num_tokens, range(1000, 1000 + plan.theirs.num_blocks(num_tokens)))
+    terms = PeerTerms(plan, "model", None)
+    return AnnouncedBlocks(terms, num_tokens, range(1000, 1000 + plan.theirs.num_blocks(num_tokens)))
 
 
-def incoming(num_blocks: int, blocks: AnnouncedBlocks | None) -> IncomingTransfer:
+def incoming(num_blocks: int, blocks: AnnouncedBlocks) -> IncomingTransfer:
     """Return a fetch of so many blocks of ours that has just begun."""
     request = request_of("r", list(range(4 * num_blocks)), SendTransfer("t"))
     ref = PeerRef("boot", is_dialed=True)
-    return IncomingTransfer(request, ref, "t", 0, Fetch(num_blocks=num_blocks), (), 0.0, announced=blocks)
+    return IncomingTransfer(request, ref, "t", 0, Fetch(num_blocks=num_blocks), blocks, 0.0)
 
 
 @UNTIMED
@@ -94,8 +96,8 @@ def test_digests_of_every_rank_or_none(others: list[list[int]]) -> None:
     with pytest.raises(TransferError, match=r"not as many of each other rank: it has 2"):
         blocks.add(0, [1, 2], others)
     assert blocks.add(0, [1, 2], [[3, 4]]) == (0, (1, 2))
-    with pytest.raises(TransferError, match="announced blocks of 2 ranks; it has one"):
-        incoming(1, None).step_of(msg.BlocksPublished("t", 0, "l", 0, [1], [], [[2]]), 0.0, reads_ahead=True)
+    with pytest.raises(TransferError, match=r"not as many of each other rank: it has 1"):
+        incoming(1, announced(DIRECT, 4)).step_of(msg.BlocksPublished("t", 0, "l", 0, [1], [], [[2]]), 0.0)
 
 
 def test_an_end_before_all_is_announced_is_refused() -> None:
@@ -112,7 +114,7 @@ def test_messages_are_about_our_blocks() -> None:
     end = msg.TransferComplete("t", 0, 4, [FirstToken(4)])
 
     def receive(message: msg.SenderMessage) -> Fetch:
-        step = fetching.step_of(message, 2.0, reads_ahead=True)
+        step = fetching.step_of(message, 2.0)
         if step is not None:
             fetching.fetch = step[0]
         return fetching.fetch
@@ -131,12 +133,12 @@ def test_messages_are_about_our_blocks() -> None:
     assert receive(end).first_tokens == (FirstToken(4),)
 
 
-def test_equal_blocks_need_no_plan() -> None:
-    fetching = incoming(1, None)
-    step = fetching.step_of(msg.BlocksPublished("t", 0, "lease", 0, [7]), 2.0, reads_ahead=True)
+def test_equal_blocks_are_announced_as_they_are() -> None:
+    fetching = incoming(1, announced(DIRECT, 4))
+    step = fetching.step_of(msg.BlocksPublished("t", 0, "lease", 0, [7]), 2.0)
     assert step is not None and step[0].digests == (7,)
     does_not_follow = msg.BlocksPublished("t", 0, "lease", 5, [1])
     too_many = msg.TransferComplete("t", 0, 4, [FirstToken(4)])
     for message in (does_not_follow, too_many):
-        step = fetching.step_of(message, 2.0, reads_ahead=True)
-        assert step is not None and step[0].ending is not None
+        with pytest.raises(TransferError):
+            fetching.step_of(message, 2.0)
