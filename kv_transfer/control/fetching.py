@@ -194,10 +194,9 @@ class FetchTransfers(Transfers):
 
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
-        now = self._clock()
         with self._lock:
             return {
-                "fetches": [incoming.debug_state(now) for incoming in self._incoming],
+                "fetches": [incoming.debug_state(self._clock()) for incoming in self._incoming],
                 "quarantine": quarantine_of(self._incoming),
                 "transports": self._effects.alternatives.debug_state(),
             }

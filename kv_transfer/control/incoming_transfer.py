@@ -74,7 +74,7 @@ class IncomingTransfer:
             "state": str(self.fetch.state),
             "age_seconds": now - self.since,
             "num_blocks": self.fetch.num_blocks,
-            "num_announced": len(self.fetch.digests),
+            "num_announced": self.fetch.num_announced,
             "transport": None if self.source is None else self.source.transport,
             "peer": self.ref.boot_id,
         }
@@ -157,8 +157,8 @@ class IncomingTransfer:
         if not self._accepts_lease(message.lease):
             raise TransferError(f"the sender changed the lease of transfer {self.transfer_id} in the middle")
         self._add_grants(message.grants)
-        first, digests = self.announced.add(message.first_block, message.digests, message.other_digests)
-        return fetch_side.announced(self.fetch, first, digests, now) if digests else None
+        ours = self.announced.add(message.first_block, message.digests, message.other_digests)
+        return fetch_side.announced(self.fetch, ours.start, len(ours), now) if ours else None
 
     def _accepts_lease(self, lease: str) -> bool:
         """Check the lease of a message; remember the first one seen."""

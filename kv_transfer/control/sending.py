@@ -178,9 +178,8 @@ class SendTransfers(Transfers):
 
     def debug_state(self) -> list[dict[str, Any]]:
         """Return every transfer as plain data."""
-        now = self._clock()
         with self._lock:
-            return [outgoing.debug_state(now) for outgoing in self._outgoing]
+            return [outgoing.debug_state(self._clock()) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
         settings = self._worker.settings

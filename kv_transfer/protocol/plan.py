@@ -146,14 +146,11 @@ class AnnouncedBlocks:
         self._seeds = tuple(seeds)
         self._digests: list[list[int]] = [[] for _ in range(self.plan.theirs.num_ranks)]
 
-    def add(
-        self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()
-    ) -> tuple[int, tuple[int, ...]]:
-        """Add announced blocks; return (first, digests) of our blocks that are complete now, maybe none.
+    def add(self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()) -> range:
+        """Add announced blocks; return the blocks of ours that are complete now, maybe none.
 
-        others: the digests of the sender's ranks from 1 on. A block of ours gets rank 0's digest of the sender's block
-        that completed it. Raises TransferError for blocks that do not follow those announced before, or that the prompt
-        does not have, or if digests of a rank are missing.
+        others: the digests of the sender's ranks from 1 on. Raises TransferError for blocks that do not follow those
+        announced before, or that the prompt does not have, or if digests of a rank are missing.
         """
         known = len(self._digests[0])
         total = len(self._seeds)
@@ -170,13 +167,7 @@ class AnnouncedBlocks:
         before = self.plan.num_covered(known, self.num_tokens)
         for announced, each in zip(self._digests, by_rank, strict=True):
             announced.extend(each)
-        if self.plan.is_direct:  # what follows gives the same, but takes its time for each block
-            return known, tuple(digests)
-        after = self.plan.num_covered(known + len(digests), self.num_tokens)
-        lasts = (
-            self.plan.source_blocks(block, block + 1, self.num_tokens)[-1] for block in range(before, after)
-        )
-        return before, tuple(self._digests[0][last] for last in lasts)
+        return range(before, self.plan.num_covered(known + len(digests), self.num_tokens))
 
     def check_end(self, num_blocks: int) -> None:
         """Raise TransferError unless the transfer has ``num_blocks`` blocks and all were announced."""
