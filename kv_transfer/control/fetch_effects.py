@@ -139,8 +139,7 @@ class FetchEffects:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
-                incoming.source = incoming.source or self._sources[incoming.ref]
-                job = incoming.job(action)
+                job = incoming.job(action, incoming.source or self._sources[incoming.ref])
                 if job.is_here:  # it is verified, and reported, within the call
                     self._later.append(partial(self._ports.pull, job))
                 else:

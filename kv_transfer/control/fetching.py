@@ -63,9 +63,8 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                self._apply(
-                    incoming, fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
-                )
+                step = fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
+                self._apply(incoming, step)
 
     def cancel_fetch(self, key: str) -> bool:
         """See ``ReceiverConnector``. Withdraws events that were not taken yet."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ErrorKind, InternalError, TransferError
+from contract.errors import ErrorKind, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -112,10 +112,9 @@ class IncomingTransfer:
         if terms != self.announced.terms:
             self.announced = _none_announced(self.request, terms)
 
-    def job(self, pull: ev.PullBlocks) -> PullJob:
-        """Return the job that reads these blocks, once ``source`` is known."""
-        if self.source is None:
-            raise InternalError(f"request {self.key} is read before its source is known")
+    def job(self, pull: ev.PullBlocks, source: Source) -> PullJob:
+        """Return the job that reads these blocks from ``source``, as later ones will."""
+        self.source = source
         first = pull.first_block
         end = first + len(pull.block_ids)
         plan = self.announced.plan
@@ -130,7 +129,7 @@ class IncomingTransfer:
             self.num_bytes += len(blocks) * block_bytes
         return PullJob(
             key=self.key,
-            source=self.source,
+            source=source,
             name=LeaseName(self.transfer_id, self.attempt, self.lease),
             first_block=blocks.start,
             block_ids=pull.block_ids,

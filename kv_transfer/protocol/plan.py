@@ -1,8 +1,7 @@
 """The plan by which a peer's blocks become ours if the two sides cut the KV differently. No bytes, no I/O.
 
 A plan is made once per peer pair, at the handshake. *Their* blocks are the sender's, *our* blocks the receiver's. Both
-sides number a transfer's blocks from 0 at the prompt's first token. ``AnnouncedBlocks`` applies a plan to the sender's
-announcements of one prompt.
+sides number a transfer's blocks from 0 at the prompt's first token.
 """
 
 from collections.abc import Iterator, Sequence
