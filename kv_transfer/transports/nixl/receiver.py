@@ -1,9 +1,7 @@
 """The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
 
-A read sends no request: the published ranges came with grants of their blocks, and the peer's table of generations
-shows, when it is read after the last byte, if their lease has ended. A posted read cannot be cancelled: ``fetch``
-returns when it is terminal, however long that takes. Until then its blocks stay in quarantine, and nothing else
-waits.
+A posted read cannot be cancelled: ``fetch`` returns when it is terminal, however long that takes. Until then its
+blocks stay in quarantine, and nothing else waits.
 
 Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). A read
 while the peer rests finds out once which kind this is. A wrong guess costs LATE_SECONDS: the peer is asked for help as soon

@@ -1,8 +1,5 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
-It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``copy_pieces``), and a
-look before and after each piece at the counter that shows the end of the lease.
-
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
 fault in gigabytes at the first contact. Only pages of lent blocks are read; each costs its minor fault once per peer
 (the kernel maps sixteen at a time), and the mapping is kept as long as the link.
