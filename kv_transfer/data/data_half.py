@@ -21,7 +21,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.block_views import is_flat, write_views
+from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.transport import ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class DataHalf:
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
-        if is_flat(self._memory):
+        if self._memory.pool_view is not None:
             self._run(job)
         else:
             self._thread.post(partial(self._run, job))
