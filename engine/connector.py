@@ -189,6 +189,10 @@ class KVMemory(Protocol):
         None where no other process can map the pool.
         """
 
+    @property
+    def pool_view(self) -> memoryview | None:
+        """The pool in host memory, block i at i · block_bytes. None on a device, where no view is the pool itself."""
+
     def read_view(self, block_id: int) -> memoryview:
         """Return the bytes of one block, valid at once; on CUDA a host copy made after the computed event."""
 

@@ -22,6 +22,7 @@ class PagedKVMemory(ABC):
     """A pool on one device. Implements ``engine.connector.KVMemory``; the views are invalid after ``close``."""
 
     memfd: int | None = None
+    pool_view: memoryview | None = None
 
     def __init__(self, layout: KVLayout, num_blocks: int, pool: Tensor) -> None:
         self.layout = layout
@@ -74,7 +75,7 @@ class MappedKVMemory(PagedKVMemory):
         self.memfd = _create_memfd(num_bytes)
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._bytes = mmap.mmap(-1 if self.memfd is None else self.memfd, num_bytes, flags=flags)
-        self.pool_view = memoryview(self._bytes)
+        self.pool_view: memoryview = memoryview(self._bytes)
         flat = torch.frombuffer(self._bytes, dtype=TORCH_DTYPES[layout.dtype])
         super().__init__(layout, num_blocks, flat.view(_pool_shape(layout, num_blocks)))
 

@@ -76,6 +76,8 @@ def fake_embedding(token_ids: Sequence[int], kind: str = "last") -> list[float]:
 class FakeMemory:
     """KV without bytes: ``slots[block][offset]`` is the code that was written there, None for garbage."""
 
+    pool_view: memoryview | None = None
+
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.layout = KVLayout(

@@ -21,7 +21,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.block_views import is_flat, write_views
+from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.transport import ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class DataHalf:
         self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
-        self._pulls = PullThreads(self._run, receiver.forget, self._on_bug)
+        self._pulls = PullThreads(receiver.forget, self._on_bug)
+        self.post_probe = self._pulls.post
         for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
                 counters.add(name, 0, transport=transport)
@@ -80,14 +81,14 @@ class DataHalf:
         """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. Runs at once if nothing is left to read."""
         if job.is_here:
             self._run(job)
-        elif not self._pulls.post(job):
+        elif not self._pulls.post(job.source, job.key, job.read, partial(self._run, job)):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
             self._thread.post(partial(self._reports.fetch_event, job.key, outcome))
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
-        if is_flat(self._memory):
+        if self._memory.pool_view is not None:
             self._run(job)
         else:
             self._thread.post(partial(self._run, job))

@@ -16,7 +16,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import blocks_per_piece
-from kv_transfer.transports.block_views import is_flat, read_views
+from kv_transfer.transports.block_views import read_views
 from kv_transfer.transports.transport import Senders
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class PassWatch:
         self._post = post
         self._estimator = CompletionEstimator(memory.layout.num_layers, self._post_end)
         # On a device a layer is reported when it is launched, from which no end can be estimated.
-        self._can_estimate = is_flat(memory)
+        self._can_estimate = memory.pool_view is not None
         self._split: list[PublishOrder] = []
         self._last: list[PublishOrder] = []
         self._published: list[PublishOrder] = []

@@ -8,8 +8,7 @@ from typing import Protocol
 
 from engine.mailbox import Mailbox
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.orders import PullJob
-from kv_transfer.protocol.reads import LeaseName, Source
+from kv_transfer.protocol.reads import LeaseName, Read, Source
 
 
 class DataReports(Protocol):
@@ -85,20 +84,18 @@ class JobThread(threading.Thread):
 
 
 class PullThreads:
-    """Owns a thread for each source that is read from, so that a stuck peer delays no other. Thread-safe.
+    """Owns a thread for each source that is read or probed, so that a stuck peer delays no other. Thread-safe.
 
-    work: executes a job and reports its end; called in the source's thread. forget: called once a source will never be read
-    from again. on_bug: called with what ended a thread early. idle_seconds: how long a thread without a job is kept.
+    forget: called once a source will never be read from again. on_bug: called with what ended a thread early. idle_seconds:
+    how long a thread without a job is kept.
     """
 
     def __init__(
         self,
-        work: Callable[[PullJob], None],
         forget: Callable[[Source], None],
         on_bug: Callable[[BaseException], None],
         idle_seconds: float = 60.0,
     ) -> None:
-        self._work = work
         self._forget = forget
         self._on_bug = on_bug
         self._idle_seconds = idle_seconds
@@ -106,16 +103,19 @@ class PullThreads:
         self._open: dict[Source, JobThread] = {}
         self._threads: list[JobThread] = []
         """Also those whose link is gone, or that have just ended."""
-        self._running: dict[int, PullJob] = {}
-        """By the identifier of the thread that reads."""
+        self._running: dict[int, tuple[str, Read]] = {}
+        """Keys and reads, by the identifier of the thread that reads."""
         self._is_closed = False
 
-    def post(self, job: PullJob) -> bool:
-        """Queue a read from its source. False: it will not run, after ``stop`` or when no thread can be started."""
+    def post(self, source: Source, key: str, read: Read, work: Callable[[], None]) -> bool:
+        """Queue ``work``, which executes ``read`` and reports its end; called in the source's thread.
+
+        False: it will not run, after ``stop`` or when no thread can be started.
+        """
         with self._lock:
-            thread = None if self._is_closed else self._open.get(job.source) or self._start(job.source)
+            thread = None if self._is_closed else self._open.get(source) or self._start(source)
             if thread is not None:
-                thread.post(partial(self._read, job))
+                thread.post(partial(self._execute, key, read, work))
             return thread is not None
 
     def leave(self, source: Source) -> None:
@@ -127,17 +127,14 @@ class PullThreads:
         self._forget(source)
 
     def stop(self) -> None:
-        """Reject further reads, stop those that run, and end the threads. Does not block; idempotent.
-
-        The reads that are queued still reach ``work``, which has to stop them.
-        """
+        """Reject further reads, stop all others, and end the threads. Does not block; idempotent."""
         with self._lock:
             self._is_closed = True
             for source in list(self._open):
                 self._end(source)
             running = list(self._running.values())
-        for job in running:
-            job.read.stop()
+        for _, read in running:
+            read.stop()
 
     def join(self) -> None:
         """Wait, after ``stop``, until every read is terminal and its thread has ended."""
@@ -154,7 +151,7 @@ class PullThreads:
     def current_keys(self) -> list[str]:
         """Keys of the requests that are being read."""
         with self._lock:
-            return [job.key for job in self._running.values()]
+            return [key for key, _ in self._running.values()]
 
     def _start(self, source: Source) -> JobThread | None:
         name = f"kv-pull-{source.worker_id}"
@@ -167,11 +164,13 @@ class PullThreads:
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         return thread
 
-    def _read(self, job: PullJob) -> None:
+    def _execute(self, key: str, read: Read, work: Callable[[], None]) -> None:
         thread = threading.get_ident()
         with self._lock:
-            self._running[thread] = job
-        self._work(job)
+            self._running[thread] = (key, read)
+        if self._is_closed:  # it was queued when the others were stopped
+            read.stop()
+        work()
         with self._lock:
             del self._running[thread]
 

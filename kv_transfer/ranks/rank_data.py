@@ -2,12 +2,13 @@
 
 import logging
 import threading
+from functools import partial
 from socket import socket
 from typing import Any
 
 import msgspec
 
-from contract.errors import InternalError, KvbatonError, SettingError
+from contract.errors import InternalError, SettingError
 from engine.connector import KVMemory
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
@@ -97,10 +98,6 @@ class RankData:
         """Return what can be read over, and what is lent over; that may be less once the pool is known."""
         return messages.Opened(self._senders.offers(), list(self._readers))
 
-    def probe(self, source: Source, read: Read) -> None:
-        """Try to read a source. Raises what a read would."""
-        self._readers[source.transport].probe(source, read)
-
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
         self._senders.close()
@@ -150,7 +147,6 @@ class RankHalf:
         self._counters = Counters()
         self._lock = threading.Lock()
         self._reads: dict[str, Read] = {}
-        self._probes: dict[str, threading.Thread] = {}
         try:
             self._data = RankData(RankSettings.model_validate_json(settings), self._counters, Completions())
         except BaseException:
@@ -178,14 +174,7 @@ class RankHalf:
 
     def close(self) -> None:
         """See RankConnector."""
-        with self._lock:
-            reads = list(self._reads.values())
-            probes = list(self._probes.values())
-        for read in reads:
-            read.stop()
         self._data.half.close()
-        for probe in probes:
-            probe.join()
         self._socket.close()
 
     def send_event(self, key: str, event: ev.SendEvent) -> None:
@@ -235,8 +224,8 @@ class RankHalf:
                 self._data.sessions.end(token)
             case messages.RequestProgress():
                 self._socket.send(messages.Progress(self._data.half.progress()))
-            case messages.Probe():
-                self._start_probe(message)
+            case messages.Probe(key, source):
+                self._post_probe(key, source)
 
     def _begin_read(self, key: str, read: Read) -> None:
         with self._lock:
@@ -251,32 +240,16 @@ class RankHalf:
     def _end_read(self, key: str) -> None:
         with self._lock:
             self._reads.pop(key, None)
-            self._probes.pop(key, None)
 
-    def _start_probe(self, probe: messages.Probe) -> None:
-        """Probe in a thread of its own, because this one must go on to receive."""
+    def _post_probe(self, key: str, source: Source) -> None:
         read = Read()
-        self._begin_read(probe.key, read)
-        name = f"kv-try-{probe.source.worker_id}"
-        thread = threading.Thread(target=self._probe, args=(probe, read), name=name, daemon=True)
-        try:
-            with self._lock:
-                thread.start()  # it needs the lock to end
-                self._probes[probe.key] = thread
-        except RuntimeError as error:  # the system cannot start another thread
-            self._end_probe(probe.key, f"no thread can be started: {error}")
+        self._begin_read(key, read)
+        if not self._data.half.post_probe(source, key, read, partial(self._probe, key, source, read)):
+            self._end_probe(key, "no thread can be started")
 
-    def _probe(self, probe: messages.Probe, read: Read) -> None:
-        source = probe.source
-        why_not: str | None = None
-        try:
-            self._data.probe(source, read)
-        except KvbatonError as error:
-            why_not = error.message
-        except Exception as error:  # the boundary of a probe: the peer is read over something else
-            logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
-            why_not = repr(error)
-        self._end_probe(probe.key, why_not)
+    def _probe(self, key: str, source: Source, read: Read) -> None:
+        error = self._data.chooser.why_not(source, read)
+        self._end_probe(key, None if error is None else error.message)
 
     def _end_probe(self, key: str, why_not: str | None) -> None:
         self._end_read(key)

@@ -1,7 +1,7 @@
 """Blocks of a KV pool as memory views, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, TypeGuard, overload, runtime_checkable
+from typing import Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,22 +14,10 @@ BlockIds = Sequence[int] | npt.NDArray[np.int64]
 
 
 @runtime_checkable
-class FlatMemory(KVMemory, Protocol):
-    """A pool whose blocks lie side by side in host memory. pool_view: block i at i · block_bytes."""
-
-    pool_view: memoryview
-
-
-@runtime_checkable
 class OnDevice(Protocol):
     """A KVMemory in one tensor."""
 
     pool: Any
-
-
-def is_flat(memory: KVMemory) -> TypeGuard[FlatMemory]:
-    """Return what isinstance returns, in a fiftieth of the time."""
-    return isinstance(getattr(memory, "pool_view", None), memoryview)
 
 
 def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:
@@ -139,7 +127,7 @@ class BlockViews(Sequence[memoryview]):
 
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
-    if is_flat(memory):
+    if memory.pool_view is not None:
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
@@ -149,7 +137,7 @@ def write_views(
     memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
 ) -> Sequence[memoryview]:
     """Return ``write_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
-    if is_flat(memory):
+    if memory.pool_view is not None:
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]

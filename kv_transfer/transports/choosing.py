@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from contract.errors import KvbatonError, TransferError, UnavailableError
+from contract.errors import InternalError, KvbatonError, TransferError, UnavailableError
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
@@ -188,6 +188,17 @@ class Chooser:
         """Fetch by the source's transport."""
         self._receivers[source.transport].fetch(source, request, views, read)
 
+    def why_not(self, source: Source, read: Read) -> KvbatonError | None:
+        """Probe a source by its transport; return why it cannot be read, if so."""
+        try:
+            self._receivers[source.transport].probe(source, read)
+        except KvbatonError as error:
+            return error
+        except Exception as error:  # the boundary of a probe: reads wait for its end
+            logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
+            return InternalError(repr(error))
+        return None
+
     def forget(self, source: Source) -> None:
         """Drop every source of the same link, and end its probe."""
         with self._lock:
@@ -244,18 +255,12 @@ class Chooser:
         """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
         for candidate in probe.candidates[:-1]:
-            try:
-                self._receivers[candidate.transport].probe(candidate, probe.read)
+            error = self.why_not(candidate, probe.read)
+            if error is None:
                 return candidate, "; ".join(why_not)
-            except KvbatonError as error:
-                is_silent = isinstance(error, PeerSilentError)
-                why_not.append(f"{candidate.transport} failed: {error.message}")
-            except Exception as error:  # the boundary of a probe: reads wait for its end
-                is_silent = False
-                logger.exception("probing worker %s over %s failed", candidate.worker_id, candidate.transport)
-                why_not.append(f"{candidate.transport} failed: {error!r}")
+            why_not.append(f"{candidate.transport} failed: {error.message}")
             self.alternatives.rule_out(candidate)
-            if is_silent:  # each further probe could take as long, and reads wait
+            if isinstance(error, PeerSilentError):  # each further probe could take as long, and reads wait
                 break
         return probe.candidates[-1], "; ".join(why_not)
 

@@ -19,34 +19,19 @@ from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataRepl
 from kv_transfer.transports.data_port import shut_down
 
 
-def unconnected(source: Source, timeout_seconds: float) -> socket.socket:
-    """Return a socket for ``dial``, with this timeout for every operation."""
-    family = socket.AF_INET6 if ":" in parse_address(source.address)[0] else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.settimeout(timeout_seconds)
-    return sock
-
-
-def dial(sock: socket.socket, source: Source) -> None:
-    """Connect to a peer's data port, and prove the session to each other. Raises PeerUnreachableError (refused), OSError."""
-    try:
-        sock.connect(parse_address(source.address))
-    except UnicodeError as error:  # the host name cannot be encoded
-        raise PeerUnreachableError(f"worker {source.worker_id} cannot be dialed: {error}") from error
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    prove_session(sock, source)
-    reply = read_frame(sock, DataReply, MAX_DATA_FRAME_BYTES)
-    if reply.status is not DataStatus.OK:
-        raise PeerUnreachableError(f"worker {source.worker_id} refused a data connection: {reply.message}")
-
-
 class PeerConnection(ABC):
-    """A connection to one source, and what a receiver keeps with it. Used by one thread at a time."""
+    """A connection to one source, and what a receiver keeps with it. Used by one thread at a time.
 
-    def __init__(self, source: Source, sock: socket.socket) -> None:
+    timeout_seconds: for every operation of its socket.
+    """
+
+    def __init__(self, source: Source, family: socket.AddressFamily, timeout_seconds: float) -> None:
         self._source = source
         self._who = f"worker {source.worker_id}"
-        self._sock = sock
+        self._timeout_seconds = timeout_seconds
+        self._is_interrupted = False
+        self._sock = socket.socket(family, socket.SOCK_STREAM)
+        self._sock.settimeout(timeout_seconds)
 
     @abstractmethod
     def connect(self, read: Read) -> object:
@@ -62,11 +47,36 @@ class PeerConnection(ABC):
 
     def interrupt(self) -> None:
         """Make its user fail soon. Called from any thread; does not block, and closes nothing."""
+        self._is_interrupted = True
         shut_down(self._sock)
 
     def close(self) -> None:
         """Release everything. Called exactly once, when it is not in use."""
         self._sock.close()
+
+    def _check_link(self) -> None:
+        if self._is_interrupted:
+            raise TransferError(f"the link to {self._who} is gone")
+
+
+class DataPortConnection(PeerConnection):
+    """A connection to a source's data port."""
+
+    def __init__(self, source: Source, timeout_seconds: float) -> None:
+        is_v6 = ":" in parse_address(source.address)[0]
+        super().__init__(source, socket.AF_INET6 if is_v6 else socket.AF_INET, timeout_seconds)
+
+    def _dial(self) -> None:
+        """Connect, and prove the session to each other. Raises PeerUnreachableError (refused), OSError."""
+        try:
+            self._sock.connect(parse_address(self._source.address))
+        except UnicodeError as error:  # the host name cannot be encoded
+            raise PeerUnreachableError(f"{self._who} cannot be dialed: {error}") from error
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        prove_session(self._sock, self._source)
+        reply = read_frame(self._sock, DataReply, MAX_DATA_FRAME_BYTES)
+        if reply.status is not DataStatus.OK:
+            raise PeerUnreachableError(f"{self._who} refused a data connection: {reply.message}")
 
 
 class PeerReceiver:

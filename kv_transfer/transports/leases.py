@@ -29,7 +29,7 @@ from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
 from kv_transfer.protocol.reads import LeaseName, ReadRequest, StaleLeaseError
-from kv_transfer.transports.block_views import BlockViews, address_of, is_flat, read_views
+from kv_transfer.transports.block_views import BlockViews, address_of, read_views
 
 
 @dataclass
@@ -62,7 +62,7 @@ class LeaseBook:
         with self._lock:
             lease = self._leases.setdefault(name, _Lease(np.zeros(0, np.int64)))
             lease.block_ids = np.concatenate([lease.block_ids, block_ids], dtype=np.int64)
-            if is_flat(self._memory):
+            if self._memory.pool_view is not None:
                 pool = self._memory.pool_view.toreadonly()
                 lease.views = BlockViews(pool, self._memory.layout.block_bytes, lease.block_ids)
                 lease.views.keep_addresses()

@@ -16,12 +16,7 @@ from functools import partial
 
 from contract.errors import SettingError
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device
-from kv_transfer.transports.transport import (
-    AUTO,
-    IdleTogether,
-    Transport,
-    TransportContext,
-)
+from kv_transfer.transports.transport import AUTO, IdleTogether, Transport, TransportContext
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +27,8 @@ def _open_shm(context: TransportContext) -> Transport:
     from kv_transfer.transports.shm.receiver import ShmReceiver
     from kv_transfer.transports.shm.sender import ShmSender
 
-    receiver = ShmReceiver(
-        context.settings.read_timeout_seconds
-    )  # first: unlike the sender, it has nothing to close
+    # The receiver first: unlike the sender, it has nothing to close.
+    receiver = ShmReceiver(context.settings.read_timeout_seconds)
     return Transport(ShmSender(context), receiver)
 
 

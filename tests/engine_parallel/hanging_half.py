@@ -46,6 +46,7 @@ class StuckMemory:
     """A ``KVMemory`` in which reading a block never returns."""
 
     memfd = None
+    pool_view = None
 
     def __init__(self, memory: KVMemory) -> None:
         self.layout, self.num_blocks, self.write_view = memory.layout, memory.num_blocks, memory.write_view

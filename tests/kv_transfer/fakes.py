@@ -34,8 +34,10 @@ def context_of(
 class ByteMemory:
     """A ``KVMemory`` without torch: a memfd where the system has one, else private memory.
 
-    committed: the committed blocks, in order.
+    committed: the committed blocks, in order. pool_view: None, so that every block is asked for.
     """
+
+    pool_view: memoryview | None = None
 
     def __init__(self, layout: KVLayout, num_blocks: int) -> None:
         self.layout = layout

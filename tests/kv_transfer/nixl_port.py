@@ -37,7 +37,7 @@ def context_for(
 
 def is_driving(nixl_thread: NixlThread) -> bool:
     """The thread does not rest, because something is read from here or by this worker."""
-    return nixl_thread.ask(lambda driver: driver.is_active)
+    return nixl_thread.ask(lambda driver: driver.pause_seconds() is not None)
 
 
 class NixlPort:

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
+from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from kv_transfer.control.fetch_effects import ArrivalEstimates
 from kv_transfer.control.sending import SendTransfers
@@ -134,9 +135,9 @@ def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> N
 class FlatPool(ByteMemory):
     """A pool as on a CPU: layers are written when they are reported."""
 
-    @property
-    def pool_view(self) -> memoryview:
-        return self._pool
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.pool_view = self._pool
 
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["on a CPU", "on a device"])

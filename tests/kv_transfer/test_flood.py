@@ -5,7 +5,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 
 import pytest
@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from kv_transfer.links.framing import encode_frame, parse_address, read_frame, write_frame
 from kv_transfer.links.listening import MAX_UNAUTHENTICATED, Listener, LogLimiter, choose_displaced, listen_on
-from kv_transfer.protocol.reads import Source
-from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.protocol.reads import Read, Source
 from kv_transfer.transports.data_handshake import (
     MAX_DATA_FRAME_BYTES,
     DataChallenge,
@@ -23,6 +22,7 @@ from kv_transfer.transports.data_handshake import (
     DataStatus,
     ReaderProofs,
 )
+from kv_transfer.transports.tcp.transport import TcpReceiver
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_unauthenticated import WAIT, data_port, silent_links
 
@@ -106,8 +106,7 @@ def test_an_unauthenticated_data_connection_has_no_thread() -> None:
         source = Source("p", "b", sender.address, "token")
         before = threading.active_count()
         silent_links(sender.address, 60, stack)
-        served = stack.enter_context(unconnected(source, WAIT))
-        dial(served, source)
+        stack.enter_context(closing(TcpReceiver(WAIT))).probe(source, Read())
         assert threading.active_count() == before + 1
 
 
@@ -122,7 +121,7 @@ def test_a_malformed_message_on_a_data_port_ends_its_connection(beginning: bytes
         with suppress(ConnectionResetError):
             assert stranger.recv(1) == b""
         source = Source("p", "b", sender.address, "token")
-        dial(stack.enter_context(unconnected(source, WAIT)), source)
+        stack.enter_context(closing(TcpReceiver(WAIT))).probe(source, Read())
 
 
 def test_a_request_before_the_answer_to_the_proof_ends_the_connection() -> None:

@@ -5,9 +5,10 @@ The senders have UCX's TCP lane only. There a read needs the sender's help, so t
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from operator import contains
 
@@ -15,7 +16,7 @@ import pytest
 
 from contract.errors import KvbatonError, PeerUnreachableError
 from contract.identity import Role
-from kv_transfer.links.framing import read_frame, write_frame
+from kv_transfer.links.framing import parse_address, read_frame, write_frame
 from kv_transfer.protocol.reads import (
     RangeGrant,
     Read,
@@ -24,7 +25,7 @@ from kv_transfer.protocol.reads import (
     Source,
     StaleLeaseError,
 )
-from kv_transfer.transports.connection_cache import dial, unconnected
+from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, prove_session
 from kv_transfer.transports.nixl.sender import MAX_NIXL_FRAME_BYTES, Help, NixlAsk, NixlPoolInfo, NixlResting
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import prompt_of, settings_for, worker
@@ -118,8 +119,11 @@ def test_a_lane_that_seems_to_need_no_help_is_helped_late_also_when_the_session_
     reader: Reader,
 ) -> None:
     """The sender is kept busy while the reader finds out, and rests when it reads: nothing lands by itself."""
-    with sender_process("boot") as sender, unconnected(sender.source, 30.0) as busy:
-        dial(busy, sender.source)
+    with sender_process("boot") as sender, ExitStack() as stack:
+        address = parse_address(sender.source.address)
+        busy = stack.enter_context(socket.create_connection(address, 30.0))
+        prove_session(busy, sender.source)
+        read_frame(busy, DataReply, MAX_DATA_FRAME_BYTES)
         read_frame(busy, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         reader.receiver.probe(sender.source, Read())
 

@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 from contract.identity import Role
 from kv_transfer.data.threads import PullThreads
@@ -30,7 +31,7 @@ def pull_threads() -> list[threading.Thread]:
 
 
 class Played:
-    """Plays the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
+    """Plays the jobs and the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
 
     def __init__(self, idle_seconds: float = 60.0) -> None:
         self.done: list[str] = []
@@ -38,7 +39,10 @@ class Played:
         self.bugs: list[BaseException] = []
         self.changed = threading.Condition()
         self.stuck = threading.Event()
-        self.threads = PullThreads(self._work, self._forget, self._bug, idle_seconds)
+        self.threads = PullThreads(self._forget, self._bug, idle_seconds)
+
+    def post(self, job: PullJob) -> bool:
+        return self.threads.post(job.source, job.key, job.read, partial(self._work, job))
 
     def _work(self, job: PullJob) -> None:
         if job.key == "bug":
@@ -65,10 +69,10 @@ class Played:
 
 def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
     played = Played()
-    assert played.threads.post(job("stuck", "one"))
+    assert played.post(job("stuck", "one"))
     assert played.stuck.wait(WAIT)
     for key in ("a", "b", "c"):
-        assert played.threads.post(job("quick", key))
+        assert played.post(job("quick", key))
     with played.changed:
         assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
     assert (len(pull_threads()), played.threads.current_keys) == (2, ["one"])
@@ -77,17 +81,17 @@ def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
     played.threads.join()
     assert played.done == ["a", "b", "c", "one"]
     assert pull_threads() == []
-    assert not played.threads.post(job("quick", "late"))
+    assert not played.post(job("quick", "late"))
 
 
 def test_a_thread_ends_with_its_link_after_its_jobs() -> None:
     played, read = Played(), Read()
-    played.threads.post(job("stuck", "one", read))
-    played.threads.post(job("stuck", "two", read))
+    played.post(job("stuck", "one", read))
+    played.post(job("stuck", "two", read))
     assert played.stuck.wait(WAIT)
     played.threads.leave(source("stuck"))
     assert played.forgotten == []
-    played.threads.post(job("quick", "other"))
+    played.post(job("quick", "other"))
     read.stop()
     with played.changed:
         assert played.changed.wait_for(lambda: played.forgotten == [source("stuck")], WAIT)
@@ -101,7 +105,7 @@ def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
     played = Played(idle_seconds=0.01)
     seen: set[int | None] = set()
     for number in range(3):
-        assert played.threads.post(job("quick", str(number)))
+        assert played.post(job("quick", str(number)))
         with played.changed:
             assert played.changed.wait_for(lambda: played.done[-1:] == [str(number)], WAIT)  # noqa: B023
         for thread in pull_threads():
@@ -116,7 +120,7 @@ def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
 
 def test_a_bug_is_told() -> None:
     played = Played()
-    played.threads.post(job("quick", "bug"))
+    played.post(job("quick", "bug"))
     with played.changed:
         assert played.changed.wait_for(lambda: played.bugs, WAIT)
     played.threads.stop()

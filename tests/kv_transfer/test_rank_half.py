@@ -2,8 +2,10 @@
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from contract.identity import Role
 from engine.mailbox import Mailbox
@@ -30,8 +32,8 @@ def rank_half() -> Iterator[tuple[RankSocket[messages.FromRank], Mailbox[message
         received.put(messages.ThreadFailed(thread, repr(error)))
 
     control = RankSocket(ours, messages.from_rank, received.put, on_bug, "control")
-    settings = rank_settings(settings_for("d", Role.DECODE, transport="shm"), 2)[1]
-    half = RankHalf(settings.encoded(), theirs)
+    settings = settings_for("d", Role.DECODE, transport="shm", read_timeout_seconds=300.0)
+    half = RankHalf(rank_settings(settings, 2)[1].encoded(), theirs)
     try:
         half.start(ByteMemory(SHARE, 4))
         control.start()
@@ -52,9 +54,34 @@ def test_a_probe_for_which_no_thread_can_be_started_fails_alone() -> None:
             answer = received.get(30)
         finally:
             threading.stack_size(usual)
-        assert answer == messages.Answer("one", "no thread can be started: can't start new thread")
+        assert answer == messages.Answer("one", "no thread can be started")
         control.send(messages.Stop("one"))
         control.send(messages.Probe("two", NOWHERE))
         answer = received.get(30)
         assert isinstance(answer, messages.Answer)
         assert (answer.key, "/nowhere/1" in str(answer.error)) == ("two", True)
+
+
+def test_a_probe_that_hangs_delays_no_other_and_ends_when_it_is_stopped_or_at_close(tmp_path: Path) -> None:
+    """The peer's rank accepts and sends nothing; a read would wait for 300 s."""
+    address = str(tmp_path / "silent")
+    silent_source = Source("silent", "boot", "/nowhere/0", "token", "shm", (address,))
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(address)
+        silent.listen()
+        with rank_half() as (control, received):
+            control.send(messages.Probe("one", silent_source))
+            with silent.accept()[0]:
+                control.send(messages.Probe("two", NOWHERE))
+                answer = received.get(30)
+                assert isinstance(answer, messages.Answer)
+                assert answer.key == "two"
+                control.send(messages.Stop("one"))
+                assert received.get(30) == messages.Answer("one", "the read was stopped")
+            control.send(messages.Probe("three", silent_source))
+            control.send(messages.Probe("queued", silent_source))
+            begun = silent.accept()[0]
+            begin = time.monotonic()
+        with begun:
+            assert time.monotonic() - begin < 30
+            assert not [each for each in threading.enumerate() if each.name.startswith("kv-pull")]

@@ -1,5 +1,6 @@
 """A prefill worker of the explored world: production's scheduler, ``SendTransfers`` and lease book, moved call by call."""
 
+from dataclasses import dataclass
 from typing import cast
 
 import msgspec
@@ -19,8 +20,13 @@ from tests.protocol.sink import Sink
 NUM_PARKED = 4
 LENT_BEFORE = 0
 """In place of an order's number of parts, once its blocks can be read."""
-NO_MEMORY = cast(KVMemory, None)
-"""The bytes of a lease are ``contents`` here; the lease book only passes its memory on."""
+
+
+@dataclass(frozen=True)
+class NoMemory:
+    """A pool without blocks: the bytes of a lease are ``contents`` here."""
+
+    pool_view: None = None
 
 
 def ignore() -> None:
@@ -38,7 +44,7 @@ class PrefillSide(EngineSide):
         self.num_leases = 0
         self.orders: list[PublishOrder] = []
         self.book = LeaseBook(lambda name: sink.ask("idle", name))
-        self.book.start(NO_MEMORY)
+        self.book.start(cast(KVMemory, NoMemory()))
         self.transfers = scenario.rules.send_transfers(
             self.make_worker(
                 max_parked=NUM_PARKED, num_layer_groups=scenario.num_layer_groups, min_split_blocks=1

@@ -20,7 +20,7 @@ from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import Read, ReadRequest, Source, StaleLeaseError
 from kv_transfer.transports.block_views import block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import LeaseBook, LendingSender
@@ -103,11 +103,11 @@ class NcclSender(LendingSender):
         write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
 
 
-class _Peer(PeerConnection):
+class _Peer(DataPortConnection):
     """The connection to a sender's data port, and the group."""
 
     def __init__(self, source: Source, sender: NcclSender, settings: TransportSettings) -> None:
-        super().__init__(source, unconnected(source, settings.read_timeout_seconds))
+        super().__init__(source, settings.read_timeout_seconds)
         self._sender = sender
         self._settings = settings
         self._group: PairGroup | None = None
@@ -127,7 +127,7 @@ class _Peer(PeerConnection):
         group = self._group
         if group is None:
             with read.interruptible(self.interrupt):
-                dial(self._sock, self._source)
+                self._dial()
                 info = read_frame(self._sock, NcclPoolInfo, MAX_DATA_FRAME_BYTES)
                 check_info(info, pool, self._who)
                 self._block_bytes = info.block_bytes

@@ -74,10 +74,7 @@ class NixlThread:
             self._put(command)
 
     def post(self, read: NixlRead) -> None:
-        """Begin a read; a failure ends it. After ``close`` it fails, or this raises TransferError.
-
-        While the thread rests the caller posts the read, which may copy the bytes: then no thread is woken or waited for.
-        """
+        """Begin a read; a failure ends it. After ``close`` it fails, or this raises TransferError."""
         if read.pool.region.is_device or not self._turn.acquire(blocking=False):
             self._put(lambda driver: driver.begin(read))
             return

@@ -147,20 +147,12 @@ class AgentDriver:
         self.rest(reader)
         self._serves_until = time.monotonic() + seconds
 
-    @property
-    def is_active(self) -> bool:
-        """A read is posted, or a peer may read from here."""
-        return bool(self._posted) or self._is_serving
-
     def pause_seconds(self) -> float | None:
-        """Return how long to wait before the next ``drive``; None: until there is a command.
-
-        There is no pause for 50 us after an activity, then one of 0.2 ms, which grows with the time without activity (a peer
-        that is stopped may be so for hours).
-        """
-        if not self.is_active:
+        """Return how long to wait before the next ``drive``; None: until there is a command."""
+        if not self._posted and not self._is_serving:
             return None
         idle = time.monotonic() - self._active_at
+        # It grows with the idle time: a peer that is stopped may be so for hours.
         pause = min(max(idle / _IDLE_PER_PAUSE, _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
         return pause if idle >= _SPIN_SECONDS else 0.0
 

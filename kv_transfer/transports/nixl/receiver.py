@@ -1,9 +1,7 @@
 """The ``nixl`` transport's receiver: one-sided reads out of a peer's pool, straight into this worker's own.
 
-A read sends no request: the published ranges came with grants of their blocks, and the peer's table of generations
-shows, when it is read after the last byte, if their lease has ended. A posted read cannot be cancelled: ``fetch``
-returns when it is terminal, however long that takes. Until then its blocks stay in quarantine, and nothing else
-waits.
+A posted read cannot be cancelled: ``fetch`` returns when it is terminal, however long that takes. Until then its
+blocks stay in quarantine, and nothing else waits.
 
 Some lanes of the library need the peer's thread as well (UCX over TCP), others do not (a copy by the kernel, RDMA). A read
 while the peer rests finds out once which kind this is. A wrong guess costs LATE_SECONDS: the peer is asked for help as soon
@@ -23,7 +21,7 @@ from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
 from kv_transfer.transports.block_views import block_outside, block_span, check_sizes
-from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
@@ -135,16 +133,14 @@ class _Lane:
         self._is_helped = wanted is Help.BEGIN
 
 
-class _Peer(PeerConnection):
+class _Peer(DataPortConnection):
     """The connection to a sender's data port, and the lane to its pool once connected."""
 
     def __init__(self, source: Source, nixl_thread: NixlThread, timeout_seconds: float) -> None:
-        super().__init__(source, unconnected(source, timeout_seconds))
+        super().__init__(source, timeout_seconds)
         self._nixl_thread = nixl_thread
-        self._timeout_seconds = timeout_seconds
         self._lane: _Lane | None = None
         self._lock = threading.Lock()
-        self._is_interrupted = False
         self._is_posted = False
 
     def interrupt(self) -> None:
@@ -168,8 +164,8 @@ class _Peer(PeerConnection):
         """Return the lane. At the first call, dial and prove by reading that the library reaches the right memory."""
         if self._lane is not None:
             return self._lane
-        with read.interruptible(super().interrupt):
-            dial(self._sock, self._source)
+        with read.interruptible(self.interrupt):
+            self._dial()
             info = read_frame(self._sock, NixlPoolInfo, MAX_NIXL_FRAME_BYTES)
         if info.status is not DataStatus.OK:
             raise TransferError(f"{self._who} lends nothing over nixl: {info.message}")
@@ -255,10 +251,6 @@ class _Peer(PeerConnection):
                 self._is_posted = False
         self._check_link()
         read.check()
-
-    def _check_link(self) -> None:
-        if self._is_interrupted:
-            raise TransferError(f"the link to {self._who} is gone")
 
 
 class NixlReceiver(PeerReceiver):

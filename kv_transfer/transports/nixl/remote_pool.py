@@ -20,10 +20,7 @@ MAX_SLOTS_AT_ONCE = 16
 
 
 class DescribedRegion:
-    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each; ``undo`` releases them.
-
-    Used by one thread at a time.
-    """
+    """A region's blocks as ``NixlAgent.prepare`` takes them, whole or a part of each; ``undo`` releases them."""
 
     def __init__(self, agent: NixlAgent, region: Region, undo: ExitStack, peer: str = SELF) -> None:
         self.region = region

@@ -1,8 +1,5 @@
 """The ``shm`` transport's receiver: maps a peer's pool once, and copies lent blocks out of it, piece by piece.
 
-It sends no request: the published ranges came with grants of their blocks. A read costs its copies (``copy_pieces``), and a
-look before and after each piece at the counter that shows the end of the lease.
-
 The mapping is not prefaulted: a populated mapping would allocate every page that the sender has not touched yet, and
 fault in gigabytes at the first contact. Only pages of lent blocks are read; each costs its minor fault once per peer
 (the kernel maps sixteen at a time), and the mapping is kept as long as the link.
@@ -139,18 +136,11 @@ class _Peer(PeerConnection):
     """The connection to a sender, which ends with the session, and its mapped pool once connected."""
 
     def __init__(self, source: Source, timeout_seconds: float, copying: Copying) -> None:
-        super().__init__(source, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        self._sock.settimeout(timeout_seconds)
+        super().__init__(source, socket.AF_UNIX, timeout_seconds)
         self._copying = copying
         self._pool: _MappedPool | None = None
-        self._is_interrupted = False
         self._end = select.poll()
         self._undo = ExitStack()
-
-    def interrupt(self) -> None:
-        """End a wait for the socket at once, and a copy after its piece."""
-        self._is_interrupted = True
-        super().interrupt()
 
     def close(self) -> None:
         """Unmap and close everything."""
@@ -160,7 +150,7 @@ class _Peer(PeerConnection):
     def connect(self, read: Read) -> _MappedPool:
         """Return the mapped pool. At the first call, prove the session and map what the sender sends."""
         if self._pool is None:
-            with read.interruptible(super().interrupt):
+            with read.interruptible(self.interrupt):
                 self._pool = self._mapped()
         return self._pool
 
@@ -178,7 +168,7 @@ class _Peer(PeerConnection):
         for start in range(0, count, step):
             end = min(start + step, count)
             copy(start, end)
-            self._check_linked()
+            self._check_link()
             if pool.has_ended(leases):
                 raise lease_ended(request, self._who, f"while blocks {start}..{end - 1} of {count}")
             read.landed(end)
@@ -205,13 +195,9 @@ class _Peer(PeerConnection):
         self._end.register(self._sock, select.POLLIN)  # no more is sent there: it can only be closed
         return pool
 
-    def _check_linked(self) -> None:
-        if self._is_interrupted:
-            raise TransferError(f"the link to {self._who} is gone")
-
     def _check_alive(self) -> None:
         """Check once per read: a sender that dies later has not changed what it lent, and its link reports it."""
-        self._check_linked()
+        self._check_link()
         if ended := self._end.poll(0):
             if any(descriptor != self._sock.fileno() for descriptor, _ in ended):
                 raise WorkerLostError(f"{self._who} died")

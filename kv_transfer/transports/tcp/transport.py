@@ -18,7 +18,7 @@ from functools import partial
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.connection_cache import PeerConnection, PeerReceiver, dial, unconnected
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
@@ -88,10 +88,9 @@ _REPORT_BYTES = 2**20
 """A read that is followed reports its progress after so many bytes."""
 
 
-class _Connection(PeerConnection):
+class _Connection(DataPortConnection):
     def __init__(self, source: Source, timeout_seconds: float) -> None:
-        super().__init__(source, unconnected(source, timeout_seconds))
-        self._timeout_seconds = timeout_seconds
+        super().__init__(source, timeout_seconds)
         self._is_connected = False
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
         self._poll.register(self._sock, select.POLLIN)
@@ -103,7 +102,7 @@ class _Connection(PeerConnection):
     def connect(self, read: Read) -> None:
         """Connect and prove the session, once. Raises PeerUnreachableError when it is refused."""
         if not self._is_connected:
-            dial(self._sock, self._source)
+            self._dial()
             limit_waits(self._sock, self._timeout_seconds, self._timeout_seconds)
             self._is_connected = True
 
