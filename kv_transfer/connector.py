@@ -15,7 +15,7 @@ from contract.layout import Side
 from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
-from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.links.link import PeerRef
 from kv_transfer.links.link_loop import LinkLoop
 from kv_transfer.protocol import messages as msg
@@ -75,7 +75,7 @@ class ControlHalf:
     def __init__(self, worker: LocalWorker, links: LinkLoop, data: RankData | RankDataGroup) -> None:
         half = data.half if isinstance(data, RankData) else data
         chooser = data.chooser
-        self.sender = SendTransfers(worker, SendPorts(links.send, data.release, links.look_by))
+        self.sender = SendTransfers(worker, links.send, data.release, links.look_by)
         self.receiver = FetchTransfers(
             worker,
             FetchPorts(
@@ -174,8 +174,8 @@ class ControlHalf:
             case _:
                 self._worker.counters.add("transfer_stale_messages_total")
 
-    def tick(self, now: float) -> float | None:
-        """Expire overdue leases and parked fetches; return the next deadline."""
+    def tick(self, now: float) -> float:
+        """See ``SendTransfers``."""
         return self.sender.tick(now)
 
     def thread_failed(self, thread: str, error: BaseException) -> None:

@@ -14,7 +14,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.orders import CommitJob, PullJob
-from kv_transfer.protocol.plan import PeerTerms
+from kv_transfer.protocol.plan import PeerTerms, TransferPlan
 from kv_transfer.protocol.reads import Source
 from kv_transfer.settings import LocalWorker
 from kv_transfer.transports.choosing import Alternatives
@@ -82,8 +82,7 @@ class FetchPorts:
 class FetchEffects:
     """Owns the peers' sources, the expected arrivals and the events. Used under the lock of ``FetchTransfers``.
 
-    alternatives: the peers' other sources. terms: of those linked peers whose blocks are not ours, one for one. events: for
-    the scheduler, until it takes them. later: see ``Transfers``.
+    alternatives: the peers' other sources. events: for the scheduler, until it takes them. later: see ``Transfers``.
     """
 
     def __init__(self, worker: LocalWorker, ports: FetchPorts, later: list[Callable[[], None]]) -> None:
@@ -92,7 +91,9 @@ class FetchEffects:
         self._ports = ports
         self._later = later
         self._sources: dict[PeerRef, Source] = {}
-        self.terms: dict[PeerRef, PeerTerms] = {}
+        own = TransferPlan(worker.side, worker.side)
+        self._own_terms = PeerTerms(own, worker.model_fingerprint, None)
+        self._terms: dict[PeerRef, PeerTerms] = {}
         self.alternatives = ports.alternatives
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
@@ -104,14 +105,18 @@ class FetchEffects:
         """Record a new link. terms: None if the peer's blocks are ours, one for one."""
         self._sources[ref] = source
         if terms is not None:
-            self.terms[ref] = terms
+            self._terms[ref] = terms
             converted = terms.plan.describe() or "nothing"
             text = "KV from worker %s (model %s): converting %s"
             logger.info(text, source.worker_id, terms.model_fingerprint, converted)
 
+    def terms_of(self, ref: PeerRef) -> PeerTerms:
+        """Return the terms of a link; those between equals if it is not up, or nothing differs."""
+        return self._terms.get(ref, self._own_terms)
+
     def remove_peer(self, ref: PeerRef) -> Source | None:
         """Remove a link; return where the peer was read."""
-        self.terms.pop(ref, None)
+        self._terms.pop(ref, None)
         return self._sources.pop(ref, None)
 
     def choose_source(self, ref: PeerRef, provisional: Source, chosen: Source) -> bool:
@@ -134,8 +139,7 @@ class FetchEffects:
         """Post a job, or stop those that are posted."""
         match action:
             case ev.PullBlocks():
-                incoming.source = incoming.source or self._sources[incoming.ref]
-                job = incoming.job(action, self._worker.side.layout.block_bytes)
+                job = incoming.job(action, incoming.source or self._sources[incoming.ref])
                 if job.is_here:  # it is verified, and reported, within the call
                     self._later.append(partial(self._ports.pull, job))
                 else:
@@ -168,8 +172,7 @@ class FetchEffects:
                 self._ports.post(incoming.ref, msg.CancelFetch(*wire))
                 return
             case ev.FetchNotice.PUBLISHED:
-                terms = self.terms.get(incoming.ref)
-                self.events.append(Published(incoming.key, None if terms is None else terms.kv_fingerprint))
+                self.events.append(Published(incoming.key, incoming.announced.terms.kv_fingerprint))
             case ev.FetchNotice.FAILED if ending is not None:
                 if ending.kind != ev.NOT_NEEDED:
                     self._worker.counters.add("transfer_failures_total", kind=ending.kind)

@@ -17,7 +17,6 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import digest_seeds
 from kv_transfer.protocol.fetch_side import FetchState, FetchStep, advance_fetch
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.reads import Source
@@ -46,13 +45,11 @@ class FetchTransfers(Transfers):
         transfer = request.transfer
         if not isinstance(transfer, ReceiveTransfer):
             raise InternalError(f"request {request.key} has no transfer to receive")
-        seeds = digest_seeds(request, self._worker.model_fingerprint, self._worker.side.layout.block_size)
-        incoming = IncomingTransfer.of(request, transfer, seeds, self._clock())
         target = PeerTarget(transfer.peer_worker_id, transfer.peer_boot_id, transfer.peer_control)
         with self._lock:
-            terms = self._effects.terms.get(incoming.ref)
+            terms = self._effects.terms_of(PeerRef(transfer.peer_boot_id, is_dialed=True))
         # This hashes a long prompt: better here than under the lock at the sender's first message.
-        incoming.use_terms(terms)
+        incoming = IncomingTransfer.of(request, transfer, terms, self._clock())
         with self._acting():
             if self._incoming.get(request.key) or self._incoming.get_by_wire(incoming.wire_key):
                 raise InternalError(
@@ -66,9 +63,8 @@ class FetchTransfers(Transfers):
         with self._acting():
             incoming = self._incoming.get(key)
             if incoming is not None:
-                self._apply(
-                    incoming, fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
-                )
+                step = fetch_side.reserved(incoming.fetch, tuple(block_ids), num_cached_blocks)
+                self._apply(incoming, step)
 
     def cancel_fetch(self, key: str) -> bool:
         """See ``ReceiverConnector``. Withdraws events that were not taken yet."""
@@ -178,9 +174,9 @@ class FetchTransfers(Transfers):
                 if incoming.lease == message.lease:
                     self._effects.arrival_estimates.expect(incoming.key, ref, now + message.seconds)
                 return
-            incoming.use_terms(self._effects.terms.get(ref))
+            incoming.use_terms(self._effects.terms_of(ref))
             try:
-                step = incoming.step_of(message, now, reads_ahead=self._worker.is_single_rank)
+                step = incoming.step_of(message, now)
             except TransferError as error:
                 step = fetch_side.sender_failed(incoming.fetch, error.kind, error.message)
             if step is not None:
@@ -197,10 +193,9 @@ class FetchTransfers(Transfers):
 
     def debug_state(self) -> dict[str, Any]:
         """Return all fetches, the quarantine, and the peers' transports, as plain data."""
-        now = self._clock()
         with self._lock:
             return {
-                "fetches": [incoming.debug_state(now) for incoming in self._incoming],
+                "fetches": [incoming.debug_state(self._clock()) for incoming in self._incoming],
                 "quarantine": quarantine_of(self._incoming),
                 "transports": self._effects.alternatives.debug_state(),
             }

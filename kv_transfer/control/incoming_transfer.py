@@ -4,13 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from contract.errors import ErrorKind, InternalError, TransferError
+from contract.errors import ErrorKind, TransferError
 from contract.requests import EngineRequest, ReceiveTransfer
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import RunningDigests, Share, digest_seeds
+from kv_transfer.protocol.digests import RunningDigests, digest_seeds
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
@@ -25,9 +25,9 @@ QUARANTINE = frozenset({FetchState.DRAINING, FetchState.QUARANTINED})
 class IncomingTransfer:
     """One fetch, with the data that the state machine does not need: it counts this worker's blocks only.
 
-    seeds: of this worker's blocks. announced: the sender's blocks, where these differ from ours. grants: of the announced
-    ranges, by the sender's blocks. num_bytes: how much was ordered to be read. source: where it is read, from the first pull
-    on. other: where it may be read if that fails. ahead: see ``Ahead``.
+    announced: the sender's blocks, and the terms by which they become ours. grants: of the announced ranges, by the
+    sender's blocks. num_bytes: how much was ordered to be read. source: where it is read, from the first pull on. other:
+    where it may be read if that fails. ahead: see ``Ahead``.
     """
 
     request: EngineRequest
@@ -35,10 +35,9 @@ class IncomingTransfer:
     transfer_id: str
     attempt: int
     fetch: Fetch
-    seeds: tuple[int, ...]
+    announced: AnnouncedBlocks
     since: float
     lease: str = ""
-    announced: AnnouncedBlocks | None = None
     num_bytes: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     read: Read = field(default_factory=Read)
@@ -48,12 +47,13 @@ class IncomingTransfer:
 
     @classmethod
     def of(
-        cls, request: EngineRequest, transfer: ReceiveTransfer, seeds: list[int], now: float
+        cls, request: EngineRequest, transfer: ReceiveTransfer, terms: PeerTerms, now: float
     ) -> "IncomingTransfer":
-        """Return the fetch of a request that has just arrived."""
+        """Return the fetch of a request that has just arrived. It hashes the prompt."""
         ref = PeerRef(transfer.peer_boot_id, is_dialed=True)
-        fetch = Fetch(num_blocks=len(seeds))
-        return cls(request, ref, transfer.transfer_id, request.attempt, fetch, tuple(seeds), now)
+        fetch = Fetch(num_blocks=terms.plan.ours.num_blocks(len(request.prompt_token_ids)))
+        announced = _none_announced(request, terms)
+        return cls(request, ref, transfer.transfer_id, request.attempt, fetch, announced, now)
 
     @property
     def key(self) -> str:
@@ -74,12 +74,12 @@ class IncomingTransfer:
             "state": str(self.fetch.state),
             "age_seconds": now - self.since,
             "num_blocks": self.fetch.num_blocks,
-            "num_announced": len(self.fetch.digests),
+            "num_announced": self.fetch.num_announced,
             "transport": None if self.source is None else self.source.transport,
             "peer": self.ref.boot_id,
         }
 
-    def step_of(self, message: msg.SenderMessage, now: float, *, reads_ahead: bool) -> FetchStep | None:
+    def step_of(self, message: msg.SenderMessage, now: float) -> FetchStep | None:
         """Return the fetch after a message of the sender, and what to do; None if it changes nothing.
 
         Keeps the grants that came with it. Raises TransferError for a message that does not fit.
@@ -90,16 +90,15 @@ class IncomingTransfer:
             case msg.PromptStarted():
                 return fetch_side.started(self.fetch) if self._accepts_lease(message.lease) else None
             case msg.LayersReadable(first_block=first, num_blocks=num_blocks):
-                # Layers can be read ahead only if the sender's blocks are ours, byte by byte.
-                if self.lease != message.lease or not reads_ahead or self.announced is not None:
+                # Layers can be read ahead only if the sender's blocks are ours, byte by byte, and of one rank.
+                plan = self.announced.plan
+                if self.lease != message.lease or not plan.is_direct or plan.ours.num_ranks > 1:
                     return None
                 self._add_grants(message.grants)
                 return fetch_side.layers_announced(self.fetch, first, num_blocks, message.num_bytes)
             case msg.TransferComplete(num_blocks=num_blocks):
-                if self.announced is not None:
-                    self.announced.check_end(num_blocks)
-                    num_blocks = self.fetch.num_blocks
-                return fetch_side.completed(self.fetch, num_blocks, tuple(message.first_tokens))
+                self.announced.check_end(num_blocks)
+                return fetch_side.completed(self.fetch, self.fetch.num_blocks, tuple(message.first_tokens))
             case msg.TransferFailed():
                 # The scheduler gets NOT_NEEDED or an ErrorKind.
                 is_known = message.kind == ev.NOT_NEEDED or message.kind in set(ErrorKind)
@@ -108,43 +107,36 @@ class IncomingTransfer:
             case _:
                 return None
 
-    def use_terms(self, terms: PeerTerms | None) -> None:
-        """Expect the sender's own blocks, if they differ from ours."""
-        if self.announced is None and terms is not None:
-            block_size = terms.plan.theirs.layout.block_size
-            seeds = digest_seeds(self.request, terms.model_fingerprint, block_size)
-            self.announced = AnnouncedBlocks(terms.plan, len(self.request.prompt_token_ids), seeds)
+    def use_terms(self, terms: PeerTerms) -> None:
+        """Expect blocks on the terms of the link, which is up now."""
+        if terms != self.announced.terms:
+            self.announced = _none_announced(self.request, terms)
 
-    def job(self, pull: ev.PullBlocks, block_bytes: int) -> PullJob:
-        """Return the job that reads these blocks, once ``source`` is known. block_bytes: of this worker's blocks."""
-        if self.source is None:
-            raise InternalError(f"request {self.key} is read before its source is known")
+    def job(self, pull: ev.PullBlocks, source: Source) -> PullJob:
+        """Return the job that reads these blocks from ``source``, as later ones will."""
+        self.source = source
         first = pull.first_block
         end = first + len(pull.block_ids)
-        blocks = range(first, end)
-        seeds = self.seeds[first:end]
-        shares: tuple[Share, ...] = (Share(0, pull.digests),)
-        ahead: Ahead | None = None
-        conversion: Conversion | None = None
-        if (announced := self.announced) is None:
-            ahead = self._ahead_of(first, end, is_begun=pull.part is not None)
-        else:
-            blocks, seeds, shares = announced.sources_of(first, end)
-            block_bytes = announced.plan.crossing_bytes
-            if not announced.plan.is_direct:
-                conversion = Conversion(announced.plan, first, end, announced.num_tokens)
+        plan = self.announced.plan
+        blocks, seeds, shares = self.announced.sources_of(first, end)
+        covering = (known for known in self.ahead if known.first_block <= first and end <= known.end_block)
+        ahead = next(covering, None)
+        if ahead is None and pull.part is not None:
+            ahead = Ahead(first, end, RunningDigests(seeds))
+            self.ahead.append(ahead)
+        block_bytes = plan.crossing_bytes
         if pull.part is None:
             self.num_bytes += len(blocks) * block_bytes
         return PullJob(
             key=self.key,
-            source=self.source,
+            source=source,
             name=LeaseName(self.transfer_id, self.attempt, self.lease),
             first_block=blocks.start,
             block_ids=pull.block_ids,
             shares=shares,
             seeds=seeds,
             read=self.read,
-            conversion=conversion,
+            conversion=None if plan.is_direct else Conversion(plan, first, end, self.announced.num_tokens),
             grants=tuple(grants_within(self.grants, blocks.start, blocks.stop)),
             ahead=ahead,
             part=pull.part,
@@ -164,13 +156,8 @@ class IncomingTransfer:
         if not self._accepts_lease(message.lease):
             raise TransferError(f"the sender changed the lease of transfer {self.transfer_id} in the middle")
         self._add_grants(message.grants)
-        if self.announced is not None:
-            first, digests = self.announced.add(message.first_block, message.digests, message.other_digests)
-            return fetch_side.announced(self.fetch, first, digests, now) if digests else None
-        if message.other_digests:
-            num_ranks = 1 + len(message.other_digests)
-            raise TransferError(f"the sender announced blocks of {num_ranks} ranks; it has one")
-        return fetch_side.announced(self.fetch, message.first_block, tuple(message.digests), now)
+        ours = self.announced.add(message.first_block, message.digests, message.other_digests)
+        return fetch_side.announced(self.fetch, ours.start, len(ours), now) if ours else None
 
     def _accepts_lease(self, lease: str) -> bool:
         """Check the lease of a message; remember the first one seen."""
@@ -181,15 +168,10 @@ class IncomingTransfer:
         # A grant that came ahead with the layers is repeated with the announcement.
         self.grants += [grant for grant in grants if grant not in self.grants]
 
-    def _ahead_of(self, first: int, end: int, *, is_begun: bool) -> Ahead | None:
-        """Return what is read ahead of these blocks. is_begun: from now on, if nothing is yet."""
-        for known in self.ahead:
-            if known.first_block <= first and end <= known.end_block:
-                return known
-        if not is_begun:
-            return None
-        self.ahead.append(Ahead(first, end, RunningDigests(self.seeds[first:end])))
-        return self.ahead[-1]
+
+def _none_announced(request: EngineRequest, terms: PeerTerms) -> AnnouncedBlocks:
+    seeds = digest_seeds(request, terms.model_fingerprint, terms.plan.theirs.layout.block_size)
+    return AnnouncedBlocks(terms, len(request.prompt_token_ids), seeds)
 
 
 def quarantine_of(transfers: Iterable[IncomingTransfer]) -> dict[str, int]:

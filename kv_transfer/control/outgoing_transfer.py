@@ -31,6 +31,7 @@ class OutgoingTransfer:
     transfer_id: str
     attempt: int
     send: Send
+    since: float
     key: str | None = None
     lease: str = ""
     block_ids: list[int] = field(default_factory=list)
@@ -53,7 +54,7 @@ class OutgoingTransfer:
             from_block=message.from_block,
             deadline=now + settings.parked_seconds,
         )
-        return cls(message.transfer_id, message.attempt, send)
+        return cls(message.transfer_id, message.attempt, send, now)
 
     @property
     def wire_key(self) -> TransferKey:
@@ -139,13 +140,14 @@ class OutgoingTransfer:
             case _:
                 raise InternalError(f"{action} stands for no message")
 
-    def debug_state(self) -> dict[str, Any]:
+    def debug_state(self, now: float) -> dict[str, Any]:
         """Return the transfer as plain data."""
         return {
             "transfer_id": self.transfer_id,
             "attempt": self.attempt,
             "request": self.key,
             "state": str(self.send.state),
+            "age_seconds": now - self.since,
             "num_blocks": self.send.num_blocks,
             "num_published": len(self.send.digests),
             "peer": self.send.peer,

@@ -1,9 +1,9 @@
 """The sender's side of the control half: every prompt that this worker lends, and every fetch that waits for one."""
 
+import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,29 +23,27 @@ from kv_transfer.protocol.send_side import Send, SendState, SendStep
 from kv_transfer.settings import LocalWorker
 
 
-@dataclass(frozen=True)
-class SendPorts:
-    """The calls by which the effects leave; from any thread, none blocks. look_by: call ``tick`` by then."""
-
-    post: Callable[[PeerRef, msg.Message], None]
-    release: Callable[[LeaseName], None]
-    look_by: Callable[[float | None], None]
-
-
 class SendTransfers(Transfers):
-    """Fulfils ``SenderConnector``; owns the sender's transfers. Thread-safe."""
+    """Fulfils ``SenderConnector``; owns the sender's transfers. Thread-safe.
+
+    send, release and look_by (call ``tick`` by then) are called from any thread, and do not block.
+    """
 
     def __init__(
         self,
         worker: LocalWorker,
-        ports: SendPorts,
+        send: Callable[[PeerRef, msg.Message], None],
+        release: Callable[[LeaseName], None],
+        look_by: Callable[[float], None],
         clock: Callable[[], float] = time.monotonic,
         new_lease: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         super().__init__()
         self._worker = worker
         self._completions = worker.completions
-        self._ports = ports
+        self._send = send
+        self._release = release
+        self._look_by = look_by
         self._clock = clock
         self._new_lease = new_lease
         self._block_size = worker.side.layout.block_size
@@ -71,7 +69,7 @@ class SendTransfers(Transfers):
             if outgoing is None:
                 lease_seconds = self._worker.settings.lease_seconds
                 send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
-                outgoing = OutgoingTransfer(*wire_key, send)
+                outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
             outgoing.lend(request, self._new_lease(), block_ids, seeds)
@@ -89,7 +87,7 @@ class SendTransfers(Transfers):
         with self._acting():
             outgoing = self._outgoing.find(key)
             self._apply(outgoing, send_side.finished(outgoing.send, tuple(first_tokens), self._clock()))
-            self._ports.look_by(outgoing.send.deadline)
+            self._look_by(outgoing.send.deadline)
 
     def abandon_send(self, key: str, kind: str, message: str) -> None:
         """See ``SenderConnector``. A request that lends nothing (any more) is left alone."""
@@ -163,12 +161,11 @@ class SendTransfers(Transfers):
         """End the leases of a peer that died."""
         self._apply_all(partial(send_side.peer_gone, peer=peer, message=reason))
 
-    def tick(self, now: float) -> float | None:
-        """Expire overdue leases and parked fetches; return the next deadline."""
+    def tick(self, now: float) -> float:
+        """Expire overdue leases and parked fetches; return the next deadline, inf if there is none."""
         self._apply_all(partial(send_side.tick, now=now))
         with self._lock:
-            deadlines = [outgoing.send.deadline for outgoing in self._outgoing]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+            return min((outgoing.send.deadline for outgoing in self._outgoing), default=math.inf)
 
     def gauges(self) -> dict[str, float]:
         """Return the numbers of active leases and of parked fetches."""
@@ -182,7 +179,7 @@ class SendTransfers(Transfers):
     def debug_state(self) -> list[dict[str, Any]]:
         """Return every transfer as plain data."""
         with self._lock:
-            return [outgoing.debug_state() for outgoing in self._outgoing]
+            return [outgoing.debug_state(self._clock()) for outgoing in self._outgoing]
 
     def _park(self, peer: str, message: msg.FetchBlocks, now: float) -> None:
         settings = self._worker.settings
@@ -215,7 +212,7 @@ class SendTransfers(Transfers):
     def _perform(self, outgoing: OutgoingTransfer, action: ev.SendAction) -> None:
         match action:
             case ev.SendNotice.REVOKE:
-                self._later.append(partial(self._ports.release, outgoing.name))
+                self._later.append(partial(self._release, outgoing.name))
             case ev.SendNotice.SENT if outgoing.key is not None:
                 self._completions.add_sent(outgoing.key)
                 self._later.append(self._worker.wake)
@@ -225,4 +222,4 @@ class SendTransfers(Transfers):
                 self._post(outgoing.send.peer, outgoing.message_of(action))
 
     def _post(self, peer: str, message: msg.Message) -> None:
-        self._ports.post(PeerRef(peer, is_dialed=False), message)
+        self._send(PeerRef(peer, is_dialed=False), message)

@@ -45,8 +45,8 @@ class LinkEvents(Protocol):
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         """Act on the end of a link that was up or was dialed; ``error`` is the reason."""
 
-    def tick(self, now: float) -> float | None:
-        """Act on the deadlines that have passed; return the next one."""
+    def tick(self, now: float) -> float:
+        """Act on the deadlines that have passed; return the next one, inf if there is none."""
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
         """End this worker: the I/O thread has ended because of a bug."""

@@ -36,7 +36,7 @@ class CommandQueue:
         self._lock = threading.Lock()
         self._commands: deque[tuple[Callable[[], None], PeerRef]] = deque()
         self._num_for: Counter[PeerRef] = Counter()
-        self._sleeps_until: float | None = None
+        self._sleeps_until = math.inf
         self._wake_in, self._wake_out = socket.socketpair()
         self._wake_in.setblocking(False)
         self._wake_out.setblocking(False)
@@ -58,10 +58,9 @@ class CommandQueue:
         with suppress(BlockingIOError, OSError):  # a full pipe wakes too; a closed one has no reader
             self._wake_out.send(b"\0")
 
-    def look_by(self, deadline: float | None) -> None:
+    def look_by(self, deadline: float) -> None:
         """Wake the thread if it would sleep beyond ``deadline`` (monotonic)."""
-        until = self._sleeps_until
-        if deadline is not None and (until is None or until > deadline):
+        if self._sleeps_until > deadline:
             self.wake()
 
     def wait(self, deadline: float) -> list[Callable[[], None]]:
@@ -70,7 +69,7 @@ class CommandQueue:
         seconds = min(max(0.0, deadline - time.monotonic()), _MAX_WAIT_SECONDS)
         ready = self._selector.select(seconds)
         # Before the thread asks for deadlines: a deadline that is added from now on may come too late for that.
-        self._sleeps_until = None
+        self._sleeps_until = math.inf
         return [key.data for key, _ in ready]
 
     def run_all(self) -> None:
@@ -142,7 +141,7 @@ class LinkLoop:
         ref = PeerRef(target.boot_id, is_dialed=True)
         self._commands.add(partial(self._dialer.dial_and_send, ref, target, message), ref)
 
-    def look_by(self, deadline: float | None) -> None:
+    def look_by(self, deadline: float) -> None:
         """Call ``LinkEvents.tick`` by ``deadline`` (monotonic)."""
         self._commands.look_by(deadline)
 
@@ -190,5 +189,4 @@ class LinkLoop:
     def _keep_time(self, now: float) -> float:
         """Act on the deadlines that have passed; return the next one."""
         deadlines = [self._links.keep_alive(now), self._dialer.end_late(now), self._listener.resume_at]
-        next_tick = self._events.tick(now)
-        return min(deadlines if next_tick is None else [*deadlines, next_tick])
+        return min(*deadlines, self._events.tick(now))

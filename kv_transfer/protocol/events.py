@@ -124,7 +124,6 @@ class PullBlocks(msgspec.Struct, frozen=True):
 
     first_block: int
     block_ids: tuple[int, ...]
-    digests: tuple[int, ...]
     part: BlockPart | None = None
 
 

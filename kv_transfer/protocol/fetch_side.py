@@ -56,7 +56,7 @@ FETCH_EDGES: dict[FetchState, frozenset[FetchState]] = {
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     """One transfer on the receiver's side.
 
-    digests: of the blocks that the sender announced so far. block_ids: empty until the blocks are reserved. num_pulled:
+    num_announced: blocks that the sender announced so far. block_ids: empty until the blocks are reserved. num_pulled:
     blocks up to here are cached or posted. num_posted: jobs posted to the data thread that are not terminal. num_verified:
     blocks after the cached ones, up to the first that is not verified. copies: (begin, end) of each copy. retry_steps: those
     that were taken, in order. ahead: (first block, bytes) of blocks of which so many bytes were posted before they were
@@ -66,7 +66,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
 
     num_blocks: int
     state: FetchState = FetchState.WAITING
-    digests: tuple[int, ...] = ()
+    num_announced: int = 0
     block_ids: tuple[int, ...] = ()
     num_cached: int = 0
     num_pulled: int = 0
@@ -124,17 +124,19 @@ def _enter(fetch: Fetch, state: FetchState) -> Fetch:
     return replace(fetch, state=state)
 
 
-def announced(fetch: Fetch, first_block: int, digests: tuple[int, ...], now: float) -> FetchStep:
+def announced(fetch: Fetch, first_block: int, num_blocks: int, now: float) -> FetchStep:
     """Read the blocks from ``first_block`` on, which the sender published, or fail if they do not follow the others."""
     if fetch.has_ended or fetch.state is FetchState.COMMITTED:
         return fetch, []
-    known = len(fetch.digests)
+    known = fetch.num_announced
     total = fetch.num_blocks
-    if first_block != known or known + len(digests) > total or not digests:
-        text = f"the sender announced {len(digests)} blocks from {first_block}; {known} of {total} were announced"
+    if first_block != known or not 0 < num_blocks <= total - known:
+        text = (
+            f"the sender announced {num_blocks} blocks from {first_block}; {known} of {total} were announced"
+        )
         return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
     fetch, reports = _report_published(fetch)
-    fetch, actions = _pull(replace(fetch, digests=fetch.digests + digests, announced_at=now))
+    fetch, actions = _pull(replace(fetch, num_announced=known + num_blocks, announced_at=now))
     return fetch, reports + actions
 
 
@@ -156,10 +158,9 @@ def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes:
     """
     end = first_block + num_blocks
     is_open = fetch.state in (FetchState.RESERVED, FetchState.MOVING) and not fetch.is_retrying
-    known = len(fetch.digests)
     ahead = dict(fetch.ahead)
     start = ahead.get(first_block, 0)
-    is_next = max(fetch.num_cached, known) <= first_block < end <= fetch.num_blocks
+    is_next = max(fetch.num_cached, fetch.num_announced) <= first_block < end <= fetch.num_blocks
     if not is_open or not is_next or num_bytes <= start:
         return fetch, []
     if fetch.state is FetchState.RESERVED:
@@ -167,7 +168,7 @@ def layers_announced(fetch: Fetch, first_block: int, num_blocks: int, num_bytes:
     ahead[first_block] = num_bytes
     fetch = replace(fetch, ahead=tuple(ahead.items()), num_posted=fetch.num_posted + 1)
     part = BlockPart(start, num_bytes - start)
-    return fetch, [ev.PullBlocks(first_block, fetch.block_ids[first_block:end], (), part)]
+    return fetch, [ev.PullBlocks(first_block, fetch.block_ids[first_block:end], part)]
 
 
 def _read_ahead_over(fetch: Fetch, event: ev.ReadAheadOver) -> FetchStep:
@@ -180,9 +181,9 @@ def completed(fetch: Fetch, num_blocks: int, first_tokens: tuple[FirstToken, ...
     """Note the first tokens: the sender published everything, as ``num_blocks`` of our blocks."""
     if fetch.has_ended or fetch.first_tokens is not None:
         return fetch, []
-    if not num_blocks == fetch.num_blocks == len(fetch.digests) or not first_tokens:
+    if not num_blocks == fetch.num_blocks == fetch.num_announced or not first_tokens:
         text = (
-            f"the sender ended with {num_blocks} blocks, {len(fetch.digests)} announced, and"
+            f"the sender ended with {num_blocks} blocks, {fetch.num_announced} announced, and"
             f" {len(first_tokens)} tokens; the prompt has {fetch.num_blocks} blocks"
         )
         return _fail(fetch, ErrorKind.TRANSFER_FAILED, text)
@@ -215,19 +216,18 @@ def reserved(fetch: Fetch, block_ids: tuple[int, ...], num_cached: int) -> Fetch
 def _pull(fetch: Fetch) -> FetchStep:
     """Post a read of the blocks that are announced, missing and not posted yet."""
     first = fetch.num_pulled
-    end = len(fetch.digests)
+    end = fetch.num_announced
     if not fetch.block_ids or end <= first or fetch.is_retrying:
         return _settle(fetch)
     if fetch.state is FetchState.RESERVED:
         fetch = _enter(fetch, FetchState.MOVING)
-    order = ev.PullBlocks(first, fetch.block_ids[first:end], fetch.digests[first:end])
+    order = ev.PullBlocks(first, fetch.block_ids[first:end])
     return replace(fetch, num_pulled=end, num_posted=fetch.num_posted + 1), [order]
 
 
 def _settle(fetch: Fetch) -> FetchStep:
     """Enter LANDED and VERIFIED as far as the counts allow; the first token may come later."""
-    is_announced = len(fetch.digests) == fetch.num_blocks
-    if not is_announced or not fetch.block_ids or fetch.has_ended or fetch.is_retrying:
+    if fetch.num_announced < fetch.num_blocks or not fetch.block_ids or fetch.has_ended or fetch.is_retrying:
         return fetch, []
     missing = fetch.num_blocks - fetch.num_cached
     if fetch.state in (FetchState.RESERVED, FetchState.MOVING) and fetch.num_landed == missing:

@@ -1,8 +1,7 @@
 """The plan by which a peer's blocks become ours if the two sides cut the KV differently. No bytes, no I/O.
 
 A plan is made once per peer pair, at the handshake. *Their* blocks are the sender's, *our* blocks the receiver's. Both
-sides number a transfer's blocks from 0 at the prompt's first token. ``AnnouncedBlocks`` applies a plan to the sender's
-announcements of one prompt.
+sides number a transfer's blocks from 0 at the prompt's first token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -139,20 +138,18 @@ class AnnouncedBlocks:
     seeds: one per block that the prompt has on the sender's side.
     """
 
-    def __init__(self, plan: TransferPlan, num_tokens: int, seeds: Sequence[int]) -> None:
-        self.plan = plan
+    def __init__(self, terms: PeerTerms, num_tokens: int, seeds: Sequence[int]) -> None:
+        self.terms = terms
+        self.plan = terms.plan
         self.num_tokens = num_tokens
         self._seeds = tuple(seeds)
-        self._digests: list[list[int]] = [[] for _ in range(plan.theirs.num_ranks)]
+        self._digests: list[list[int]] = [[] for _ in range(self.plan.theirs.num_ranks)]
 
-    def add(
-        self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()
-    ) -> tuple[int, tuple[int, ...]]:
-        """Add announced blocks; return (first, digests) of our blocks that are complete now, maybe none.
+    def add(self, first_block: int, digests: Sequence[int], others: Sequence[Sequence[int]] = ()) -> range:
+        """Add announced blocks; return the blocks of ours that are complete now, maybe none.
 
-        others: the digests of the sender's ranks from 1 on. A block of ours gets rank 0's digest of the sender's block
-        that completed it. Raises TransferError for blocks that do not follow those announced before, or that the prompt
-        does not have, or if digests of a rank are missing.
+        others: the digests of the sender's ranks from 1 on. Raises TransferError for blocks that do not follow those
+        announced before, or that the prompt does not have, or if digests of a rank are missing.
         """
         known = len(self._digests[0])
         total = len(self._seeds)
@@ -169,11 +166,7 @@ class AnnouncedBlocks:
         before = self.plan.num_covered(known, self.num_tokens)
         for announced, each in zip(self._digests, by_rank, strict=True):
             announced.extend(each)
-        after = self.plan.num_covered(known + len(digests), self.num_tokens)
-        lasts = (
-            self.plan.source_blocks(block, block + 1, self.num_tokens)[-1] for block in range(before, after)
-        )
-        return before, tuple(self._digests[0][last] for last in lasts)
+        return range(before, self.plan.num_covered(known + len(digests), self.num_tokens))
 
     def check_end(self, num_blocks: int) -> None:
         """Raise TransferError unless the transfer has ``num_blocks`` blocks and all were announced."""

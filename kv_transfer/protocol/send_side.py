@@ -6,6 +6,7 @@ action) where correct processes can race: a second fetch by the same peer, a pee
 of the sender after the receiver ended the transfer. Any other event that does not fit raises ImpossibleEventError.
 """
 
+import math
 from enum import StrEnum
 
 import msgspec
@@ -47,7 +48,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
 
     num_ordered, num_digested: blocks whose digests were ordered, and are finished or failed. digests: those that are known.
     num_revokes: revocations whose last reader is not reported gone yet. deadline: when the lease (or the parked
-    fetch) expires, on the local monotonic clock. peer: the boot id of the worker that fetches.
+    fetch) expires, on the local monotonic clock; inf: never. peer: the boot id of the worker that fetches.
     """
 
     state: SendState
@@ -60,7 +61,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     first_tokens: tuple[FirstToken, ...] | None = None
     peer: str | None = None
     from_block: int = 0
-    deadline: float | None = None
+    deadline: float = math.inf
     is_finished: bool = False
     is_reported: bool = False
     num_revokes: int = 0
@@ -95,7 +96,7 @@ def opened(send: Send, num_blocks: int, now: float) -> SendStep:
     """Lend the prompt's blocks, for which a fetch was parked."""
     send = replace(_enter(send, SendState.OPEN), num_blocks=num_blocks, is_opened=True)
     if send.peer is not None and (refusal := _wrong_start(send, send.peer, send.from_block)):
-        return replace(send, peer=None, from_block=0, deadline=None), [refusal]
+        return replace(send, peer=None, from_block=0, deadline=math.inf), [refusal]
     return replace(send, deadline=now + send.lease_seconds), []
 
 
@@ -227,7 +228,7 @@ def abandoned(send: Send, kind: str, message: str) -> SendStep:
 
 
 def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool = True) -> SendStep:
-    send = replace(_enter(send, state), ending=ending, deadline=None)
+    send = replace(_enter(send, state), ending=ending, deadline=math.inf)
     actions: list[ev.SendAction] = []
     if is_announced and send.peer is not None:
         actions.append(ev.Refuse(send.peer, ending.kind, ending.message))
@@ -262,7 +263,7 @@ def heartbeat(send: Send, peer: str, now: float) -> SendStep:
 
 def tick(send: Send, now: float) -> SendStep:
     """Expire an overdue lease or parked fetch."""
-    if send.deadline is None or now < send.deadline:
+    if now < send.deadline:
         return send, []
     is_parked = send.state is SendState.PARKED
     what = "the prompt was not computed here" if is_parked else "its lease was not renewed"

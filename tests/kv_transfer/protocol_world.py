@@ -17,7 +17,7 @@ from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.connector import Failed, FirstToken, Published
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
-from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -96,7 +96,9 @@ class Lender:
         self.book.start(self.pool.memory)
         self.sends = SendTransfers(
             worker,
-            SendPorts(self._post, self.book.revoke, lambda _: None),
+            self._post,
+            self.book.revoke,
+            lambda _: None,
             clock,
         )
 

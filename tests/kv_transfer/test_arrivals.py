@@ -9,7 +9,7 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from kv_transfer.control.fetch_effects import ArrivalEstimates
-from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.data.publishing import CompletionEstimator
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
@@ -115,12 +115,13 @@ def test_one_that_is_long_overdue_hides_nobody() -> None:
 
 def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> None:
     posted: list[tuple[PeerRef, Message]] = []
-    ports = SendPorts(
+    transfers = SendTransfers(
+        local_worker(),
         lambda ref, message: posted.append((ref, message)),
         release=lambda _name: None,
         look_by=lambda _deadline: None,
+        new_lease=lambda: "lease",
     )
-    transfers = SendTransfers(local_worker(), ports, new_lease=lambda: "lease")
     request = request_of("r", prompt_of(2), SendTransfer("t"))
     transfers.open_send(request, [1, 2], 0)
     transfers.end_expected(request.key, 0.7)

@@ -211,6 +211,7 @@ def test_debug_state_names_what_is_going_on() -> None:
         decode.receiver.start_fetch(pair.fetch_request("r", prompt_of(2)))
         (lease,) = pair.prefill.driver.scheduler.debug_state()["leases"]
         assert (lease["transfer_id"], lease["attempt"], lease["state"]) == ("t-r", 0, "open")
+        assert lease["age_seconds"] >= 0
         (fetch,) = decode.scheduler.debug_state()["fetches"]
         assert (fetch["request"], fetch["state"]) == ("r#0.0", "waiting")
         assert fetch["age_seconds"] >= 0

@@ -176,7 +176,7 @@ def test_a_layer_that_is_spoiled_on_its_way_fails_the_digest(number: int) -> Non
 def moving(**changes: object) -> Fetch:
     """Return a fetch of eight reserved blocks: two are cached, and one more is announced and being read."""
     fetch = Fetch(num_blocks=8)
-    fetch, _ = fetch_side.announced(fetch, 0, (1, 2, 3), 0.0)
+    fetch, _ = fetch_side.announced(fetch, 0, 3, 0.0)
     fetch, _ = fetch_side.reserved(fetch, tuple(range(8)), 2)
     assert fetch.state is FetchState.MOVING
     return fetch
@@ -184,11 +184,11 @@ def moving(**changes: object) -> Fetch:
 
 def test_only_what_is_new_is_read_ahead() -> None:
     fetch, actions = fetch_side.layers_announced(moving(), 3, 5, 100)
-    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(0, 100))]
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), BlockPart(0, 100))]
     fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 100)
     assert actions == []
     fetch, actions = fetch_side.layers_announced(fetch, 3, 5, 300)
-    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), (), BlockPart(100, 200))]
+    assert actions == [ev.PullBlocks(3, (3, 4, 5, 6, 7), BlockPart(100, 200))]
     assert fetch.num_posted == 3
 
 

@@ -1,5 +1,6 @@
 """A lease between its last sign of life and its end: every window in which a read could slip through."""
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ import pytest
 from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from engine.connector import FirstToken
-from kv_transfer.control.sending import SendPorts, SendTransfers
+from kv_transfer.control.sending import SendTransfers
 from kv_transfer.control.transfers import Transfers
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
@@ -43,7 +44,9 @@ class LendingTransfers:
         self.released: list[LeaseName] = []
         self.transfers = SendTransfers(
             local_worker(max_parked=max_parked),
-            SendPorts(self._post, self.released.append, lambda _: None),
+            self._post,
+            self.released.append,
+            lambda _: None,
             lambda: self.now,
         )
 
@@ -75,7 +78,7 @@ def test_a_lease_lives_as_long_as_its_peer_pings_and_ends_lease_seconds_after_th
     last = lending.now
     assert lending.transfers.tick(last + 29.9) == last + 30.0
     assert (lending.state(), lending.released) == ("complete", [])
-    assert lending.transfers.tick(last + 30.0) is None
+    assert lending.transfers.tick(last + 30.0) == math.inf
     assert lending.state() == "expired"
     assert [name.transfer_id for name in lending.released] == ["t"]
     assert isinstance(lending.said[-1], msg.TransferFailed)
@@ -91,7 +94,7 @@ def test_a_parked_fetch_waits_under_a_deadline() -> None:
     lending.transfers.on_heartbeat("peer")
     assert lending.transfers.tick(lending.now + 29.9) == lending.now + 30.0, "a ping does not prolong it"
     assert lending.said == []
-    assert lending.transfers.tick(lending.now + 30.0) is None
+    assert lending.transfers.tick(lending.now + 30.0) == math.inf
     (refusal,) = lending.said
     assert isinstance(refusal, msg.TransferFailed) and refusal.kind == "deadline"
     assert lending.transfers.gauges()["transfers_parked"] == 0

@@ -1,5 +1,6 @@
 """Messages that go out in the calling thread: in order behind the I/O thread's pending commands, and none is lost."""
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -45,8 +46,8 @@ class Side:
 
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None: ...
 
-    def tick(self, now: float) -> float | None:
-        return None
+    def tick(self, now: float) -> float:
+        return math.inf
 
     def thread_failed(self, thread: str, error: BaseException) -> None: ...
 

@@ -43,8 +43,8 @@ def test_the_scheduler_hears_once_that_blocks_are_needed() -> None:
     assert fetch_side.started(fetch)[1] == []
     fetch, actions = fetch_side.reserved(fetch, (4, 5, 6), 0)
     assert (fetch.state, actions) == (FetchState.RESERVED, [])
-    fetch, actions = fetch_side.announced(fetch, 0, (1, 2, 3), 0.0)
-    assert actions == [ev.PullBlocks(0, (4, 5, 6), (1, 2, 3))]
+    fetch, actions = fetch_side.announced(fetch, 0, 3, 0.0)
+    assert actions == [ev.PullBlocks(0, (4, 5, 6))]
 
 
 def test_a_prompt_that_ends_before_it_is_published_gives_the_blocks_back() -> None:

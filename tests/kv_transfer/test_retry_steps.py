@@ -17,7 +17,7 @@ def pulled(*lengths: int) -> Fetch:
     fetch, first = Fetch(num_blocks=sum(lengths)), 0
     fetch, _ = fetch_side.reserved(fetch, tuple(range(100, 100 + sum(lengths))), 0)
     for length in lengths:
-        fetch, (*_, pull) = fetch_side.announced(fetch, first, (7,) * length, 1.0)
+        fetch, (*_, pull) = fetch_side.announced(fetch, first, length, 1.0)
         assert isinstance(pull, ev.PullBlocks)
         first += length
     return fetch
@@ -34,12 +34,12 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
     fetch, actions = advance_fetch(fetch, ev.JobStopped())
     assert actions == [
         RetryStep.OTHER_TRANSPORT,
-        ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
+        ev.PullBlocks(1, (101, 102, 103)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert actions == [
         RetryStep.SAME_TRANSPORT,
-        ev.PullBlocks(1, (101, 102, 103), (7, 7, 7)),
+        ev.PullBlocks(1, (101, 102, 103)),
     ]
     fetch, actions = advance_fetch(fetch, BROKEN)
     assert fetch.state is FetchState.QUARANTINED
@@ -50,12 +50,10 @@ def test_what_is_not_verified_is_read_again_once_no_read_is_posted() -> None:
 def test_what_is_announced_while_reads_end_is_read_with_the_rest() -> None:
     fetch = replace(pulled(1, 1), num_blocks=3, block_ids=(100, 101, 102))
     fetch, _ = advance_fetch(fetch, BROKEN)
-    fetch, actions = fetch_side.announced(fetch, 2, (7,), 2.0)
+    fetch, actions = fetch_side.announced(fetch, 2, 1, 2.0)
     assert actions == []
     fetch, actions = advance_fetch(fetch, ev.PieceVerified(1, 2.0))
-    assert actions[1:] == [ev.PullBlocks(0, (100, 101, 102), (7, 7, 7))], (
-        "behind the failed piece: not counted"
-    )
+    assert actions[1:] == [ev.PullBlocks(0, (100, 101, 102))], "behind the failed piece: not counted"
 
 
 @pytest.mark.parametrize(

@@ -159,7 +159,7 @@ class FetchMachine(RuleBasedStateMachine):
             match action:
                 case ev.PullBlocks():
                     assert action.block_ids == tuple(
-                        100 + action.first_block + i for i in range(len(action.digests))
+                        100 + action.first_block + i for i in range(len(action.block_ids))
                     )
                     reading = {block for job in self.jobs for block in job.block_ids}
                     assert not reading.intersection(action.block_ids), "read twice at once"
@@ -180,15 +180,15 @@ class FetchMachine(RuleBasedStateMachine):
                 case ev.FetchNotice.RECEIVED:
                     self.told.append("received")
 
-    @precondition(lambda self: len(self.fetch.digests) < BLOCKS)
+    @precondition(lambda self: self.fetch.num_announced < BLOCKS)
     @rule(count=st.integers(1, BLOCKS))
     def announce(self, count: int) -> None:
-        first = len(self.fetch.digests)
-        self.apply(fetch_side.announced(self.fetch, first, (7,) * min(count, BLOCKS - first), 1.0))
+        first = self.fetch.num_announced
+        self.apply(fetch_side.announced(self.fetch, first, min(count, BLOCKS - first), 1.0))
 
     @rule(first=st.integers(0, BLOCKS), count=st.integers(0, BLOCKS + 1))
     def announce_nonsense(self, first: int, count: int) -> None:
-        self.apply(fetch_side.announced(self.fetch, first, (7,) * count, 1.0))
+        self.apply(fetch_side.announced(self.fetch, first, count, 1.0))
 
     @rule(num_blocks=st.sampled_from([BLOCKS, BLOCKS, BLOCKS, BLOCKS - 1]))
     def complete(self, num_blocks: int) -> None:
@@ -323,7 +323,7 @@ def test_a_parked_fetch_expires_and_says_so() -> None:
 
 def test_an_end_without_a_first_token_is_a_failure() -> None:
     """The scheduler could not continue with it; a peer's message must not end the engine."""
-    fetch, actions = fetch_side.completed(Fetch(num_blocks=1, digests=(7,)), 1, ())
+    fetch, actions = fetch_side.completed(Fetch(num_blocks=1, num_announced=1), 1, ())
     assert fetch.state is FetchState.FREE
     assert ev.FetchNotice.FAILED in actions
     assert fetch.ending is not None and fetch.ending.kind == "transfer_failed"
@@ -340,7 +340,7 @@ def test_times_are_split_at_the_last_announcement() -> None:
 
 def reserved() -> Fetch:
     """Return a fetch of one block, which is announced at 5.0 and being read."""
-    fetch, _ = fetch_side.announced(Fetch(num_blocks=1), 0, (7,), 5.0)
+    fetch, _ = fetch_side.announced(Fetch(num_blocks=1), 0, 1, 5.0)
     fetch, _ = fetch_side.reserved(fetch, (3,), 0)
     return fetch
 

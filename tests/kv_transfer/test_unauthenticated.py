@@ -2,6 +2,7 @@
 
 import fcntl
 import logging
+import math
 import os
 import resource
 import selectors
@@ -146,8 +147,8 @@ class LinkRecord:
     def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
         self.ends.put((ref.boot_id, error.message))
 
-    def tick(self, now: float) -> float | None:
-        return None
+    def tick(self, now: float) -> float:
+        return math.inf
 
     def thread_failed(self, thread: str, error: BaseException) -> None:
         self.ends.put((thread, repr(error)))

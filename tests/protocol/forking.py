@@ -20,7 +20,6 @@ from contract.requests import EngineRequest
 from engine.scheduling.deadlines import Deadlines
 from engine.scheduling.fair_steps import FairSteps
 from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
-from kv_transfer.control.sending import SendPorts
 from kv_transfer.counters import Counters
 from kv_transfer.settings import LocalWorker
 from tests.protocol.sink import Sink
@@ -34,7 +33,6 @@ _SHARED: tuple[type, ...] = (
     FairSteps,
     FetchPorts,
     LocalWorker,
-    SendPorts,
     Sink,
 )
 _NAMELESS = (type(threading.Lock()), FunctionType, MethodType)

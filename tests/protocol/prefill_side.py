@@ -7,7 +7,6 @@ import msgspec
 
 from contract.errors import ErrorKind
 from engine.connector import KVMemory
-from kv_transfer.control.sending import SendPorts
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
@@ -50,13 +49,11 @@ class PrefillSide(EngineSide):
             self.make_worker(
                 max_parked=NUM_PARKED, num_layer_groups=scenario.num_layer_groups, min_split_blocks=1
             ),
-            SendPorts(
-                post=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
-                release=lambda name: sink.ask("release", name),
-                look_by=lambda _: None,
-            ),
-            no_time,
-            lambda: sink.new_lease(),
+            send=lambda ref, message: sink.ask("say", ref.boot_id, frame_of(message)),
+            release=lambda name: sink.ask("release", name),
+            look_by=lambda _: None,
+            clock=no_time,
+            new_lease=lambda: sink.new_lease(),
         )
         self.scheduler = self.make_scheduler(
             scenario.rules.prefill_scheduler, Connector(self.transfers, None), scenario.prefill_chunk
