@@ -35,9 +35,9 @@ MESSAGES: Json = {
 }
 FUNCTION_FIELDS: Json = {
     "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
-    "description": field("string", "What it is for."),
-    "parameters": field("object", "JSON Schema of its arguments.", additionalProperties=True),
-    "strict": field("boolean", "Accepted."),
+    "description": field("string", "A description of the function for the model."),
+    "parameters": field("object", "JSON Schema of the arguments.", additionalProperties=True),
+    "strict": field("boolean", "Accepted; arguments are not constrained by it."),
 }
 _TOOL = described(
     ["type", "function"],
@@ -46,7 +46,7 @@ _TOOL = described(
 CHAT_ONLY: dict[str, Json] = {
     "tools": field("array", "Functions that the model may call.", items=_TOOL),
     "tool_choice": {
-        "description": "Whether it calls them; auto where there are tools.",
+        "description": "Whether the model calls functions. Default: auto if there are tools.",
         "anyOf": [
             {"enum": ["none", "auto", "required", None]},
             {
@@ -63,23 +63,25 @@ CHAT_ONLY: dict[str, Json] = {
             },
         ],
     },
-    "parallel_tool_calls": field("boolean", "Whether it may make several calls; true."),
-    "documents": field("array", "For templates that know them.", items={"type": "object"}),
-    "add_generation_prompt": field("boolean", "Begin an answer behind the messages; true."),
-    "continue_final_message": field("boolean", "Go on with the last message; false."),
+    "parallel_tool_calls": field("boolean", "Allow several calls in one answer. Default: true."),
+    "documents": field("array", "Passed to the chat template.", items={"type": "object"}),
+    "add_generation_prompt": field("boolean", "Begin a new answer after the messages. Default: true."),
+    "continue_final_message": field("boolean", "Continue the last message. Default: false."),
     "chat_template_kwargs": field(
-        "object", "More variables for the chat template.", additionalProperties=True
+        "object", "Additional variables for the chat template.", additionalProperties=True
     ),
-    "reasoning_effort": {"enum": [*EFFORTS, None], "description": "For templates that know it."},
-    "verbosity": {"enum": [*VERBOSITIES, None], "description": "For templates that know it."},
+    "reasoning_effort": {"enum": [*EFFORTS, None], "description": "Passed to the chat template."},
+    "verbosity": {"enum": [*VERBOSITIES, None], "description": "Passed to the chat template."},
 }
 CHAT = described(
     ["messages"],
     {
         "messages": MESSAGES,
-        "max_completion_tokens": field("integer", "OpenAI's new name of max_tokens.", **numbers(1, INT31)),
-        "logprobs": field("boolean", "Add log probabilities."),
-        "top_logprobs": field("integer", "Alternatives; needs logprobs.", **numbers(0, MAX_LOGPROBS)),
+        "max_completion_tokens": field("integer", "OpenAI's newer name of max_tokens.", **numbers(1, INT31)),
+        "logprobs": field("boolean", "Return the log probabilities of the tokens."),
+        "top_logprobs": field(
+            "integer", "Number of alternatives per token; requires logprobs.", **numbers(0, MAX_LOGPROBS)
+        ),
         **GENERATION,
         **CHAT_ONLY,
     },

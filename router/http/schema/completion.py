@@ -9,7 +9,7 @@ MAX_LEGACY_LOGPROBS = 5
 _TOKENS: Json = {"type": "array", "minItems": 1, "items": TOKEN_ID}
 _TEXT: Json = {"type": "string", "minLength": 1}
 PROMPTS: Json = {
-    "description": "A text, its token ids, or a list of such.",
+    "description": "A text, its token ids, or a list of these.",
     "anyOf": [
         _TEXT,
         _TOKENS,
@@ -25,9 +25,11 @@ COMPLETION = described(
     ["prompt"],
     {
         "prompt": PROMPTS,
-        "logprobs": field("integer", "How many alternatives.", **numbers(0, MAX_LEGACY_LOGPROBS)),
-        "echo": field("boolean", "Show the prompt before the answer; max_tokens may be 0 then."),
+        "logprobs": field("integer", "Number of alternatives per token.", **numbers(0, MAX_LEGACY_LOGPROBS)),
+        "echo": field("boolean", "Return the prompt before the answer; allows max_tokens 0."),
         **GENERATION,
-        "max_tokens": field("integer", "At most this many new tokens; 0 with echo.", **numbers(0, INT31)),
+        "max_tokens": field(
+            "integer", "Maximum number of new tokens; 0 is allowed with echo.", **numbers(0, INT31)
+        ),
     },
 )

@@ -9,8 +9,11 @@ EMBEDDING = described(
     {
         "model": MODEL,
         "input": PROMPTS,
-        "encoding_format": {"enum": ["float", "base64", None], "description": "base64: of float32s; float."},
-        "dimensions": field("integer", "The model's own number of them, no other.", **numbers(1, INT31)),
+        "encoding_format": {
+            "enum": ["float", "base64", None],
+            "description": "base64 encodes float32 values. Default: float.",
+        },
+        "dimensions": field("integer", "Must be the model's own number of dimensions.", **numbers(1, INT31)),
         "priority": GENERATION["priority"],
         "cache_salt": GENERATION["cache_salt"],
         "truncate_prompt_tokens": GENERATION["truncate_prompt_tokens"],

@@ -14,34 +14,48 @@ IGNORED: dict[str, Json] = {
     "safety_identifier": field("string", "Ignored."),
     "prompt_cache_key": field("string", "Ignored."),
     "metadata": field("object", "Ignored.", additionalProperties={"type": "string"}),
-    "service_tier": field("string", "Ignored: there is one."),
+    "service_tier": field("string", "Ignored: there is only one tier."),
     "store": field("boolean", "Ignored: nothing is stored."),
     "prompt_cache_retention": field("string", "Ignored."),
     "client_metadata": field("object", "Ignored.", additionalProperties=True),
-    "prediction": field("object", "Ignored: it could only save time.", additionalProperties=True),
+    "prediction": field("object", "Ignored: it affects only the speed.", additionalProperties=True),
 }
 GENERATION: dict[str, Json] = {
     "model": MODEL,
-    "max_tokens": field("integer", "At most this many new tokens.", **numbers(1, INT31)),
-    "min_tokens": field("integer", "No end before this many tokens.", **numbers(0, INT31)),
-    "temperature": field("number", "0 always takes the most likely token; 1.", **numbers(0, 2)),
-    "top_p": field("number", "Keep the smallest set of this probability.", exclusiveMinimum=0, maximum=1),
-    "top_k": field("integer", "Keep the k best tokens; 0 and -1 keep all.", **numbers(-1, INT31)),
-    "min_p": field("number", "Least share of the best token's probability.", **numbers(0, 1)),
-    "seed": field("integer", "Equal seeds give equal answers.", **numbers(-INT64, INT64 - 1)),
-    "presence_penalty": field("number", "Off logits of tokens in the answer.", **numbers(-2, 2)),
-    "frequency_penalty": field("number", "The same, as often as they are there.", **numbers(-2, 2)),
+    "max_tokens": field("integer", "Maximum number of new tokens.", **numbers(1, INT31)),
+    "min_tokens": field("integer", "Minimum number of new tokens.", **numbers(0, INT31)),
+    "temperature": field("number", "0 always selects the most likely token. Default: 1.", **numbers(0, 2)),
+    "top_p": field(
+        "number",
+        "Sample from the smallest set of tokens with this total probability.",
+        exclusiveMinimum=0,
+        maximum=1,
+    ),
+    "top_k": field(
+        "integer", "Sample from the k most likely tokens; 0 and -1: from all.", **numbers(-1, INT31)
+    ),
+    "min_p": field("number", "Minimum probability, relative to the most likely token.", **numbers(0, 1)),
+    "seed": field("integer", "Requests with equal seeds get equal answers.", **numbers(-INT64, INT64 - 1)),
+    "presence_penalty": field(
+        "number", "Subtracted from the logits of tokens that the answer contains.", **numbers(-2, 2)
+    ),
+    "frequency_penalty": field(
+        "number", "Subtracted once for each time that the answer contains the token.", **numbers(-2, 2)
+    ),
     "repetition_penalty": field(
-        "number", "Divides the logits of tokens so far.", exclusiveMinimum=0, maximum=MAX_REPETITION_PENALTY
+        "number",
+        "Divides positive logits of tokens in prompt and answer, multiplies negative ones.",
+        exclusiveMinimum=0,
+        maximum=MAX_REPETITION_PENALTY,
     ),
     "logit_bias": field(
         "object",
-        "Token id → what is added to its logit.",
+        "Token id → number that is added to its logit.",
         maxProperties=MAX_LOGIT_BIASES,
         propertyNames={"pattern": "^[0-9]{1,10}$"},
         additionalProperties={"type": "number", **numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
     ),
-    "allowed_token_ids": field("array", "If any, no other token is drawn.", items=TOKEN_ID),
+    "allowed_token_ids": field("array", "Only these tokens are sampled.", items=TOKEN_ID),
     **GRAMMARS,
     "stop": {
         "description": "Strings that end the answer.",
@@ -50,28 +64,32 @@ GENERATION: dict[str, Json] = {
     "stop_token_ids": field(
         "array", "Token ids that end the answer.", maxItems=MAX_STOP_TOKEN_IDS, items=TOKEN_ID
     ),
-    "include_stop_str_in_output": field("boolean", "Keep what stopped it in the text; false."),
-    "skip_special_tokens": field("boolean", "Special and end tokens have no text; true."),
-    "ignore_eos": field("boolean", "Do not end at the model's own end tokens."),
-    "stream": field("boolean", "Answer by server-sent events."),
+    "include_stop_str_in_output": field("boolean", "Include the stop string in the text. Default: false."),
+    "skip_special_tokens": field("boolean", "Omit special and end tokens from the text. Default: true."),
+    "ignore_eos": field("boolean", "Do not end the answer at the model's end tokens."),
+    "stream": field("boolean", "Stream the answer as server-sent events."),
     "stream_options": field(
         "object",
-        "Only with stream.",
+        "Requires stream.",
         properties={
-            "include_usage": field("boolean", "One more event, with the usage."),
+            "include_usage": field("boolean", "Send an additional event with the usage."),
             "include_obfuscation": field("boolean", "Ignored."),
         },
     ),
-    "n": field("integer", "Answers to each prompt, which is computed once; 1.", **numbers(1, MAX_CHOICES)),
+    "n": field("integer", "Number of answers to each prompt. Default: 1.", **numbers(1, MAX_CHOICES)),
     "best_of": field(
-        "integer", "Of so many answers the n likeliest, where not streamed; n.", **numbers(1, MAX_CHOICES)
+        "integer",
+        "Number of answers of which the n most likely are returned; not with stream. Default: n.",
+        **numbers(1, MAX_CHOICES),
     ),
     "prompt_logprobs": field(
-        "integer", "Alternatives of each token of the prompt; not streamed.", **numbers(0, MAX_LOGPROBS)
+        "integer", "Number of alternatives per prompt token; not with stream.", **numbers(0, MAX_LOGPROBS)
     ),
-    "return_token_ids": field("boolean", "Add the token ids to each choice."),
-    "timings": field("boolean", "Add the latency split, in seconds."),
-    "priority": field("integer", "Higher runs earlier; 0.", **numbers(-INT31 - 1, INT31)),
+    "return_token_ids": field("boolean", "Return the token ids of each choice."),
+    "timings": field("boolean", "Return the latency of each stage, in seconds."),
+    "priority": field(
+        "integer", "Requests with a higher priority run earlier. Default: 0.", **numbers(-INT31 - 1, INT31)
+    ),
     "cache_salt": field("string", "Prompts with different salts never share cached KV."),
     **IGNORED,
     **refused_fields(NEUTRAL),

@@ -8,7 +8,7 @@ _SCHEMA_OR_TEXT: Json = {"type": ["object", "boolean", "string", "null"], "descr
 _REGEX = field("string", "A regular expression for the whole answer.", minLength=1)
 _CHOICE = field("array", "The possible answers.", minItems=1, items={"type": "string", "minLength": 1})
 _EBNF: Json = {
-    "description": "A grammar: GBNF (root ::= ...) or Lark (start: ...), found out by parsing it, or named by ``syntax``.",
+    "description": "A grammar: GBNF (root ::= ...) or Lark (start: ...), recognised by parsing it, or named by ``syntax``.",
     "anyOf": [
         {"type": "null"},
         {"type": "string", "minLength": 1},
@@ -26,11 +26,11 @@ _EBNF: Json = {
 GRAMMARS: dict[str, Json] = {
     "response_format": field(
         "object",
-        "What the answer must match; one of these fields at most. The schema is kept to, strict or not.",
+        "The format of the answer; at most one field of this kind. A schema is enforced, with strict or without.",
         required=["type"],
         properties={
             "type": {"enum": ["text", "json_object", "json_schema"]},
-            "schema": {**_SCHEMA_OR_TEXT, "description": "With type json_object: of the object."},
+            "schema": {**_SCHEMA_OR_TEXT, "description": "With type json_object: the schema of the object."},
             "json_schema": field(
                 "object",
                 "With type json_schema.",
@@ -46,7 +46,7 @@ GRAMMARS: dict[str, Json] = {
     ),
     "structured_outputs": field(
         "object",
-        "The same by the names of vLLM; one of them.",
+        "The same constraints by vLLM's names; exactly one of them.",
         properties={
             "json": _SCHEMA_OR_TEXT,
             "regex": _REGEX,
@@ -62,7 +62,7 @@ GRAMMARS: dict[str, Json] = {
 }
 FLAT_FORMAT = field(
     "object",
-    "What the answer must match. The schema is kept to, strict or not.",
+    "The format of the answer. A schema is enforced, with strict or without.",
     required=["type"],
     properties={
         "type": {"enum": ["text", "json_object", "json_schema"]},

@@ -21,14 +21,14 @@ _TOOL: Json = {
     "properties": {
         "type": {"enum": ["custom", None]},
         "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
-        "description": field("string", "What it is for."),
-        "input_schema": {"type": "object", "description": "JSON Schema of its input."},
+        "description": field("string", "A description of the function for the model."),
+        "input_schema": {"type": "object", "description": "JSON Schema of the input."},
     },
     "additionalProperties": True,
 }
 _FORMAT: Json = field(
     "object",
-    "What the answer must match.",
+    "The format of the answer.",
     required=["type"],
     properties={"type": {"enum": ["text", "json_schema"]}, "schema": {"type": ["object", "null"]}},
 )
@@ -38,7 +38,7 @@ _SHARED: dict[str, Json] = {
         "type": "array",
         "minItems": 1,
         "maxItems": MAX_MESSAGES,
-        "description": "The conversation; an assistant's message at its end is continued.",
+        "description": "The conversation. A last message of the assistant is continued.",
         "items": {
             "type": "object",
             "required": ["role", "content"],
@@ -46,34 +46,34 @@ _SHARED: dict[str, Json] = {
         },
     },
     "system": {
-        "description": "A system message before them.",
+        "description": "A system message before the conversation.",
         "anyOf": [*_BLOCKS["anyOf"], {"type": "null"}],
     },
     "tools": field("array", "Functions that the model may call.", items=_TOOL),
     "tool_choice": field(
         "object",
-        "Whether it calls them; auto where there are tools.",
+        "Whether the model calls functions. Default: auto if there are tools.",
         required=["type"],
         properties={
             "type": {"enum": ["auto", "any", "tool", "none"]},
             "name": field("string", "With type tool."),
-            "disable_parallel_tool_use": field("boolean", "At most one call; false."),
+            "disable_parallel_tool_use": field("boolean", "Allow at most one call. Default: false."),
         },
     ),
     "thinking": field(
         "object",
-        "Whether the model thinks first, for templates that know it; the budget is ignored.",
+        "Passed to the chat template; the budget is ignored.",
         required=["type"],
         properties={
             "type": {"enum": ["enabled", "disabled", "adaptive"]},
             "budget_tokens": field("integer", "Ignored."),
-            "display": field("string", "Ignored: thinking is shown."),
+            "display": field("string", "Ignored: thinking is always returned."),
         },
         additionalProperties=True,
     ),
     "output_config": field(
         "object",
-        "How much to think (for templates that know it), and what the answer must match.",
+        "The reasoning effort (passed to the chat template) and the format of the answer.",
         properties={
             "effort": {"enum": [*EFFORTS, None]},
             "format": _FORMAT,
@@ -82,8 +82,12 @@ _SHARED: dict[str, Json] = {
     ),
     "output_format": {**_FORMAT, "description": "The older name of output_config.format."},
     "chat_template_kwargs": CHAT_ONLY["chat_template_kwargs"],
-    "cache_control": field("object", "Ignored: what can be cached is.", additionalProperties=True),
-    "context_management": field("object", "Ignored: nothing is left out.", additionalProperties=True),
+    "cache_control": field(
+        "object", "Ignored: everything that can be cached is cached.", additionalProperties=True
+    ),
+    "context_management": field(
+        "object", "Ignored: the input is never truncated.", additionalProperties=True
+    ),
     "speed": field("string", "Ignored."),
     "inference_geo": field("string", "Ignored."),
     "diagnostics": field("object", "Ignored.", additionalProperties=True),
@@ -100,7 +104,7 @@ MESSAGE = described(
         **_SHARED,
         "max_tokens": {
             "type": "integer",
-            "description": "At most this many new tokens; fewer where the model has no room for them.",
+            "description": "Maximum number of new tokens; fewer if the model's length is reached.",
             **numbers(1, INT31),
         },
         "stop_sequences": field(

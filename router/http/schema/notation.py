@@ -31,5 +31,5 @@ def refused_fields(neutral: dict[str, tuple[Any, ...]]) -> dict[str, Json]:
     }
 
 
-MODEL = field("string", "Name of the served model; the one that is served where it is missing.")
+MODEL = field("string", "Name of the served model. Default: the one that is served.")
 TOKEN_ID: Json = {"type": "integer", **numbers(0, INT31)}

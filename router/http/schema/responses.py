@@ -12,7 +12,7 @@ from router.limits import MAX_MESSAGES
 
 _ITEM: Json = {
     "type": "object",
-    "description": "A message, a call, what a call returned, or what the model thought.",
+    "description": "A message, a call, the result of a call, or reasoning.",
     "properties": {"type": {"enum": [*ITEM_TYPES, None]}},
 }
 _FUNCTION: Json = {"type": {"const": "function"}}
@@ -29,11 +29,11 @@ RESPONSE = described(
         },
         "instructions": field("string", "A system message before the input."),
         "max_output_tokens": field(
-            "integer", "At most this many new tokens, reasoning included.", **numbers(1, INT31)
+            "integer", "Maximum number of new tokens, reasoning included.", **numbers(1, INT31)
         ),
         "text": field(
             "object",
-            "The form of the answer.",
+            "The format and the verbosity of the answer.",
             properties={"format": FLAT_FORMAT, "verbosity": CHAT_ONLY["verbosity"]},
         ),
         "tools": field(
@@ -42,7 +42,7 @@ RESPONSE = described(
             items=described(["type", "name"], {**_FUNCTION, **FUNCTION_FIELDS}),
         ),
         "tool_choice": {
-            "description": "Whether it calls them; auto where there are tools.",
+            "description": "Whether the model calls functions. Default: auto if there are tools.",
             "anyOf": [
                 {"enum": ["none", "auto", "required", None]},
                 described(["type", "name"], {**_FUNCTION, "name": {"type": "string"}}),
@@ -50,20 +50,20 @@ RESPONSE = described(
         },
         "parallel_tool_calls": CHAT_ONLY["parallel_tool_calls"],
         "chat_template_kwargs": CHAT_ONLY["chat_template_kwargs"],
-        "include": field("array", "Adds log probabilities.", items={"enum": list(INCLUDABLE)}),
-        "top_logprobs": field("integer", "Alternatives of each token.", **numbers(0, MAX_LOGPROBS)),
+        "include": field("array", "Additional output: log probabilities.", items={"enum": list(INCLUDABLE)}),
+        "top_logprobs": field("integer", "Number of alternatives per token.", **numbers(0, MAX_LOGPROBS)),
         "reasoning": field(
             "object",
-            "Reasoning comes as the model writes it.",
+            "Reasoning is returned as the model writes it.",
             properties={
                 "effort": CHAT_ONLY["reasoning_effort"],
                 "summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
                 "generate_summary": {"enum": [*SUMMARIES, None], "description": "Ignored."},
             },
         ),
-        "truncation": {"enum": [*TRUNCATIONS, None], "description": "Ignored: nothing is left out."},
+        "truncation": {"enum": [*TRUNCATIONS, None], "description": "Ignored: the input is never truncated."},
         "stream_options": field(
-            "object", "Only with stream.", properties={"include_obfuscation": field("boolean", "Ignored.")}
+            "object", "Requires stream.", properties={"include_obfuscation": field("boolean", "Ignored.")}
         ),
         **refused_fields(RESPONSE_NEUTRAL),
     },

@@ -8,10 +8,14 @@ TOKENIZE = described(
     {
         "model": MODEL,
         "prompt": field("string", "The text."),
-        "messages": {**MESSAGES, "type": ["array", "null"], "description": "A chat, in its template."},
+        "messages": {
+            **MESSAGES,
+            "type": ["array", "null"],
+            "description": "A chat, rendered by the chat template.",
+        },
         "add_special_tokens": field("boolean", "Default: true for a text, false for messages."),
         **CHAT_ONLY,
-        "return_token_strs": field("boolean", "Add what each token is written as."),
+        "return_token_strs": field("boolean", "Return the text of each token."),
     },
 )
 DETOKENIZE = described(
