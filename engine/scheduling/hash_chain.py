@@ -26,10 +26,9 @@ class HashChain:
         return twin
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the hash of the last block if the newest token has filled it. token_ids: all known tokens."""
-        if len(token_ids) % self._block_size == 0:
-            parent = self.blocks[-1] if self.blocks else self._root
-            self.blocks.append(block_hash(parent, token_ids[-self._block_size :]))
+        """Add the hash of the last block, which the newest token has filled. token_ids: all known tokens."""
+        parent = self.blocks[-1] if self.blocks else self._root
+        self.blocks.append(block_hash(parent, token_ids[-self._block_size :]))
 
     def restart(self, token_ids: Sequence[int], root: BlockHash | None = None) -> None:
         """Hash all blocks again from another root. root: None for KV that this engine computes."""

@@ -202,7 +202,8 @@ class Request:
     def append_token(self, token_id: int) -> None:
         """Extend the answer by one token."""
         self.token_ids.append(token_id)
-        self.hashes.extend(self.token_ids)
+        if len(self.token_ids) % self.block_size == 0:
+            self.hashes.extend(self.token_ids)
 
     def hash_from(self, fingerprint: str) -> None:
         """Find and keep its blocks under other hashes: its KV differs from what this engine would compute (law 7)."""

@@ -74,10 +74,12 @@ class Results:
         if is_corrupt or (not sampled and not pooled and num_tokens == request.num_missing_tokens):
             self._finish_corrupted(request, is_corrupt)
             return
-        self._count(request, num_tokens)
+        if request.num_computed_tokens < request.num_prompt_tokens:
+            self._count_prompt(request, num_tokens)
         request.num_computed_tokens += num_tokens
         self._index_computed(request)
-        request.prompt_logprobs.extend(output.prompt_logprobs_dict.get(request.key))
+        if output.prompt_logprobs_dict:
+            request.prompt_logprobs.extend(output.prompt_logprobs_dict.get(request.key))
         if pooled:
             self._live.finish(request, Finish(RequestStatus.FINISHED_STOPPED), pooled=pooled)
         if not sampled:
@@ -90,11 +92,10 @@ class Results:
             finish = self._finish_after(request, request.answer_length)
             self._emit(request, sampled[0], logprobs_in_row(output.logprobs, row, alternatives), finish)
 
-    def _count(self, request: Request, num_tokens: int) -> None:
+    def _count_prompt(self, request: Request, num_tokens: int) -> None:
         num_prompt_left = request.num_prompt_tokens - request.num_computed_tokens
-        if num_prompt_left > 0:
-            self._totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
-        if 0 < num_prompt_left <= num_tokens:
+        self._totals.num_prefill_tokens += min(num_tokens, num_prompt_left)
+        if num_prompt_left <= num_tokens:
             request.milestones.prefilled = self._clock()
 
     def _index_computed(self, request: Request) -> None:

@@ -125,8 +125,9 @@ class Scheduler:
         if runner_output.was_interrupted:
             self.batcher.drafts.drop()
             return self.live.outbox.take()
+        requests = self.requests
         for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
-            if running := self.requests.get(key):
+            if running := requests.get(key):
                 self._results.apply_step(running, num_tokens, runner_output)
         return self.live.outbox.take()
 

@@ -62,6 +62,11 @@ class PacedGate:
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self._pacing = StepPacing(share, clock)
+        # Not methods that call these: between two steps, each further function is one that no cache holds.
+        self.may_interrupt = self._pacing.may_interrupt
+        self.started = self._pacing.started
+        self.ended = self._pacing.ended
+        self.interrupted = self._pacing.interrupted
         self._is_idle = False
 
     def seconds_to_start(self, work: Work) -> float | None:
@@ -82,22 +87,6 @@ class PacedGate:
     def may_continue(self, work: Work) -> bool:
         """Return whether nothing is about to join the next step."""
         return self._seconds_to_arrival(work) == 0
-
-    def may_interrupt(self) -> bool:
-        """Return whether the running step is young enough to restart."""
-        return self._pacing.may_interrupt()
-
-    def started(self) -> float:
-        """Record that a step starts; return the seconds for which it was delayed."""
-        return self._pacing.started()
-
-    def ended(self, *, is_empty: bool) -> None:
-        """Record that a step has ended."""
-        self._pacing.ended(is_empty=is_empty)
-
-    def interrupted(self) -> None:
-        """Record that a step has ended without results."""
-        self._pacing.interrupted()
 
     def _seconds_to_arrival(self, work: Work) -> float:
         due = work.next_arrival()
