@@ -67,7 +67,7 @@ $(TRITON): constraints/triton.txt
 mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-explore: install ## explore the hand-over's protocol in all sizes (half an hour); prints a trace where a law breaks
+explore: install ## explore the hand-over's protocol in all sizes (some minutes); prints a trace where a law breaks
 	$(BIN)/python -m pytest tests/protocol -m "" -s $(ARGS)
 
 soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
