@@ -227,7 +227,7 @@ def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
-    assert send_side.layers_ready(send, ready) == (send, []), "nobody is there"
+    assert send_side.layers_ready(send, ready) == (send, []), "no peer fetches"
     send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
     assert send_side.layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
