@@ -2,7 +2,6 @@
 
 import secrets
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from msgspec import structs
 
@@ -113,8 +112,8 @@ def prepare(
         sampling=sampling,
         num_choices=request.num_choices,
     ).check(card.vocab_size)
-    return PreparedRequest(
-        **_shared_fields(request, prompt_ids, timeout_seconds),
+    return replace(
+        _base_request(request, prompt_ids, timeout_seconds),
         sampling=sampling,
         stop=stop or StopAutomaton(request.stop),
         eos_token_ids=card.eos_token_ids,
@@ -149,23 +148,23 @@ def prepare_embedding(
     if not prompt_ids:
         raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
     check_token_ids(prompt_ids, card.vocab_size, param="input")
-    return PreparedRequest(**_shared_fields(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
+    return replace(_base_request(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
 
 
-def _shared_fields(
+def _base_request(
     request: GenerationRequest | EmbeddingRequest, prompt_ids: list[int], timeout_seconds: float
-) -> dict[str, Any]:
-    """Return the fields of ``PreparedRequest`` that answers and embeddings have in common."""
-    return {
-        "request_id": request.request_id,
-        "prompt_token_ids": prompt_ids,
-        "priority": request.priority,
-        "cache_salt": request.cache_salt,
-        "arrival": request.arrival,
-        "deadline": request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
-        "tenant": request.tenant,
-        "family": request.family or request.request_id,
-    }
+) -> PreparedRequest:
+    """Return a request with the fields that answers and embeddings have in common."""
+    return PreparedRequest(
+        request_id=request.request_id,
+        prompt_token_ids=prompt_ids,
+        priority=request.priority,
+        cache_salt=request.cache_salt,
+        arrival=request.arrival,
+        deadline=request.arrival + min(timeout_seconds, request.timeout_seconds or timeout_seconds),
+        tenant=request.tenant,
+        family=request.family or request.request_id,
+    )
 
 
 def _check_priority(priority: int) -> None:

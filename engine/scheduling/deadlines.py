@@ -65,7 +65,7 @@ class Deadlines:
 
     def is_due(self) -> bool:
         """Return whether ``take_expired`` would return something."""
-        if not self._heap or self._heap[0][0].when > self._clock():  # so it is at nearly every step
+        if not self._heap or self._heap[0][0].when > self._clock():  # the usual case, in every step
             return False
         due = self.next()
         return due is not None and due <= self._clock()

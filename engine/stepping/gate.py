@@ -62,7 +62,7 @@ class PacedGate:
 
     def __init__(self, share: float, clock: Callable[[], float]) -> None:
         self._pacing = StepPacing(share, clock)
-        # Not methods that call these: between two steps, each further function is one that no cache holds.
+        # Not methods that call these: a step runs from cold caches, where each further function takes microseconds.
         self.may_interrupt = self._pacing.may_interrupt
         self.started = self._pacing.started
         self.ended = self._pacing.ended

@@ -201,7 +201,7 @@ class RankProgress:
 
 @dataclass
 class _Question:
-    """then: called with why it failed, empty for success. errors: by rank, None for success."""
+    """A question to all ranks. then: called with why it failed, empty for success. errors: by rank, None for success."""
 
     then: Callable[[str], None]
     errors: dict[int, str | None] = field(default_factory=dict)

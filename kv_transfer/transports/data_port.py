@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 
 from contract.errors import TransferError, UnauthenticatedError
 from kv_transfer.links.framing import format_address
@@ -152,7 +152,8 @@ class DataPort:
 
     serve: serves a peer that has proved its session, over a blocking socket, in the connection's thread; it raises
     OSError or TransferError at the end. A peer that takes no byte for ``read_timeout_seconds`` ends its connection.
-    listener: replaces the TCP port. Then no DataReply is sent, since the transport's first message replaces it.
+    listener: replaces the TCP port; owned, even after an error. Then no DataReply is sent, since the transport's first
+    message replaces it.
     """
 
     def __init__(
@@ -171,10 +172,15 @@ class DataPort:
         self._serve = serve
         self._listener = Listener(listener or listen_on(settings.host, settings.data_port))
         self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
-        self._wake_in, self._wake_out = socket.socketpair()
         self._served = _ServedConnections(name, context.sessions, self._serve_peer)
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
-        self._thread.start()
+        with ExitStack() as undo:
+            undo.callback(self._listener.close)
+            self._wake_in, self._wake_out = socket.socketpair()
+            undo.callback(self._wake_in.close)
+            undo.callback(self._wake_out.close)
+            self._thread.start()
+            undo.pop_all()
 
     def close(self) -> None:
         """Shut every connection down and join every thread. Idempotent."""

@@ -1,7 +1,7 @@
 """The transports by their names, best first.
 
-To add a transport: copy the folder of one that is like it (``tcp`` is the smallest), a ``Sender`` (``leases.py``)
-and a ``ReceiverTransport`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
+To add a transport: copy the folder of one that is like it (``tcp`` is the smallest); it has a ``Sender`` (``leases.py``)
+and a ``ProbingReceiver`` (``transport.py``). Write a function here that opens both and enter it into ``_TRANSPORTS``.
 Add the name to ``TransferOptions.transport``, to ``auto_names`` if ``auto`` should offer it, and to the import
 contract of the transports in ``pyproject.toml``.
 

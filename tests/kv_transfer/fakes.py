@@ -102,7 +102,7 @@ class GatedMemory(ByteMemory):
 
 
 class GatedRead(Read):
-    """A read that waits before its block number ``gated_block`` until ``gate`` is set (``shm`` and ``local``)."""
+    """A read that waits before its block number ``gated_block`` until ``gate`` is set (``shm``)."""
 
     def __init__(self, gated_block: int) -> None:
         super().__init__()

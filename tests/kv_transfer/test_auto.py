@@ -1,5 +1,6 @@
 """The transport that two workers agree on: the choice is real, counted and logged."""
 
+import gc
 import logging
 import os
 import socket
@@ -138,6 +139,28 @@ def test_a_transport_whose_receiver_cannot_be_opened_leaves_nothing_open(
         open_transport("shm", context_of("b", shm_dir=tmp_path))
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     assert threading.active_count() == threads
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize(("owner", "name"), [(socket, "socketpair"), (threading.Thread, "start")])
+def test_a_data_port_that_cannot_be_opened_leaves_nothing_open(
+    transport: str, owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process has as many descriptors, or threads, as it may have."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no more")
+
+    context = context_of("b", shm_dir=tmp_path)
+    gc.collect()  # which closes descriptors that earlier tests have left
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(RuntimeError, match="no more") as kept:  # with all that the failed call has opened
+            open_transport(transport, context)
+    assert kept.tb is not None
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
     assert list(tmp_path.iterdir()) == []
 
 

@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,15 @@ def test_what_dead_workers_left_of_fresh_folders_is_removed() -> None:
     finally:
         living.sender.close()
         remove_fresh_folder(young.parent)
+
+
+def test_a_temporary_folder_whose_path_is_too_long_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SettingError, match="may have 107 bytes"):
+        socket_path(None, "b" * 120)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_folder_is_made_private(tmp_path: Path) -> None:

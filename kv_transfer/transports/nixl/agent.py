@@ -132,7 +132,7 @@ class Region:
 class NixlAgent:
     """Owns the library's agent. Methods raise PeerUnreachableError if the peer is gone, else TransferError.
 
-    undo: gets the call that undoes the one that it is passed to.
+    undo: a method that takes it adds the call that reverses what the method did.
     """
 
     def __init__(self, library: NixlLibrary, name: str) -> None:

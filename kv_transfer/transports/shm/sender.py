@@ -149,6 +149,8 @@ def socket_path(folder: Path | None, boot_id: str) -> Path:
         raise _unusable(path, str(error)) from error
     found = path / f"{boot_id}.sock"
     if len(os.fsencode(found)) > _MAX_PATH_BYTES:
+        if folder is None:
+            remove_fresh_folder(path)
         raise _unusable(path, f"a socket's path may have {_MAX_PATH_BYTES} bytes; {found} is longer")
     _sweep(path)
     return found

@@ -37,7 +37,9 @@ FUNCTION_FIELDS: Json = {
     "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
     "description": field("string", "A description of the function for the model."),
     "parameters": field("object", "JSON Schema of the arguments.", additionalProperties=True),
-    "strict": field("boolean", "Accepted; arguments are not constrained by it."),
+    "strict": field(
+        "boolean", "Reject parameters with constraints that cannot be enforced, instead of ignoring these."
+    ),
 }
 _TOOL = described(
     ["type", "function"],

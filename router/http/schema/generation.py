@@ -35,7 +35,9 @@ GENERATION: dict[str, Json] = {
         "integer", "Sample from the k most likely tokens; 0 and -1: from all.", **numbers(-1, INT31)
     ),
     "min_p": field("number", "Minimum probability, relative to the most likely token.", **numbers(0, 1)),
-    "seed": field("integer", "Requests with equal seeds get equal answers.", **numbers(-INT64, INT64 - 1)),
+    "seed": field(
+        "integer", "Equal requests with equal seeds get equal answers.", **numbers(-INT64, INT64 - 1)
+    ),
     "presence_penalty": field(
         "number", "Subtracted from the logits of tokens that the answer contains.", **numbers(-2, 2)
     ),
@@ -55,7 +57,7 @@ GENERATION: dict[str, Json] = {
         propertyNames={"pattern": "^[0-9]{1,10}$"},
         additionalProperties={"type": "number", **numbers(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)},
     ),
-    "allowed_token_ids": field("array", "Only these tokens are sampled.", items=TOKEN_ID),
+    "allowed_token_ids": field("array", "If not empty, only these tokens are sampled.", items=TOKEN_ID),
     **GRAMMARS,
     "stop": {
         "description": "Strings that end the answer.",
