@@ -111,7 +111,7 @@ class FetchEffects:
             logger.info(text, source.worker_id, terms.model_fingerprint, converted)
 
     def terms_of(self, ref: PeerRef) -> PeerTerms:
-        """Return the terms of a link; those between equals if it is not up, or nothing differs."""
+        """Return the terms of a link; those between equal sides before it is up, or if nothing differs."""
         return self._terms.get(ref, self._own_terms)
 
     def remove_peer(self, ref: PeerRef) -> Source | None:

@@ -88,7 +88,7 @@ class FetchTransfers(Transfers):
                 raise InternalError(f"request {key} has received nothing")
             fetch = incoming.fetch
             received = Received(list(fetch.first_tokens or ()), fetch.report(incoming.num_bytes))
-            self._apply(incoming, fetch_side.acknowledged(incoming.fetch))
+            self._apply(incoming, fetch_side.acknowledged(fetch))
             return received
 
     def take_events(self) -> list[TransferEvent]:

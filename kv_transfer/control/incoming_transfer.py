@@ -125,8 +125,10 @@ class IncomingTransfer:
             ahead = Ahead(first, end, RunningDigests(seeds))
             self.ahead.append(ahead)
         block_bytes = plan.crossing_bytes
+        is_here = False
         if pull.part is None:
             self.num_bytes += len(blocks) * block_bytes
+            is_here = ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1
         return PullJob(
             key=self.key,
             source=source,
@@ -140,7 +142,7 @@ class IncomingTransfer:
             grants=tuple(grants_within(self.grants, blocks.start, blocks.stop)),
             ahead=ahead,
             part=pull.part,
-            is_here=ahead is not None and ahead.has_all(block_bytes) and self.fetch.num_posted == 1,
+            is_here=is_here,
         )
 
     def read_again(self, retry_step: ev.RetryStep) -> Source | None:

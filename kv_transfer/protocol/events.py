@@ -25,7 +25,7 @@ class EndReason(msgspec.Struct, frozen=True):
 class RetryStep(StrEnum):
     """A way to read blocks again whose read failed: over another transport of the same link, or over the same one.
 
-    As an order: read so from now on. No read is posted any more.
+    As an order: read in this way from now on; no read is posted at that time.
     """
 
     OTHER_TRANSPORT = "other_transport"

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from contract.errors import TransferError
+from contract.layout import Side
 from contract.requests import ReceiveTransfer
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
+from kv_transfer.control.incoming_transfer import IncomingTransfer
 from kv_transfer.counters import Counters
 from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
@@ -19,12 +22,14 @@ from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
 from kv_transfer.protocol.orders import Ahead, PullJob
+from kv_transfer.protocol.plan import PeerTerms, TransferPlan
 from kv_transfer.protocol.reads import BlockPart, Read, ReadRequest, Source
 from kv_transfer.protocol.send_side import Send, SendState
 from kv_transfer.transports.choosing import Alternatives
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import (
     LAYOUT,
+    MODEL,
     TOKENS,
     Pair,
     Sides,
@@ -222,7 +227,7 @@ def test_blocks_are_quarantined_until_the_read_ahead_is_terminal() -> None:
 def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8)
     ready = ev.LayerRange(2, 6, 64)
-    assert send_side.layers_ready(send, ready) == (send, []), "nobody is there"
+    assert send_side.layers_ready(send, ready) == (send, []), "no peer fetches"
     send, _ = send_side.fetch_arrived(send, "peer", 0, 0.0)
     assert send_side.layers_ready(send, ready) == (send, [ev.LayerRange(2, 6, 64)])
 
@@ -266,6 +271,19 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
         transfers.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
     transfers.on_message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
     assert [job.is_here for job in jobs] == [False, False, is_over]
+
+
+def test_a_hint_of_more_bytes_than_a_block_has_is_left_to_the_reading_thread() -> None:
+    """All bytes are here already, but the hint's read verifies nothing: it only fails."""
+    transfer = ReceiveTransfer("t", "p", "b", "127.0.0.1:1")
+    terms = PeerTerms(TransferPlan(Side(LAYOUT), Side(LAYOUT)), MODEL, None)
+    fetching = IncomingTransfer.of(request_of("r", prompt_of(2), transfer), transfer, terms, 0.0)
+    fetching.fetch = replace(fetching.fetch, num_posted=1)
+    fetching.ahead = [Ahead(0, 2, RunningDigests((0, 0)), num_read=LAYOUT.block_bytes)]
+    source = Source("p", "b", "there", "token", "tcp")
+    assert fetching.job(ev.PullBlocks(0, (5, 6)), source).is_here
+    beyond = BlockPart(LAYOUT.block_bytes, 1)
+    assert not fetching.job(ev.PullBlocks(0, (5, 6), beyond), source).is_here
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ WORDS: st.SearchStrategy[tuple[Any, ...]] = st.one_of(
         st.just(fetch_side.sender_failed), st.sampled_from(["internal", "not_needed"]), st.just("played")
     ),
 )
-"""A rule and what it takes after the fetch."""
+"""A rule, and its arguments after the fetch."""
 
 
 @machine_settings(300, 1)
