@@ -31,35 +31,33 @@ class ArrivalEstimates:
     """Owns the expected end of each fetch, by the receiver's clock. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._expected: dict[str, tuple[PeerRef, float]] = {}
+        self.expected: dict[str, tuple[PeerRef, float]] = {}
         """The sender and the time, by the key of the fetch."""
         self._delays = deque[float](maxlen=_NUM_REMEMBERED)
 
     def expect(self, key: str, sender: PeerRef, at: float) -> None:
         """Record the sender's newest estimate for a fetch."""
-        self._expected[key] = (sender, at)
+        self.expected[key] = (sender, at)
 
     def arrived(self, key: str, now: float) -> None:
         """Record how late a fetch was, and expect those that belong to the same step at once."""
-        if key not in self._expected:
+        if key not in self.expected:
             return
-        sender, expected_at = self._expected.pop(key)
+        sender, expected_at = self.expected.pop(key)
         usual = self._usual_delay
         self._delays.append(now - expected_at)
-        for other, (its_sender, at) in self._expected.items():
+        for other, (its_sender, at) in self.expected.items():
             if its_sender == sender and abs(at - expected_at) < _TOGETHER_SECONDS:
-                self._expected[other] = (sender, now - usual)
+                self.expected[other] = (sender, now - usual)
 
     def forget(self, key: str) -> None:
         """Stop expecting a fetch that has ended."""
-        self._expected.pop(key, None)
+        self.expected.pop(key, None)
 
     def next(self, now: float) -> float | None:
         """Return when the next fetch is expected, which may be just past; None if no sender has sent an estimate."""
-        if not self._expected:
-            return None
         delay = self._usual_delay
-        ends = (at + delay for _, at in self._expected.values())
+        ends = (at + delay for _, at in self.expected.values())
         return min((end for end in ends if end > now - _OVERDUE_SECONDS), default=None)
 
     @property

@@ -111,6 +111,8 @@ class FetchTransfers(Transfers):
 
     def next_arrival(self) -> float | None:
         """See ``ReceiverConnector``."""
+        if not self._effects.arrival_estimates.expected:
+            return None  # without the lock: several times in each step there is nothing to expect
         with self._lock:
             return self._effects.arrival_estimates.next(self._clock())
 
