@@ -165,19 +165,19 @@ class InputBatch:
             tokens = cached.new_token_ids[index] if cached.new_token_ids else []
             if tokens and not is_resumed:
                 raise InternalError(f"request {req_id!r}: new_token_ids come only with a resumed request")
-            self._seat(state, scheduled)
+            if state.row is None:
+                self._seat(state, scheduled)
             if tokens:
                 self._write_tokens(state, tokens)
             blocks = cached.new_block_ids[index]
             if is_resumed:
                 self.generation += 1
-            self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
+            if is_resumed or (blocks and blocks[0]):
+                self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:
         """Assign the request a row, if necessary that of a request outside this step."""
-        if state.row is not None:
-            return
         self.generation += 1
         if not self._free_rows:
             self._park(scheduled)
@@ -205,8 +205,6 @@ class InputBatch:
         state.num_tokens = len(token_ids)
 
     def _write_blocks(self, state: RequestState, block_ids: Sequence[int], *, is_replacement: bool) -> None:
-        if not (is_replacement or block_ids):
-            return
         kept = [] if is_replacement else state.block_ids
         state.block_ids = [*kept, *block_ids]
         if len(state.block_ids) > self.block_table.shape[1]:

@@ -4,7 +4,7 @@ It decides nothing: the scheduler orders what runs. It owns the persistent batch
 half of the connector. Rank 0 of several samples the tokens and shares them, so that all ranks have the same ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -43,6 +43,7 @@ _HOST_PROFILE_TOKENS = 512
 class _Begun:
     """A step whose forward pass has begun. states: waits for it; returns None if it was interrupted."""
 
+    batch: InputBatch
     inputs: PreparedInputs
     watch: LayerWatch | None
     states: Callable[[], Tensor | None]
@@ -181,20 +182,20 @@ class ModelRunner:
         pools gets none; rank 0 has its embedding in ``pooler_output``. Without scheduled tokens nothing is computed, and
         nothing is sampled if the step was interrupted.
         """
-        _ready(self._batch, "initialize_from_config").update(scheduled)
-        self.memory.copy_blocks(scheduled.block_copies)
-        begun = self._begin(scheduled) if scheduled.total_num_scheduled_tokens else None
+        batch = _ready(self._batch, "initialize_from_config")
+        batch.update(scheduled)
+        memory = self.memory
+        memory.copy_blocks(scheduled.block_copies)
+        begun = self._begin(scheduled, batch, memory.layers) if scheduled.total_num_scheduled_tokens else None
         return partial(self._finish, scheduled, begun)
 
-    def _begin(self, scheduled: SchedulerOutput) -> _Begun:
-        inputs = prepare_inputs(_ready(self._batch, "initialize_from_config"), scheduled, self._ahead)
+    def _begin(self, scheduled: SchedulerOutput, batch: InputBatch, caches: Sequence[Tensor]) -> _Begun:
+        inputs = prepare_inputs(batch, scheduled, self._ahead)
         watch = self._layer_watch(scheduled)
         has_answers_only = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
-            states = self._model.forward.begin(
-                inputs, self.memory.layers, watch, may_be_interrupted=has_answers_only
-            )
-        return _Begun(inputs, watch, states)
+            states = self._model.forward.begin(inputs, caches, watch, may_be_interrupted=has_answers_only)
+        return _Begun(batch, inputs, watch, states)
 
     def _finish(self, scheduled: SchedulerOutput, begun: _Begun | None) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
@@ -229,25 +230,26 @@ class ModelRunner:
         self._group.close()
 
     def _draw_tokens(self, scheduled: SchedulerOutput, begun: _Begun) -> ModelRunnerOutput:
-        batch = _ready(self._batch, "initialize_from_config")
+        batch = begun.batch
         inputs = begun.inputs
         watch = begun.watch
+        model = self._model
         drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is computed
         self._ahead = outline_next(batch, inputs)
         hidden = begun.states()
         if hidden is None:
             self._ahead = None
             return ModelRunnerOutput(was_interrupted=True)
-        logits = self._model.sampler.logits(hidden, drawing.last)
+        logits = model.sampler.logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()
         prompt_logprobs = PromptLogprobs(
             batch,
-            partial(self._model.sampler.logits, hidden),
-            self.model_info.vocab_size,
+            partial(model.sampler.logits, hidden),
+            model.info.vocab_size,
             makes_lists=self._group.rank == 0,
         ).of_step(inputs, drawing.states)
-        output = drawing.spread(self._model.sampler.sample_step(logits, drawing))
+        output = drawing.spread(model.sampler.sample_step(logits, drawing))
         output.prompt_logprobs_dict = prompt_logprobs
         if self._group.rank == 0:  # hidden states are equal on all ranks
             pool(hidden, inputs, drawing.states, output)

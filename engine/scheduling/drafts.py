@@ -41,14 +41,15 @@ class Drafts:
     def prepare(self, scheduled: SchedulerOutput) -> None:
         """Prepare the step after ``scheduled``, if each running request samples a token in that. Allocates nothing yet."""
         requests = list(self._queues.running)
+        if not requests or len(requests) > self._budget:
+            return
         counts = scheduled.num_scheduled_tokens
-        all_sample = all(request.num_missing_tokens == counts.get(request.key) for request in requests)
-        if not requests or not all_sample or len(requests) > self._budget:
+        if [request.num_missing_tokens for request in requests] != [counts.get(one.key) for one in requests]:
             return
         size = self._pool.block_size
         held = self._pool.num_blocks_of
         plan = StepPlan.drafted(requests, self._budget)
-        short = [entry for entry in plan if entry.request.num_tokens >= held(entry.request.key) * size]
+        short = [entry for entry in plan if len(entry.request.token_ids) >= held(entry.request.key) * size]
         by_request = {stop_tokens(request, self._max_length) for request in requests}
         known = None if None in by_request else frozenset[int]().union(*filter(None, by_request))
         self._draft = _Draft(requests, plan, short, known)

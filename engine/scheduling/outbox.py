@@ -30,10 +30,24 @@ class Outbox:
         pooled: list[float] | None = None,
     ) -> None:
         """Add new tokens (appended to the request before) and perhaps the finish, of every choice that it stands for."""
-        output = _output(request, token_ids, finish, logprobs, pooled)
-        self._outputs[request.client_index].append(output)
+        asked = request.asked
+        output = EngineOutput(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            choice=asked.choice,
+            first_index=request.answer_length,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            pooled=pooled,
+        )
+        if request.num_emitted_tokens == 0 and (token_ids or pooled):
+            _add_first_report(output, request)
+        request.num_emitted_tokens += len(token_ids)
+        self._outputs[asked.client_index].append(output)
         self._totals.num_generated_tokens += len(token_ids)
         if finish is not None:
+            request.status = finish.status
+            _add_finish(output, finish)
             self._totals.num_finished += finish.error_kind is None
             self._totals.num_failed += finish.error_kind is not None
             for choice in request.asked.choices[1:]:
@@ -59,35 +73,17 @@ class Outbox:
         return outputs
 
 
-def _output(
-    request: Request,
-    token_ids: list[int],
-    finish: Finish | None,
-    logprobs: list[TokenLogprobs] | None,
-    pooled: list[float] | None,
-) -> EngineOutput:
-    """Return the next output of a request, and count its tokens as emitted."""
-    is_first = request.num_emitted_tokens == 0 and bool(token_ids or pooled)
-    output = EngineOutput(
-        request_id=request.asked.request_id,
-        attempt=request.asked.attempt,
-        choice=request.asked.choice,
-        first_index=request.answer_length,
-        token_ids=token_ids,
-        logprobs=logprobs,
-        pooled=pooled,
-    )
-    request.num_emitted_tokens += len(token_ids)
-    if is_first:
-        output.num_cached_tokens = request.num_cached_tokens
-        output.timings = request.milestones.split()
-        output.prompt_logprobs = request.prompt_logprobs.entries or None
-    if finish is not None:
-        request.status = finish.status
-        output.is_leg_finished = True
-        output.finish_reason = finish.reason
-        output.stop_reason = finish.stop_reason
-        output.error_kind = finish.error_kind
-        output.error_message = finish.error_message
-        output.error_param = finish.error_param
-    return output
+def _add_first_report(output: EngineOutput, request: Request) -> None:
+    """Add what a request's first tokens, or its embedding, come with."""
+    output.num_cached_tokens = request.num_cached_tokens
+    output.timings = request.milestones.split()
+    output.prompt_logprobs = request.prompt_logprobs.entries or None
+
+
+def _add_finish(output: EngineOutput, finish: Finish) -> None:
+    output.is_leg_finished = True
+    output.finish_reason = finish.reason
+    output.stop_reason = finish.stop_reason
+    output.error_kind = finish.error_kind
+    output.error_message = finish.error_message
+    output.error_param = finish.error_param

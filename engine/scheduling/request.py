@@ -139,7 +139,7 @@ class Request:
         """The model's own end tokens."""
         return self.asked.eos_token_ids
 
-    @property
+    @cached_property
     def is_sending(self) -> bool:
         """True for a prefill leg, which lends its KV to another worker and finishes after one token."""
         return isinstance(self.asked.transfer, SendTransfer)
@@ -169,7 +169,7 @@ class Request:
     @property
     def num_missing_tokens(self) -> int:
         """Known tokens whose KV is not computed yet; 1 for a request that decodes."""
-        return self.num_tokens - self.num_computed_tokens
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def answer_length(self) -> int:
@@ -179,7 +179,8 @@ class Request:
     @property
     def is_decoding(self) -> bool:
         """True when only the newest token is not computed, and it is not the prompt's."""
-        return self.num_missing_tokens == 1 and self.num_tokens > self.num_prompt_tokens
+        num_tokens = len(self.token_ids)
+        return num_tokens - self.num_computed_tokens == 1 and num_tokens > len(self.asked.prompt_token_ids)
 
     @property
     def block_hashes(self) -> list[BlockHash]:

@@ -1,14 +1,15 @@
 """The plan of one step: how many tokens of which requests it computes. It becomes a SchedulerOutput."""
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
 
-class ScheduledRequest(NamedTuple):
+class ScheduledRequest(msgspec.Struct, frozen=True):
     """One request's part of a step. new_block_ids: replace the runner's if the request was preempted (``is_resumed``)."""
 
     request: Request
@@ -32,12 +33,11 @@ class StepPlan:
 
         The runner keeps the requests already. No blocks are allocated yet.
         """
-        draft = cls(budget)
-        for request in requests:
-            draft.add(ScheduledRequest(request, 1, []))
+        draft = cls(budget - len(requests))
+        draft._entries = {request.key: ScheduledRequest(request, 1, []) for request in requests}
         draft._drafted = _output_of(draft._entries.values())
         draft._drafted.scheduled_cached_reqs.num_computed_tokens = [
-            request.num_tokens for request in requests
+            len(request.token_ids) for request in requests
         ]
         return draft
 
@@ -77,6 +77,7 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
     Blocks that are added to an entry later are included: the output refers to its list.
     """
     known = [entry for entry in entries if entry.request.is_known_to_runner]
+    num_scheduled_tokens = {entry.request.key: entry.num_tokens for entry in entries}
     return SchedulerOutput(
         scheduled_cached_reqs=CachedRequestData(
             req_ids=[entry.request.key for entry in known],
@@ -85,8 +86,8 @@ def _output_of(entries: Collection[ScheduledRequest]) -> SchedulerOutput:
             new_block_ids=[(entry.new_block_ids,) for entry in known],
             num_computed_tokens=[entry.request.num_computed_tokens for entry in known],
         ),
-        num_scheduled_tokens={entry.request.key: entry.num_tokens for entry in entries},
-        total_num_scheduled_tokens=sum(entry.num_tokens for entry in entries),
+        num_scheduled_tokens=num_scheduled_tokens,
+        total_num_scheduled_tokens=sum(num_scheduled_tokens.values()),
     )
 
 

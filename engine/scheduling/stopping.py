@@ -12,11 +12,9 @@ def finish_after(request: Request, index: int, max_length: int) -> Finish | None
     """
     sampling = request.asked.sampling
     token = request.token_ids[-1]
-    if index >= sampling.min_tokens:
-        if token in sampling.stop_token_ids:
-            return Finish(RequestStatus.FINISHED_STOPPED, stop_reason=token)
-        if token in request.eos_token_ids and not sampling.ignore_eos:
-            return Finish(RequestStatus.FINISHED_STOPPED)
+    if token in request.stop_token_ids and index >= sampling.min_tokens:
+        reason = token if token in sampling.stop_token_ids else None
+        return Finish(RequestStatus.FINISHED_STOPPED, stop_reason=reason)
     if _is_last(request, index, request.num_tokens, max_length):
         return Finish(RequestStatus.FINISHED_LENGTH_CAPPED)
     return None
