@@ -60,7 +60,7 @@ class Drawing:
         counts = [len(rows) for rows in self._rows_of_drawers]
         return None if self._draws_once else np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
-    @cached_property
+    @property
     def owners(self) -> list[int]:
         """The index of the request of each row."""
         if self._draws_once:
