@@ -36,6 +36,16 @@ class Server:
     pids: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class RouterProcess:
+    """A running router without workers, and its addresses. internal: the one for workers."""
+
+    http: str
+    grpc: str
+    internal: str
+    pid: int
+
+
 Start = Callable[[Path], AbstractAsyncContextManager[Server]]
 """Maps a folder for logs to a running server."""
 
@@ -57,6 +67,29 @@ async def kvbaton_server(
         facts = json.loads(ready.read_text())
         pids = {one["name"]: one["pid"] for one in facts["processes"]}
         yield Server(f"http://{facts['http']}", "m", process.pid, pids)
+
+
+@asynccontextmanager
+async def router_process(
+    folder: Path, secret: str, model: Path, *arguments: str, time_limit: float
+) -> AsyncIterator[RouterProcess]:
+    """Run ``kvbaton router`` with these arguments; its log is in ``folder``. Raises ServerError."""
+    file = folder / "secret"
+    file.touch(mode=0o600)
+    file.write_text(secret)
+    at = {name: f"127.0.0.1:{_free_port()}" for name in ("http", "grpc", "internal", "admin")}
+    command = [sys.executable, "-m", "cli.main", "router", "--secret-file", str(file)]
+    command += [word for name, address in at.items() for word in (f"--{name}", address)]
+    command += ["--model", str(model), "--served-model-name", "m", *arguments]
+    log = folder / "router.log"
+    async with (
+        started(command, service_environment(), log) as process,
+        aiohttp.ClientSession() as session,
+    ):
+        async with in_time(process, log, time_limit):
+            while not await _answers(session, f"http://{at['admin']}/health"):
+                await _pause(process)
+        yield RouterProcess(at["http"], at["grpc"], at["internal"], process.pid)
 
 
 @asynccontextmanager

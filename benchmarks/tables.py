@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine, interference, service_speed, steps
+from benchmarks import engine, interference, router, service_speed, steps
 from benchmarks.facts import RESULTS
 
 COLUMNS = 100
@@ -22,6 +22,7 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "engine": engine.table,
     "service": service_speed.table,
     "interference": interference.table,
+    "router": router.table,
     "steps": steps.table,
 }
 

@@ -3,10 +3,11 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
+
+from msgspec import structs
 
 from contract.errors import InvalidRequestError, KvbatonError
 from kvbaton.outputs import (
@@ -44,7 +45,7 @@ def check_all(
     """Make and check every request. Raises InvalidRequestError that names the first invalid prompt."""
     return [
         CheckedRequest(
-            replace(request, prompt=token_ids), token_ids, _text(request, token_ids, card.tokenizer)
+            structs.replace(request, prompt=token_ids), token_ids, _text(request, token_ids, card.tokenizer)
         )
         for request, token_ids in _checked(pipeline, makers)
     ]
@@ -54,7 +55,7 @@ def check_embeddings(
     pipeline: Pipeline, makers: Iterable[Callable[[], EmbeddingRequest]]
 ) -> list[EmbeddingRequest]:
     """Make and check every request, like ``check_all``; return them with token ids as their prompts."""
-    return [replace(request, prompt=token_ids) for request, token_ids in _checked(pipeline, makers)]
+    return [structs.replace(request, prompt=token_ids) for request, token_ids in _checked(pipeline, makers)]
 
 
 def _checked(pipeline: Pipeline, makers: Iterable[Callable[[], R]]) -> Iterator[tuple[R, tuple[int, ...]]]:
@@ -119,7 +120,7 @@ async def _all_of(
 
 
 async def _embed(pipeline: Pipeline, request: EmbeddingRequest) -> EmbeddingRequestOutput:
-    (found,) = await pipeline.embed(replace(request, arrival=time.monotonic()))
+    (found,) = await pipeline.embed(structs.replace(request, arrival=time.monotonic()))
     return EmbeddingRequestOutput(
         request_id=request.request_id,
         prompt_token_ids=list(request.prompt) if isinstance(request.prompt, tuple) else [],
@@ -129,8 +130,8 @@ async def _embed(pipeline: Pipeline, request: EmbeddingRequest) -> EmbeddingRequ
 
 
 async def _run(pipeline: Pipeline, tokenizer: Tokenizer, checked: CheckedRequest) -> RequestOutput:
-    request = replace(checked.request, arrival=time.monotonic())
-    async with aclosing(pipeline.generate(request)) as answer:
+    request = structs.replace(checked.request, arrival=time.monotonic())
+    async with pipeline.generate(request) as answer:
         deltas = [delta async for delta in answer]
     usages = [delta.usage for delta in deltas if delta.usage]
     timings = [delta.timings for delta in deltas if delta.timings]

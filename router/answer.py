@@ -4,10 +4,8 @@ End tokens are hidden, stop strings cut, reasoning and tool calls separated from
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import msgspec
-from msgspec import structs
 
 from contract.outputs import FinishReason, TokenLogprobs
 from router.delivery import Token, TokenBatch
@@ -23,8 +21,7 @@ _PROMPT_END = 32
 """Last tokens of a prompt, by which a parser finds out if the prompt has opened the reasoning."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Token counts. num_cached_tokens: prompt tokens whose KV was found in a cache.
 
     num_reasoning_tokens: tokens of the completion that belong to the reasoning, its tags included.
@@ -45,8 +42,7 @@ class Usage:
         )
 
 
-@dataclass(frozen=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """The prompt of an answer. logprobs: of its tokens from the second one on, if the client asked for them."""
 
     token_ids: list[int]
@@ -146,12 +142,14 @@ class Answer:
 
     def _push_token(self, token: Token, delta: Delta) -> None:
         text, offset = self._texts.push(token)
-        delta.tokens.append(structs.replace(token, text_offset=offset))
+        token.text_offset = offset
+        delta.tokens.append(token)
         self.num_tokens += 1
         was_reasoning = self._parser.is_reasoning
         # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
         certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)
-        delta.add(self._parser.push(certain))
+        if certain:
+            delta.add(self._parser.push(certain))
         if was_reasoning or self._parser.is_reasoning:
             self.num_reasoning_tokens += 1
             delta.num_reasoning_tokens = len(delta.tokens)

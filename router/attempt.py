@@ -12,7 +12,8 @@ How one leg takes over from another follows from their order and from the table 
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
 from contract.outputs import EngineOutput, FinishReason
@@ -83,12 +84,12 @@ class Attempt:
         self._settle()
         self._output.close()
 
-    async def next(self) -> TokenBatch:
+    def next(self) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
         WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError.
         """
-        return await self._output.next()
+        return self._output.next()
 
     def _settle(self) -> None:
         """Release the workers."""
@@ -155,14 +156,16 @@ class Attempt:
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
-        self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
-        if output.token_ids and not leg.has_emitted:
+        is_first = bool(output.token_ids) and not leg.has_emitted
+        if is_first:
             self.legs.take_over(leg)
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
+        self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
         if output.finish_reason:
             self._take_end(leg, output)
         self._output.add(output, size_of(entry))
-        self.legs.unbind_finished()
+        if is_first or output.finish_reason:  # no other entry changes whether a leg is over
+            self.legs.unbind_finished()
 
     def _take_end(self, leg: Leg, output: EngineOutput) -> None:
         """Record that a worker has done its part. That ends the answer if the leg contributes to it."""

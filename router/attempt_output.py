@@ -1,5 +1,8 @@
 """The tokens of one attempt, between the workers that emit them and the client that reads them."""
 
+from collections.abc import Coroutine
+from typing import Any
+
 from contract.errors import KvbatonError
 from contract.outputs import EngineOutput, FinishReason
 from router.delivery import Delivery, Token, TokenBatch, tokens_of
@@ -54,9 +57,9 @@ class AttemptOutput:
         """Raise ``error`` at the client behind the tokens that it has not read."""
         self._inbox.put(error)
 
-    async def next(self) -> TokenBatch:
+    def next(self) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error with which the attempt has failed."""
-        return await self._inbox.get()
+        return self._inbox.get()
 
     def close(self) -> None:
         """Drop what the client has not read."""

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
@@ -34,7 +35,7 @@ class Leg:
         self._is_done = False
         self._key: LegKey = ("", 0, 0)
         self._hold: CreditHold | None = None
-        self._on_event: Callable[[Leg, Event], None] | None = None
+        self._receive: Callable[[Event], None] = lambda event: None
 
     @property
     def has_emitted(self) -> bool:
@@ -56,7 +57,7 @@ class Leg:
     def bind(self, key: LegKey, on_event: "Callable[[Leg, Event], None]", hold: CreditHold) -> None:
         """Pass what the worker sends for it to ``on_event``. The leg releases ``hold`` when it is unbound."""
         self._key = key
-        self._on_event = on_event
+        self._receive = partial(on_event, self)
         self._hold = hold
         self.worker.bind(key, self._receive)
 
@@ -87,10 +88,6 @@ class Leg:
             await self.worker.cancel(self._key)
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
-
-    def _receive(self, event: Event) -> None:
-        if self._on_event:
-            self._on_event(self, event)
 
 
 async def start(legs: Sequence[Leg], call: Coroutine[Any, Any, None]) -> None:

@@ -9,6 +9,9 @@ from hashlib import sha256
 from contract.errors import CancelledError, KvbatonError
 
 _MAX_NAME_CHARACTERS = 64
+_Key = tuple[bytes, str]
+"""The digest of an owner's credential, and a name."""
+_Scopes = defaultdict[_Key, set[asyncio.Timeout]]
 
 
 def client_name(given: str | None) -> str | None:
@@ -27,25 +30,27 @@ class CancellableRequests:
     """
 
     def __init__(self) -> None:
-        self._scopes: defaultdict[tuple[bytes, str], set[asyncio.Timeout]] = defaultdict(set)
+        self._scopes: _Scopes = defaultdict(set)
         self._open: set[asyncio.Timeout] = set()
         self._ending: KvbatonError | None = None
 
     @asynccontextmanager
-    async def open(self, owner: str, *names: str | None) -> AsyncIterator[None]:
-        """Open a block that ``cancel`` with any of the names ends, wherever it waits, with CancelledError."""
-        keys = {_key(owner, name) for name in names if name}
+    async def open(self, owner: str = "", *names: str | None) -> AsyncIterator["OpenRequest"]:
+        """Open a block that ``cancel`` with any of the names ends, wherever it waits, with CancelledError.
+
+        Further names can be added in the block.
+        """
         scope = asyncio.timeout(None)
+        request = OpenRequest(self._scopes, scope)
+        request.add_names(owner, *names)
         try:
             async with scope:
-                for key in keys:
-                    self._scopes[key].add(scope)
                 self._open.add(scope)
                 try:
-                    yield
+                    yield request
                 finally:
                     self._open.discard(scope)
-                    self._forget(keys, scope)
+                    request.forget_names()
         except TimeoutError:
             if not scope.expired():
                 raise
@@ -69,13 +74,29 @@ class CancellableRequests:
             scope.reschedule(asyncio.get_running_loop().time())
         return len(scopes)
 
-    def _forget(self, keys: set[tuple[bytes, str]], scope: asyncio.Timeout) -> None:
-        for key in keys:
-            self._scopes[key].discard(scope)
+
+class OpenRequest:
+    """The names of one open request. ``CancellableRequests.open`` makes it, and gives ``scope``, which ends the request."""
+
+    def __init__(self, scopes: "_Scopes", scope: asyncio.Timeout) -> None:
+        self._scopes = scopes
+        self._scope = scope
+        self._keys: set[_Key] = set()
+
+    def add_names(self, owner: str, *names: str | None) -> None:
+        """Let ``owner`` cancel the request by these names; None is no name."""
+        for key in {_key(owner, name) for name in names if name}:
+            self._keys.add(key)
+            self._scopes[key].add(self._scope)
+
+    def forget_names(self) -> None:
+        """Remove all names: the request has ended."""
+        for key in self._keys:
+            self._scopes[key].discard(self._scope)
             if not self._scopes[key]:
                 del self._scopes[key]
 
 
-def _key(owner: str, name: str) -> tuple[bytes, str]:
+def _key(owner: str, name: str) -> _Key:
     _, _, credential = owner.partition(" ")
     return sha256(credential.strip().encode("utf-8", "surrogateescape")).digest(), name

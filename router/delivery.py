@@ -7,10 +7,10 @@ import msgspec
 from contract.outputs import EngineOutput, FinishReason, TokenLogprobs
 
 
-class Token(msgspec.Struct, frozen=True):
+class Token(msgspec.Struct):
     """One token of an answer, at ``index`` from its beginning.
 
-    text_offset: characters of the answer's text that are certain before it; set once the token is detokenized.
+    text_offset: characters of the answer's text that are certain before it; the answer sets it, once.
     """
 
     index: int
@@ -55,9 +55,12 @@ class Delivery:
         return self.end is not None and self.next_index >= self.end
 
     def accept(self, attempt: int, tokens: Sequence[Token]) -> list[Token]:
-        """Take tokens of an attempt. Return those that are due now, in order."""
+        """Take consecutive tokens of an attempt. Return those that are due now, in order."""
         if attempt != self._attempt:
             return []
+        if tokens and tokens[0].index == self.next_index and not self._early:
+            self.next_index += len(tokens)
+            return list(tokens)
         for token in tokens:
             if token.index >= self.next_index:
                 self._early.setdefault(token.index, token)

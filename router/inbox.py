@@ -1,7 +1,7 @@
 """Tokens that clients have not read yet, and bounds on their bytes."""
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -89,14 +89,18 @@ class UnreadBytes:
 
 
 class Inbox(Generic[Item]):
-    """Owns the unread items of one attempt. ``on_overflow`` is called once if they have too many bytes."""
+    """Owns the unread items of one attempt, which one task reads. ``on_overflow`` is called once if they are too large.
+
+    It does less than ``asyncio.Queue``: every token of every answer passes it.
+    """
 
     def __init__(self, account: UnreadAccount, max_bytes: int, on_overflow: Callable[[], None]) -> None:
         self._account = account
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._on_overflow = on_overflow
-        self._items: asyncio.Queue[tuple[Item | KvbatonError, int]] = asyncio.Queue()
+        self._items: deque[tuple[Item | KvbatonError, int]] = deque()
+        self._arrival: asyncio.Future[None] | None = None
         self.is_overfull = False
         account.end_with(self._overflow)
 
@@ -104,7 +108,7 @@ class Inbox(Generic[Item]):
         """Append an item. It is dropped once the inbox has overflowed."""
         if self.is_overfull:
             return
-        self._items.put_nowait((item, num_bytes))
+        self._append(item, num_bytes)
         self._num_bytes += num_bytes
         self._account.add(num_bytes)
         if self._num_bytes > self._max_bytes and not self.is_overfull:
@@ -112,7 +116,10 @@ class Inbox(Generic[Item]):
 
     async def get(self) -> Item:
         """Return the oldest unread item, or raise it if it is an error."""
-        item, num_bytes = await self._items.get()
+        while not self._items:
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        item, num_bytes = self._items.popleft()
         self._num_bytes -= num_bytes
         self._account.add(-num_bytes)
         if isinstance(item, KvbatonError):
@@ -127,12 +134,16 @@ class Inbox(Generic[Item]):
     def _overflow(self, error: CancelledError) -> None:
         self.is_overfull = True
         self._drop()
-        self._items.put_nowait((error, 0))
+        self._append(error, 0)
         self._on_overflow()
 
+    def _append(self, item: Item | KvbatonError, num_bytes: int) -> None:
+        self._items.append((item, num_bytes))
+        if self._arrival and not self._arrival.done():
+            self._arrival.set_result(None)
+
     def _drop(self) -> None:
-        while not self._items.empty():
-            self._items.get_nowait()
+        self._items.clear()
         self._account.add(-self._num_bytes)
         self._num_bytes = 0
 

@@ -1,18 +1,17 @@
 """The workers' reports about one answer, beside its tokens."""
 
-from dataclasses import dataclass, field
+import msgspec
 
 from contract.outputs import EngineOutput, TokenLogprobs, TransferReport
 
 
-@dataclass
-class LegReport:
+class LegReport(msgspec.Struct):
     """Measured seconds, prompt tokens found in a cache, and the prompt's log probabilities."""
 
     prefill_seconds: float = 0.0
-    transfer: TransferReport = field(default_factory=TransferReport)
+    transfer: TransferReport = TransferReport()
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = []
 
     def add(self, output: EngineOutput, *, has_transfer: bool) -> None:
         """Add the report of a worker. has_transfer: the output's leg waited for the KV before the second token.

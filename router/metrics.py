@@ -3,7 +3,7 @@
 from collections import Counter as Tally
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -13,6 +13,7 @@ from router.answer import Usage
 from router.batches.records import BatchStatus
 from router.policy import WorkerView
 from router.timings import Timings
+from serving.event_metrics import EventCounter, EventHistogram
 from serving.metrics import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -58,7 +59,9 @@ class RequestMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._times = _Times(registry)
         self._prompt_tokens = _counter(registry, "prompt_tokens_total")
-        self._generation_tokens = _counter(registry, "generation_tokens_total")
+        self._generation_tokens = EventCounter(
+            registry, PREFIX + "generation_tokens_total", ROUTER_METRICS["generation_tokens_total"]
+        )
         self._success = _counter(registry, "request_success_total", "finished_reason")
         self._errors = _counter(registry, "request_errors_total", "kind")
         self._replays = _counter(registry, "request_replays_total", "kind")
@@ -76,7 +79,7 @@ class RequestMetrics:
 
     def tokens(self, count: int) -> None:
         """Count delivered tokens."""
-        self._generation_tokens.inc(count)
+        self._generation_tokens.add(count)
 
     def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings) -> None:
         """Count a request with a complete answer."""
@@ -145,5 +148,5 @@ def _counter(registry: CollectorRegistry, name: str, *labels: str) -> Counter:
     return Counter(PREFIX + name, ROUTER_METRICS[name], labels, registry=registry)
 
 
-def _histogram(registry: CollectorRegistry, name: str, buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(PREFIX + name, ROUTER_METRICS[name], registry=registry, buckets=buckets)
+def _histogram(registry: CollectorRegistry, name: str, bounds: tuple[float, ...]) -> EventHistogram:
+    return EventHistogram(registry, PREFIX + name, ROUTER_METRICS[name], bounds)

@@ -18,7 +18,7 @@
    outcome.
 
 An embedding takes the same way with one leg, on a worker that computes prompts, and arrives in one piece. A client that
-disconnects cancels (or closes) the generator: that is step 7, from any other step.
+disconnects cancels the task, or ends the block: that is step 7, from any other step.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -50,20 +50,20 @@ class Pipeline:
         self._runs = runs
         self._rounds = RoundRobin()
 
-    async def generate(self, *requests: GenerationRequest) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas of all answers as they are computed. ``index`` is the answer that a delta belongs to.
+    @asynccontextmanager
+    async def generate(self, *requests: GenerationRequest) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Yield a stream of the deltas of all answers as they are computed. ``index`` is the answer that a delta belongs to.
 
         Every prompt has ``num_choices`` answers, which are numbered after those of the prompts before it. The last delta of
         each answer has ``finish_reason``, ``usage`` (a prompt counts for its first answer only) and ``timings``. All prompts
-        are admitted and checked before one is sent. Close the generator (``contextlib.aclosing``) or cancel its task to end
-        the answers early. Raises KvbatonError.
+        are admitted and checked before one is sent. Leave the block or cancel its task to end the answers early. Raises
+        KvbatonError, also while the stream is read.
         """
         check_repeated(requests)
         async with self._open(requests) as (runs, card):
             streams = [_answer(run, card) for run in runs]
             async with aclosing(merge_streams(streams)) as deltas:
-                async for delta in deltas:
-                    yield delta
+                yield deltas
 
     async def embed(self, *requests: EmbeddingRequest) -> list[Delta]:
         """Return the embedding of each prompt, in order, with ``usage`` and ``timings``; all of them or none.

@@ -1,8 +1,8 @@
 """A request with its prompt as token ids, every default filled in and every range checked."""
 
 import secrets
-from dataclasses import dataclass, field, replace
 
+import msgspec
 from msgspec import structs
 
 from contract.errors import ContextLengthError, InvalidRequestError
@@ -20,8 +20,7 @@ _INT64 = 2**63
 _INT32 = 2**31
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedRequest:
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request with its prompt as token ids and every default filled in; it fits the model.
 
     plan: the legs that it needs. If none of them emits tokens, ``sampling``, ``stop`` and ``eos_token_ids`` are not read.
@@ -41,8 +40,8 @@ class PreparedRequest:
     tenant: str = ""
     family: str = ""
     fills_model: bool = False
-    sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: StopAutomaton = field(default_factory=lambda: StopAutomaton(()))
+    sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
+    stop: StopAutomaton = msgspec.field(default_factory=lambda: StopAutomaton(()))
     eos_token_ids: tuple[int, ...] = ()
     chat: Chat | None = None
     choice: int = 0
@@ -50,9 +49,11 @@ class PreparedRequest:
     skip_special_tokens: bool = True
 
     def of_choice(self, choice: int) -> "PreparedRequest":
-        """Return the request for another answer to the prompt. Called on the request for the first one."""
+        """Return the request for an answer to the prompt. Called on the request for the first one."""
+        if choice == self.choice:
+            return self
         seed = choice_seed(self.sampling.seed, choice)
-        return replace(self, choice=choice, sampling=structs.replace(self.sampling, seed=seed))
+        return structs.replace(self, choice=choice, sampling=structs.replace(self.sampling, seed=seed))
 
     @property
     def max_length(self) -> int:
@@ -112,7 +113,7 @@ def prepare(
         sampling=sampling,
         num_choices=request.num_choices,
     ).check(card.vocab_size)
-    return replace(
+    return structs.replace(
         _base_request(request, prompt_ids, timeout_seconds),
         sampling=sampling,
         stop=stop or StopAutomaton(request.stop),
@@ -148,7 +149,7 @@ def prepare_embedding(
     if not prompt_ids:
         raise InvalidRequestError("an input is empty; it needs at least one token", param="input")
     check_token_ids(prompt_ids, card.vocab_size, param="input")
-    return replace(_base_request(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
+    return structs.replace(_base_request(request, prompt_ids, timeout_seconds), plan=EMBEDDING)
 
 
 def _base_request(

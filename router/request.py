@@ -3,9 +3,10 @@
 import secrets
 import time
 from collections.abc import Iterable
-from copy import copy
-from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
+from msgspec import structs
 
 from contract.errors import InvalidRequestError
 from contract.requests import MAX_CHOICES
@@ -20,8 +21,7 @@ BACKGROUND_PRIORITY = -(2**31)
 """The priority of requests that are admitted only when no other request waits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request as the client sent it. None means: not given, take the model's or the documented default.
 
     request_id: made by the router, and never used for another request; a client's own name for its request is not one.
@@ -66,7 +66,7 @@ class GenerationRequest:
     is_background: bool = False
     family: str = ""
     timeout_seconds: float | None = None
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = msgspec.field(default_factory=time.monotonic)
 
     @property
     def choices(self) -> range:
@@ -76,8 +76,7 @@ class GenerationRequest:
         return range(self.num_choices)
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingRequest:
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request for the embedding of a prompt, as the client sent it.
 
     dimensions: how many numbers the embedding must have; None: not given. The other fields are those of GenerationRequest.
@@ -93,7 +92,7 @@ class EmbeddingRequest:
     is_background: bool = False
     family: str = ""
     timeout_seconds: float | None = None
-    arrival: float = field(default_factory=time.monotonic)
+    arrival: float = msgspec.field(default_factory=time.monotonic)
 
     @property
     def choices(self) -> range:
@@ -106,12 +105,12 @@ _Request = TypeVar("_Request", GenerationRequest, EmbeddingRequest)
 
 def for_prompts(first: _Request, prompts: Iterable[str | tuple[int, ...]]) -> list[_Request]:
     """Return the request, and a copy of it for each of ``prompts`` under an id of its own."""
-    requests = [first]
-    for number, prompt in enumerate(prompts, 1):
-        other = copy(first)  # ``replace`` takes 20 µs, which are too many for a thousand prompts
-        vars(other).update(request_id=f"{first.request_id}-{number}", prompt=prompt, family=first.request_id)
-        requests.append(other)
-    return requests
+    name = first.request_id
+    others = [
+        structs.replace(first, request_id=f"{name}-{number}", prompt=prompt, family=name)
+        for number, prompt in enumerate(prompts, 1)
+    ]
+    return [first, *others]
 
 
 def new_request_id(prefix: str) -> str:

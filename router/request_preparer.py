@@ -55,9 +55,12 @@ class RequestPreparer:
         Raises KvbatonError, InvalidRequestError for more tokens than they may have together among them.
         """
         prepared: list[PreparedRequest] = []
-        room = max(MAX_PROMPT_TOKENS, self._max_model_len(card))
+        max_model_len = self._max_model_len(card)
+        room = max(MAX_PROMPT_TOKENS, max_model_len)
         for request in requests:
-            prepared.append(await self._prepare(request, card))
+            check_limits(request)
+            prompt_ids = await self._tokenizers.tokenize(request, card, max_model_len)
+            prepared.append(self._checked(request, prompt_ids, card))
             room -= len(prepared[-1].prompt_token_ids)
             if room < 0:
                 raise InvalidRequestError(
@@ -80,11 +83,6 @@ class RequestPreparer:
         card = self._models.card_named(request.model)
         return len(await self._tokenizers.tokenize(request, card, self._max_model_len(card)))
 
-    async def _prepare(self, request: _Request, card: ModelCard) -> PreparedRequest:
-        check_limits(request)
-        prompt_ids = await self._tokenizers.tokenize(request, card, self._max_model_len(card))
-        return self._checked(request, prompt_ids, card)
-
     def _checked(self, request: _Request, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         make: Callable[..., PreparedRequest]
         if isinstance(request, GenerationRequest):
@@ -97,10 +95,10 @@ class RequestPreparer:
     def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
         """Prepare a request for the attached workers; if it is too long, for a larger one that was detached a moment ago."""
         now = self._registry.max_model_len(card.max_model_len)
-        recent = self._max_model_len(card)
         try:
             return make(max_model_len=now, timeout_seconds=self._timeout_seconds)
         except ContextLengthError:
+            recent = self._max_model_len(card)
             if recent <= now:
                 raise
         return make(max_model_len=recent, timeout_seconds=self._timeout_seconds)

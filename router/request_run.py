@@ -106,21 +106,19 @@ class RequestRun:
 
     async def next(self) -> TokenBatch:
         """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure."""
-        batch = await self._next()
-        self._delivered += [token.token_id for token in batch.tokens]
-        if self._attempt and self._attempt.is_decoding:
-            self._failures.progress(self._attempt)
-        return batch
-
-    async def _next(self) -> TokenBatch:
         while True:
             attempt = self._attempt or await self._begin()
             try:
-                return await attempt.next()
+                batch = await attempt.next()
             except KvbatonError as error:
                 self.close()
                 self._failures.note(attempt, error)
                 self.tracked.replayed(error, len(self._delivered))
+            else:
+                self._delivered += [token.token_id for token in batch.tokens]
+                if attempt.is_decoding:
+                    self._failures.progress(attempt)
+                return batch
 
     async def _begin(self) -> Attempt:
         """Begin the next attempt. Raises DeadlineError if the deadline passes before that."""

@@ -60,14 +60,22 @@ class RequestTracker:
         try:
             yield tracked
         except BaseException as error:
-            if tracked.state is not RequestState.FINISHED:
-                kind = _kind_of(error)
-                self._metrics.failed(kind)
-                self._log_end(request.family or request.request_id, kind, tracked.state, error)
+            self._count_failure(request, tracked, error)
             raise
+        else:
+            self._count_failure(request, tracked, GeneratorExit("its reader has left it"))
         finally:
             self._remove(tracked)
             _call(self._on_fewer_unbound)
+
+    def _count_failure(
+        self, request: GenerationRequest | EmbeddingRequest, tracked: TrackedRequest, error: BaseException
+    ) -> None:
+        """Count and log a request that ended with an error, unless its answer is complete."""
+        if tracked.state is not RequestState.FINISHED:
+            kind = _kind_of(error)
+            self._metrics.failed(kind)
+            self._log_end(request.family or request.request_id, kind, tracked.state, error)
 
     def close_admission(self, reason: str) -> None:
         """Reject every request from now on, but for those in the background."""
@@ -171,7 +179,7 @@ def _call(listeners: list[Callable[[], None]]) -> None:
 def _kind_of(error: BaseException) -> ErrorKind:
     if isinstance(error, KvbatonError):
         return error.kind
-    went_away = isinstance(error, asyncio.CancelledError | GeneratorExit)
+    went_away = isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionResetError)
     return ErrorKind.CANCELLED if went_away else ErrorKind.INTERNAL
 
 

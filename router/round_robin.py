@@ -43,7 +43,7 @@ class RoundRobin:
             await turn
             return
         if not self._waiting:
-            asyncio.get_running_loop().call_later(self._pause_seconds(), self._next_round)
+            self._schedule_round()
         self._waiting[client] = deque()
 
     def _next_round(self) -> None:
@@ -55,11 +55,19 @@ class RoundRobin:
             else:
                 del self._waiting[client]
         if self._waiting:
-            asyncio.get_running_loop().call_later(self._pause_seconds(), self._next_round)
+            self._schedule_round()
+
+    def _schedule_round(self) -> None:
+        """Begin the next round after a pause; at once if one client is alone."""
+        loop = asyncio.get_running_loop()
+        is_alone = len(self._recent.names | self._waiting.keys()) < 2
+        if is_alone:
+            loop.call_soon(self._next_round)
+        else:
+            loop.call_later(self._pause_seconds(), self._next_round)
 
     def _pause_seconds(self) -> float:
-        """Return how long after this round the next one begins: at once if one client is alone."""
+        """Return the pause after the work since the last one. The clock is a system call, and not read for one client."""
         busy = self._cpu_clock() - self._busy_before
         self._busy_before += busy
-        is_alone = len(self._recent.names | self._waiting.keys()) < 2
-        return 0.0 if is_alone else pause_seconds(busy, _FACTOR)
+        return pause_seconds(busy, _FACTOR)

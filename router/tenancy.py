@@ -1,7 +1,9 @@
 """The service's rules for clients: the highest priority, and whose cached KV a client may reuse."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
+
+from msgspec import structs
 
 from router.prepared_request import PreparedRequest
 
@@ -24,7 +26,7 @@ class TenantRules:
         salt = request.cache_salt
         if request.tenant and not self.shares_prefix_cache:
             salt = tenant_salt(request.tenant, salt)
-        return replace(request, priority=min(request.priority, self.max_priority), cache_salt=salt)
+        return structs.replace(request, priority=min(request.priority, self.max_priority), cache_salt=salt)
 
 
 def tenant_salt(tenant: str, cache_salt: str) -> str:

@@ -1,13 +1,13 @@
 """The five parts of a request's latency, which sum to the whole by construction."""
 
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from contract.outputs import TransferReport
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timings:
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, bytes and copies of one request.
 
     transfer: the exposed part (last range published → verified), which is the only part of the transfer in the sum.

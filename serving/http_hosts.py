@@ -40,15 +40,19 @@ class HostCheck:
 
         @web.middleware
         async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
-            if not self.admits(request.headers.get(hdrs.HOST)):
-                raise web.HTTPMisdirectedRequest(
-                    reason="the Host header names another host; see the setting allowed_hosts"
-                )
-            if self._refuses_origins and not self.is_own_origin(request.headers.get(hdrs.ORIGIN)):
-                raise web.HTTPForbidden(reason="web pages of other sites may not use this port")
+            self.check(request)
             return await handler(request)
 
         return check
+
+    def check(self, request: web.Request) -> None:
+        """Raise an HTTP error as ``middleware`` answers it."""
+        if not self.admits(request.headers.get(hdrs.HOST)):
+            raise web.HTTPMisdirectedRequest(
+                reason="the Host header names another host; see the setting allowed_hosts"
+            )
+        if self._refuses_origins and not self.is_own_origin(request.headers.get(hdrs.ORIGIN)):
+            raise web.HTTPForbidden(reason="web pages of other sites may not use this port")
 
     def admits(self, header: str | None) -> bool:
         """Return True if this Host header is valid. Browsers always send one."""

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ _MAX_ID = 2**24 - 1
 """The libraries keep tables with one entry per token id."""
 _TRIAL = "A trial: 1 é 中\n"
 _MAX_SHOWN = 500
+_MAX_DECODED = 2**15
+"""Single tokens whose texts are kept."""
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -50,6 +53,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._messages = MessageEncoder(backend)
         self.length_bound = LengthBound(backend)
+        self._decode_one = lru_cache(_MAX_DECODED)(self._decode)
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
 
     @classmethod
@@ -103,7 +107,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; invalid UTF-8 becomes U+FFFD, unknown ids have no text."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        ids = tuple(token_ids)
+        decode = (
+            self._decode_one if len(ids) == 1 else self._decode
+        )  # single tokens are decoded again and again
+        return decode(ids, skip_special_tokens)
 
     def token_id(self, token: str | None) -> int | None:
         """Return the id of a token in the vocabulary's form, or None."""
@@ -135,6 +143,9 @@ class Tokenizer:
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
             return bytes.fromhex(written[3:5])
         return written.replace(_SPACE_MARK, " ").encode()
+
+    def _decode(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
+        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}

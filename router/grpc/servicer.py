@@ -1,12 +1,11 @@
 """The methods of ``kvbaton.v1.Inference``, which use the same pipeline as HTTP."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
-from contract.errors import CancelledError, InvalidRequestError
+from contract.errors import InvalidRequestError
 from contract.requests import check_token_ids
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
@@ -21,6 +20,7 @@ from router.grpc.limits import check_detokenize, check_embed, check_generate
 from router.request_path import RequestPath
 from router.tokenizing import encode_text
 from serving.grpc_keys import authorization_of
+from serving.stall_limit import stall_limit
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServicer):
@@ -39,6 +39,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         """Stream the answers to one prompt; the last message of each has usage and timings."""
         async with (
             answering(context, "gen") as request_id,
+            stall_limit(self._stall_seconds) as limit,
             self._deltas(request, request_id, context) as (name, deltas),
         ):
             if is_best_of(request):
@@ -47,7 +48,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
                 )
             async for delta in deltas:
                 if delta.tokens or delta.finish_reason:
-                    await self._write(context, generate_response(name, delta))
+                    await limit.write(context.write(generate_response(name, delta)))
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context: Any) -> pb.GenerateResponse:  # noqa: N802
         """Return the answers of ``Generate`` in one message."""
@@ -135,15 +136,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         generation = generation_request(request, request_id, tenant, context.time_remaining())
         async with (
             self._clients.running.open(authorization_of(metadata), request_id, name),
-            aclosing(self._path.pipeline.generate(generation)) as deltas,
+            self._path.pipeline.generate(generation) as deltas,
         ):
             yield name or request_id, deltas
-
-    async def _write(self, context: Any, response: pb.GenerateResponse) -> None:
-        try:
-            async with asyncio.timeout(self._stall_seconds):
-                await context.write(response)
-        except TimeoutError:
-            raise CancelledError(
-                f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
-            ) from None

@@ -17,14 +17,27 @@ _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
 _TENANT = web.RequestKey("tenant", str)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Check = Callable[[web.Request], None]
+"""Raises an error for a request that is rejected."""
 
 
-def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Middleware:
-    """Return a middleware that requires an API key except on open paths. It counts and raises UnauthenticatedError."""
-    open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
+def checking(*checks: Check) -> Middleware:
+    """Return one middleware for all checks: a token of a stream passes every middleware on its way."""
 
     @web.middleware
-    async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def check_all(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        for check in checks:
+            check(request)
+        return await handler(request)
+
+    return check_all
+
+
+def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Check:
+    """Return a check that requires an API key except on open paths. It counts and raises UnauthenticatedError."""
+    open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
+
+    def check(request: web.Request) -> None:
         if request.path not in open_paths:
             try:
                 keys.check(authorization_of(request))
@@ -32,7 +45,6 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Mid
                 wrong.note(request.remote or "a disconnected client")
                 raise
             request[_TENANT] = keys.tenant(authorization_of(request))
-        return await handler(request)
 
     return check
 
@@ -62,18 +74,16 @@ class Cors:
     def __init__(self, origins: tuple[str, ...]) -> None:
         self._origins = frozenset(origins)
 
-    def reject_forms(self, hosts: HostCheck) -> Middleware:
-        """Return a middleware that rejects bodies of other sites' pages that are not JSON. For ports without API keys.
+    def reject_forms(self, hosts: HostCheck) -> Check:
+        """Return a check that rejects bodies of other sites' pages that are not JSON. For ports without API keys.
 
         A browser lets any page send forms without a preflight and only keeps the answer from it.
         """
 
-        @web.middleware
-        async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        def check(request: web.Request) -> None:
             is_form = request.method == hdrs.METH_POST and request.content_type != "application/json"
             if is_form and not self._allowed(request) and not hosts.is_same_site(request):
                 raise web.HTTPForbidden(reason="a page of another site may not send this; see cors_origins")
-            return await handler(request)
 
         return check
 

@@ -6,7 +6,7 @@ from aiohttp import hdrs, web
 
 from router.client_access import ClientAccess
 from router.draining import Drain
-from router.http.access import Cors, key_check
+from router.http.access import Cors, checking, key_check
 from router.http.boundary import boundary
 from router.http.lifetime import lifetime
 from router.settings import RouterSettings
@@ -21,12 +21,17 @@ def build_app(
     While ``drain`` is on, connections are closed after their answers.
     """
     cors = Cors(settings.origins)
-    check = key_check(clients.keys, clients.wrong_keys, metrics_need_key=settings.metrics_need_key)
+    keys = key_check(clients.keys, clients.wrong_keys, metrics_need_key=settings.metrics_need_key)
     hosts = HostCheck(settings.http, listed_hosts(settings.allowed_hosts))
     # With API keys there is nothing to protect from forms: a page of another site cannot send a key.
     forms = [] if clients.keys.are_required else [cors.reject_forms(hosts)]
     app = web.Application(
-        middlewares=[cors.middleware, boundary, hosts.middleware, check, *forms, lifetime(clients.running)],
+        middlewares=[
+            cors.middleware,
+            boundary,
+            checking(hosts.check, keys, *forms),
+            lifetime(clients.running),
+        ],
         client_max_size=settings.max_body_bytes,
     )
     app.on_response_prepare.append(cors.mark)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import msgspec
+from msgspec import structs
 
 from contract.errors import InternalError, InvalidRequestError, KvbatonError
 from router.answer import Delta
@@ -105,7 +106,7 @@ class BatchAnswers:
 
 
 def _in_background(requests: list[_Request]) -> list[_Request]:
-    return [replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in requests]
+    return [structs.replace(one, priority=BACKGROUND_PRIORITY, is_background=True) for one in requests]
 
 
 def _reject_unsupported(body: Body) -> None:

@@ -12,14 +12,14 @@ from aiohttp import web
 
 from contract.errors import InvalidRequestError
 from router.answer import Delta
-from router.cancellation import CancellableRequests
-from router.http.access import authorization_of
+from router.http.answer_writer import json_bytes
 from router.http.bodies.body import Body, Json
 from router.http.bodies.json_bodies import JsonBodyReader
-from router.http.boundary import REQUEST_ID, name_of, origin_of
+from router.http.boundary import origin_of
 from router.http.exchange import Origin, encoded
 from router.http.fields.prompts import prompts_of
 from router.http.fields.unsupported import reject_unsupported
+from router.http.lifetime import let_client_cancel
 from router.http.schema.embedding import EMBEDDING
 from router.http.timing_header import server_timing
 from router.model_source import ModelSource
@@ -76,16 +76,9 @@ class EmbeddingParser:
 class EmbeddingEndpoint:
     """The handler of embeddings."""
 
-    def __init__(
-        self,
-        bodies: JsonBodyReader,
-        pipeline: Pipeline,
-        running: CancellableRequests,
-        parser: EmbeddingParser,
-    ) -> None:
+    def __init__(self, bodies: JsonBodyReader, pipeline: Pipeline, parser: EmbeddingParser) -> None:
         self._bodies = bodies
         self._pipeline = pipeline
-        self._running = running
         self._parser = parser
 
     def routes(self) -> list[web.RouteDef]:
@@ -97,10 +90,9 @@ class EmbeddingEndpoint:
         arrival = time.monotonic()
         body = await self._bodies.read(request, "embd", EMBEDDING)
         exchange = self._parser.embedding(body, origin_of(request, arrival))
-        async with self._running.open(authorization_of(request), request[REQUEST_ID], name_of(request)):
-            found = await self._pipeline.embed(*exchange.requests)
-        whole = await exchange.whole(found)
-        return web.json_response(text=whole.decode(), headers=server_timing(request, found))
+        let_client_cancel(request)
+        found = await self._pipeline.embed(*exchange.requests)
+        return json_bytes(await exchange.whole(found), server_timing(request, found))
 
 
 def _encoding_format(body: Body) -> str:

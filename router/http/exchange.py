@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,7 +12,6 @@ from aiohttp import web
 from contract.errors import KvbatonError
 from router.answer import Delta
 from router.best_of import choose_best
-from router.http.fields.grammars import naming_grammar_field
 from router.http.formatter import AnswerFormatter, AnswerOptions
 from router.http.streaming import EventStream
 from router.pipeline import Pipeline
@@ -50,12 +49,11 @@ class Exchange:
     async def deltas(self, pipeline: Pipeline) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         """Run the requests for as long as the block lasts. Errors raised within it name the field of the body."""
         try:
-            async with (
-                naming_grammar_field(self.requests[0]),
-                aclosing(pipeline.generate(*self.requests)) as deltas,
-            ):
+            async with pipeline.generate(*self.requests) as deltas:
                 yield deltas
         except KvbatonError as error:
+            if error.param == "grammar":
+                error.param = self.requests[0].grammar_field
             error.param = self.field_names.get(error.param or "", error.param)
             raise
 

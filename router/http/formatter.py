@@ -1,10 +1,16 @@
 """The interface of the classes that write answers in the objects of one API."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from router.answer import Delta
 from router.http.bodies.body import Json
+
+Event = Json | msgspec.Raw
+"""An object of a stream, or its JSON."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +37,7 @@ class AnswerOptions:
 class AnswerFormatter(Protocol):
     """Writes one response. Call ``chunks`` for every delta of a stream, in order, or ``whole`` once."""
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def chunks(self, delta: Delta) -> Sequence[Event]:
         """Return the stream's objects for one delta; none while there is nothing to show."""
 
     def whole(self, deltas: list[Delta]) -> Json:

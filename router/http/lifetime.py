@@ -6,8 +6,11 @@ from contextlib import ExitStack
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from router.cancellation import CancellableRequests
+from router.cancellation import CancellableRequests, OpenRequest
+from router.http.access import authorization_of
+from router.http.boundary import REQUEST_ID, name_of
 
+_OPEN = web.RequestKey("open", OpenRequest)
 _HELD = web.RequestKey("held", ExitStack)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -22,10 +25,15 @@ def lifetime(running: CancellableRequests) -> Middleware:
     async def live(request: web.Request, handler: _Handler) -> web.StreamResponse:
         with ExitStack() as held:
             request[_HELD] = held
-            async with running.open(""):
+            async with running.open() as request[_OPEN]:
                 return await handler(request)
 
     return live
+
+
+def let_client_cancel(request: web.Request) -> None:
+    """Let the client cancel the request from now on, by its id or by the client's own name for it."""
+    request[_OPEN].add_names(authorization_of(request), request[REQUEST_ID], name_of(request))
 
 
 def held_by(request: web.Request) -> ExitStack:

@@ -39,7 +39,7 @@ def all_routes(
     models = path.models
     registry = path.registry
     bodies = JsonBodyReader(models, clients.held, settings)
-    answers = AnswerWriter(path.pipeline, clients.running, settings.client_stall_seconds)
+    answers = AnswerWriter(path.pipeline, settings.client_stall_seconds)
     api = document(
         version("kvbaton"),
         needs_key=clients.keys.are_required,
@@ -51,7 +51,7 @@ def all_routes(
         *GenerationEndpoints(bodies, answers, generation).routes(),
         *ResponseEndpoints(bodies, answers, ResponseParser(models)).routes(),
         *MessageEndpoints(bodies, answers, path.pipeline, MessageParser(models)).routes(),
-        *EmbeddingEndpoint(bodies, path.pipeline, clients.running, embeddings).routes(),
+        *EmbeddingEndpoint(bodies, path.pipeline, embeddings).routes(),
         *TokenizerEndpoints(bodies, models, registry, path.tokenizers).routes(),
         *file_routes(bodies, batches, settings),
         *ModelEndpoints(models, registry).routes(),

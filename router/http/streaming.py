@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from contract.errors import CancelledError
+from router.http.formatter import Event
+
+_SMALL_BYTES = 2**14
+"""Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
 
 
 def _data(payload: bytes) -> bytes:
@@ -30,9 +34,9 @@ class EventStream:
             }
         )
 
-    async def send(self, *chunks: dict[str, Any]) -> None:
+    async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
-        await self._write(b"".join(self._event(chunk) for chunk in chunks))
+        await self._write(b"".join([self._event(chunk) for chunk in chunks]))
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
@@ -43,25 +47,37 @@ class EventStream:
         with contextlib.suppress(CancelledError, ConnectionResetError):
             await self._write(self._event(error), is_last=True)
 
-    def _event(self, chunk: dict[str, Any]) -> bytes:
+    def _event(self, chunk: Event) -> bytes:
         return _data(msgspec.json.encode(chunk))
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         """Write, and end the response after the last payload. The connection of a client that stalls is closed."""
+        if self._has_room(payload):
+            await self._put(payload, is_last=is_last)
+            return
         try:
             async with asyncio.timeout(self._stall_seconds):
-                if not self.response.prepared:
-                    await self.response.prepare(self._request)
-                if payload:
-                    await self.response.write(payload)
-                if is_last:
-                    await self.response.write_eof()
+                await self._put(payload, is_last=is_last)
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()  # else ending the response waits for the client as well
             raise CancelledError(
                 f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
             ) from None
+
+    def _has_room(self, payload: bytes) -> bool:
+        """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
+        transport = self._request.transport
+        is_empty = transport is not None and not transport.get_write_buffer_size()
+        return is_empty and len(payload) <= _SMALL_BYTES
+
+    async def _put(self, payload: bytes, *, is_last: bool) -> None:
+        if not self.response.prepared:
+            await self.response.prepare(self._request)
+        if is_last:
+            await self.response.write_eof(payload)
+        elif payload:
+            await self.response.write(payload)
 
 
 class NamedEventStream(EventStream):
@@ -86,5 +102,7 @@ class NamedEventStream(EventStream):
         with contextlib.suppress(CancelledError, ConnectionResetError):
             await self._write(b"".join(map(self._event, self._failed(error))), is_last=True)
 
-    def _event(self, chunk: dict[str, Any]) -> bytes:
+    def _event(self, chunk: Event) -> bytes:
+        if isinstance(chunk, msgspec.Raw):
+            raise TypeError("an event with a name is an object with its type")
         return f"event: {chunk['type']}\n".encode() + super()._event(chunk)

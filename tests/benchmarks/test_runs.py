@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import engine, interference, service_speed, steps
+from benchmarks import engine, interference, router, service_speed, steps
 from benchmarks.direct_worker import DirectWorker, direct_worker
 from benchmarks.engine import OURS, PEERS, measure_engines
 from benchmarks.interference import AGGREGATED, measure_interference
@@ -247,3 +247,17 @@ def test_what_a_step_spends_outside_the_model(tmp_path: Path) -> None:
     assert drawing[:3] == [0.0] * 3
     assert 0 < drawing[3] < found["32 at once, temperature 0.8, top-p 0.95"]["still_ms"]["median"]
     assert "| 32 at once | " in steps.table({"num_threads": 1, "cases": found})
+
+
+@pytest.mark.slow
+async def test_a_router_alone(children: list[psutil.Process]) -> None:
+    plan = router.Plan(
+        num_streams=3, num_tokens=80, step_seconds=0.001, num_completions=40, at_once=4, num_idle=20, rounds=1
+    )
+    found = await router.measure_router(plan)
+    rates = [*found["streams"].values(), *found["completions"].values()]
+    assert len(rates) == 5 and all(rate["median"] > 0 for rate in rates)
+    idle = found["idle"]
+    assert idle["descriptors_during"] >= idle["descriptors_before"] + 20 > idle["descriptors_after"]
+    assert "| tokens of 3 streams, chats |" in router.table(found)
+    assert not new_children(children)

@@ -32,8 +32,8 @@ async def test_the_end_of_a_stream_does_not_wait_for_a_client_that_reads_nothing
         assert request.transport is not None
         request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         stream = EventStream(request, {}, 0.2)
-        await stream.send({"text": "x" * 66_000})
-        await stream.send({"text": "x" * 60_000})
+        await stream.send([{"text": "x" * 66_000}])
+        await stream.send([{"text": "x" * 60_000}])
         await end(stream)
         ended.set()
         return stream.response

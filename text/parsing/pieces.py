@@ -1,25 +1,24 @@
 """The pieces of an answer."""
 
-from dataclasses import dataclass, replace
 from typing import TypeVar
 
+import msgspec
+from msgspec import structs
 
-@dataclass(frozen=True)
-class Content:
+
+class Content(msgspec.Struct, frozen=True):
     """Text of the answer itself."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Reasoning:
+class Reasoning(msgspec.Struct, frozen=True):
     """Text of the model's reasoning before the answer."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class CallBegin:
+class CallBegin(msgspec.Struct, frozen=True):
     """A tool call begins. index: 0 for the answer's first call."""
 
     index: int
@@ -27,8 +26,7 @@ class CallBegin:
     name: str
 
 
-@dataclass(frozen=True)
-class CallArguments:
+class CallArguments(msgspec.Struct, frozen=True):
     """A fragment of the JSON text of a call's arguments; all fragments of a call form one JSON object."""
 
     index: int
@@ -46,7 +44,11 @@ def append(pieces: list[P], piece: P) -> None:
         pieces.append(piece)
     elif piece.text:
         last = pieces[-1] if pieces else None
-        if last is not None and not isinstance(last, CallBegin) and replace(last, text=piece.text) == piece:
-            pieces[-1] = replace(last, text=last.text + piece.text)
+        if (
+            last is not None
+            and not isinstance(last, CallBegin)
+            and structs.replace(last, text=piece.text) == piece
+        ):
+            pieces[-1] = structs.replace(last, text=last.text + piece.text)
         else:
             pieces.append(piece)

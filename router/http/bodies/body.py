@@ -1,6 +1,7 @@
 """The fields of a request's JSON body, read one by one; an error names the field."""
 
 import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError
@@ -8,6 +9,7 @@ from contract.errors import InvalidRequestError
 Json = dict[str, Any]
 UNSERVED = "x-unserved"
 """Marks the schema of a field that is known but rejected (``router.http.fields.unsupported``)."""
+_NOT_DESCRIBED = (UNSERVED,)
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = _SHOWN.maxlong = 60
@@ -23,13 +25,21 @@ class Body:
 
     def __init__(self, fields: dict[str, Any], schema: Json | None = None) -> None:
         self.fields = fields
-        self.schema = schema or {}
+        self._described: Json = schema["properties"] if schema else {}
 
     def get(self, name: str) -> Any:
         """Return the value as it is; None if the field is missing."""
-        if self.schema and UNSERVED in self.schema["properties"].get(name, (UNSERVED,)):
+        if self._described and UNSERVED in self._described.get(name, _NOT_DESCRIBED):
             raise LookupError(f"{name} is read, but router/http/schema does not describe it")
         return self.fields.get(name)
+
+    def given(self, readers: Mapping[str, "Reader"]) -> dict[str, Any]:
+        """Return the values of those fields in ``readers`` that are not null, each as its reader returns it."""
+        return {
+            name: readers[name](self, name)
+            for name, value in self.fields.items()
+            if value is not None and name in readers
+        }
 
     def integer(self, name: str) -> int | None:
         """Return an integer."""
@@ -92,13 +102,17 @@ class Body:
     def object(self, name: str) -> "Body":
         """Return an object, with its own schema if there is one."""
         value = self.get(name)
-        schema = self.schema.get("properties", {}).get(name, {})
+        schema = self._described.get(name, {})
         schema = schema if "properties" in schema else None
         if value is None:
             return Body({}, schema)
         if not isinstance(value, dict):
             raise _wrong(name, value, "an object")
         return Body(value, schema)
+
+
+Reader = Callable[[Body, str], Any]
+"""Returns the value of a field of a body. Raises InvalidRequestError."""
 
 
 def _wrong(name: str, value: Any, wanted: str) -> InvalidRequestError:

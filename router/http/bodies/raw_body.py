@@ -3,7 +3,7 @@
 import asyncio
 import zlib
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 
 from aiohttp import web
 
@@ -46,14 +46,9 @@ class BodyReader:
         finally:
             self.num_bytes -= body.num_bytes
 
-    @asynccontextmanager
-    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until a body may be decoded: one large body at a time."""
-        if num_bytes <= LARGE_BYTES:
-            yield
-            return
-        async with self._one_large:
-            yield
+    def turn(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
+        """Return a context in which a body may be decoded: one large body at a time."""
+        return self._one_large if num_bytes > LARGE_BYTES else nullcontext()
 
     def take(self, num_bytes: int, held_by_body: int = 0) -> None:
         """Count more bytes of a body. held_by_body: those that were counted before.

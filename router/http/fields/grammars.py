@@ -1,7 +1,6 @@
 """The grammar that an answer must match: OpenAI's ``response_format``, vLLM's ``structured_outputs`` and ``guided_*``."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +9,6 @@ from contract.errors import InvalidRequestError, UnsupportedFieldError
 from contract.grammars import reduced
 from contract.sampling import Grammar
 from router.http.bodies.body import Body
-from router.request import GenerationRequest
 from text.parsing.forced import only_objects
 
 
@@ -30,17 +28,6 @@ def grammar_fields(body: Body, openai_field: str = "response_format") -> dict[st
         raise InvalidRequestError(f"{second} cannot be combined with {first}", param=second)
     ((name, grammar),) = found
     return {"grammar": grammar, "grammar_field": name}
-
-
-@asynccontextmanager
-async def naming_grammar_field(request: GenerationRequest) -> AsyncIterator[None]:
-    """Let errors about the grammar, for as long as the block lasts, name the field that it was sent in."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        if error.param == "grammar":
-            error.param = request.grammar_field
-        raise
 
 
 def _read(name: str, value: Any) -> Grammar | None:

@@ -5,7 +5,7 @@ from typing import Any
 from contract.errors import InvalidRequestError
 from contract.requests import MAX_CHOICES
 from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS
-from router.http.bodies.body import Body
+from router.http.bodies.body import Body, Reader
 from router.http.fields.grammars import grammar_fields
 
 _MAX_DIGITS = 10
@@ -24,28 +24,11 @@ def shared_fields(body: Body) -> dict[str, Any]:
 
 
 def sampling_fields(body: Body) -> dict[str, Any]:
-    """Read the arguments of ``GenerationRequest`` that every endpoint has under the same names."""
-    return {
-        "model": body.string("model"),
-        "temperature": body.number("temperature"),
-        "top_k": _top_k(body),
-        "top_p": body.number("top_p"),
-        "seed": body.integer("seed"),
-        "min_tokens": body.integer("min_tokens") or 0,
-        "stop": body.strings("stop"),
-        "stop_token_ids": body.integers("stop_token_ids"),
-        "include_stop_str_in_output": body.flag("include_stop_str_in_output"),
-        "skip_special_tokens": body.flag("skip_special_tokens", default=True),
-        "ignore_eos": body.flag("ignore_eos"),
-        "min_p": body.number("min_p"),
-        "presence_penalty": body.number("presence_penalty") or 0.0,
-        "frequency_penalty": body.number("frequency_penalty") or 0.0,
-        "repetition_penalty": body.number("repetition_penalty"),
-        "logit_bias": _logit_bias(body),
-        "allowed_token_ids": body.integers("allowed_token_ids"),
-        "priority": body.integer("priority") or 0,
-        "cache_salt": body.string("cache_salt") or "",
-    }
+    """Read the arguments of ``GenerationRequest`` that every endpoint has under the same names.
+
+    Fields that are missing or null keep the defaults of ``GenerationRequest``.
+    """
+    return body.given(_SAMPLING)
 
 
 def choice_counts(body: Body) -> tuple[int, int]:
@@ -66,21 +49,45 @@ def _prompt_logprobs(body: Body) -> int | None:
     return wanted
 
 
-def _logit_bias(body: Body) -> tuple[tuple[int, float], ...]:
+def _logit_bias(body: Body, name: str) -> tuple[tuple[int, float], ...]:
     """Read ``logit_bias``, whose keys are token ids as strings, since JSON has no other keys; sorted by token id."""
     found: dict[int, float] = {}
-    for name, bias in body.object("logit_bias").fields.items():
-        is_id = name.isascii() and name.isdigit() and len(name) <= _MAX_DIGITS
+    for token, bias in body.object(name).fields.items():
+        is_id = token.isascii() and token.isdigit() and len(token) <= _MAX_DIGITS
         if not is_id or type(bias) not in (int, float) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
             raise InvalidRequestError(
-                f"logit_bias holds {name[:20]!r}: {str(bias)[:20]}; it must map token ids to numbers in"
+                f"logit_bias holds {token[:20]!r}: {str(bias)[:20]}; it must map token ids to numbers in"
                 f" -{MAX_LOGIT_BIAS:g}..{MAX_LOGIT_BIAS:g}",
                 param="logit_bias",
             )
-        found[int(name)] = float(bias)
+        found[int(token)] = float(bias)
     return tuple(sorted(found.items()))
 
 
-def _top_k(body: Body) -> int | None:
-    top_k = body.integer("top_k")
+def _top_k(body: Body, name: str) -> int | None:
+    top_k = body.integer(name)
     return 0 if top_k == -1 else top_k  # vLLM's clients write -1 for the whole vocabulary
+
+
+_SAMPLING: dict[str, Reader] = {
+    "model": Body.string,
+    "temperature": Body.number,
+    "top_k": _top_k,
+    "top_p": Body.number,
+    "seed": Body.integer,
+    "min_tokens": Body.integer,
+    "stop": Body.strings,
+    "stop_token_ids": Body.integers,
+    "include_stop_str_in_output": Body.flag,
+    "skip_special_tokens": Body.flag,
+    "ignore_eos": Body.flag,
+    "min_p": Body.number,
+    "presence_penalty": Body.number,
+    "frequency_penalty": Body.number,
+    "repetition_penalty": Body.number,
+    "logit_bias": _logit_bias,
+    "allowed_token_ids": Body.integers,
+    "priority": Body.integer,
+    "cache_salt": Body.string,
+}
+"""Field → how it is read."""

@@ -4,11 +4,11 @@ A field that another server supports and this one does not is rejected unless it
 believe that it was honoured. When a field becomes supported, its entry here is deleted.
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
-from router.http.bodies.body import Body
+from router.http.bodies.body import Body, Reader
 
 FOREIGN = (
     "system",
@@ -83,7 +83,7 @@ def _texts(body: Body, name: str) -> None:
             raise InvalidRequestError(f"{name}[{key[:20]!r}] must be a string", param=name)
 
 
-_IGNORED: dict[str, Callable[[Body, str], Any]] = {
+_IGNORED: dict[str, Reader] = {
     "user": Body.string,
     "safety_identifier": Body.string,
     "prompt_cache_key": Body.string,
@@ -104,8 +104,7 @@ def reject_unsupported(
     supported: fields that this endpoint supports although others do not. known: field → neutral values.
     Raises InvalidRequestError for an ignored field of a wrong type.
     """
-    for name, read in _IGNORED.items():
-        read(body, name)
+    body.given(_IGNORED)
     for name, value in body.fields.items():
         neutral = None if name in supported else known.get(name)
         if neutral is not None:

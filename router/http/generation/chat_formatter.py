@@ -1,9 +1,11 @@
 """OpenAI's ``chat.completion``, as a whole and in chunks."""
 
+from collections.abc import Sequence
+
 from contract.outputs import FinishReason
 from router.answer import Delta
 from router.http.bodies.body import Json
-from router.http.formatter import AnswerOptions
+from router.http.formatter import AnswerOptions, Event
 from router.http.generation.logprobs import ChatLogprobs, prompt_logprobs
 from router.http.generation.message import message_deltas, whole_message
 from router.http.generation.openai_formatter import OpenAIFormatter
@@ -26,8 +28,10 @@ class ChatFormatter(OpenAIFormatter):
         self._begun: set[int] = set()
         self._called: set[int] = set()
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def chunks(self, delta: Delta) -> Sequence[Event]:
         """Return the chunk with the role (once), one for each kind of content in the delta, and one for the end."""
+        if self._is_text_only(delta):
+            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
         out = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
@@ -45,6 +49,13 @@ class ChatFormatter(OpenAIFormatter):
         if not delta.finish_reason:
             return out
         return self._finished(_CHUNK, [*out, self._bare({}, delta)], delta)
+
+    def _is_text_only(self, delta: Delta) -> bool:
+        has_more = delta.reasoning or delta.calls or delta.finish_reason or self._has_detail(delta)
+        return delta.index in self._begun and not has_more
+
+    def _with_text(self, index: int, text: str) -> Json:
+        return self._piece(Delta(index=index), {"content": text})
 
     def whole(self, deltas: list[Delta]) -> Json:
         """Return the response object."""

@@ -1,8 +1,10 @@
 """OpenAI's ``text_completion``, as a whole and in chunks."""
 
+from collections.abc import Sequence
+
 from router.answer import Delta
 from router.http.bodies.body import Json
-from router.http.formatter import AnswerOptions
+from router.http.formatter import AnswerOptions, Event
 from router.http.generation.echo import PromptView
 from router.http.generation.logprobs import LegacyLogprobs, prompt_logprobs
 from router.http.generation.openai_formatter import OpenAIFormatter
@@ -19,11 +21,13 @@ class CompletionFormatter(OpenAIFormatter):
         self._tokenizer = tokenizer
         self._view = view
 
-    def chunks(self, delta: Delta) -> list[Json]:
+    def chunks(self, delta: Delta) -> Sequence[Event]:
         """Return one chunk if there is text, a detail or an end to show."""
         delta = self._shown(delta)
         if not delta.finish_reason:
-            return [self._piece(delta)] if delta.text or self._has_detail(delta) else []
+            if self._has_detail(delta):
+                return [self._piece(delta)]
+            return [self._text_chunk(delta.index, delta.text)] if delta.text else []
         return self._finished(_KIND, [self._piece(delta)], delta)
 
     def whole(self, deltas: list[Delta]) -> Json:
@@ -40,6 +44,9 @@ class CompletionFormatter(OpenAIFormatter):
             prompt_logprobs(deltas[0].prompt, self._tokenizer) if has_logprobs and deltas[0].prompt else None
         )
         return {**choice, "prompt_logprobs": found}
+
+    def _with_text(self, index: int, text: str) -> Json:
+        return self._piece(Delta(index=index, text=text))
 
     def _piece(self, delta: Delta) -> Json:
         return self._chunk(_KIND, self._choice([delta], {"text": delta.text}))

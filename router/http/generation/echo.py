@@ -5,7 +5,6 @@ Tokens of a stop string lie after the end of that text.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from msgspec import structs
 
@@ -79,7 +78,7 @@ class PromptView:
 
 
 def _without_answer(delta: Delta) -> Delta:
-    usage = delta.usage and replace(delta.usage, num_completion_tokens=0)
+    usage = delta.usage and structs.replace(delta.usage, num_completion_tokens=0)
     reason = delta.finish_reason and FinishReason.LENGTH
     return structs.replace(delta, text="", tokens=[], usage=usage, finish_reason=reason, stop_reason=None)
 

@@ -1,23 +1,38 @@
 """The parts of OpenAI's objects that chats and text completions have in common."""
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable
-from functools import reduce
+from functools import partial, reduce
 from operator import add
+
+import msgspec
 
 from router.answer import Delta, Usage
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions
 from router.http.generation.logprobs import LogprobsFormatter, merged
+from router.http.generation.text_chunks import TextChunks
 
 
-class OpenAIFormatter:
+class OpenAIFormatter(ABC):
     """Writes heads, choices and usage. Owns the log probabilities and the usage of the choices so far."""
 
     def __init__(self, options: AnswerOptions, logprobs: Callable[[], LogprobsFormatter]) -> None:
         self._options = options
         self._logprobs: defaultdict[int, LogprobsFormatter] = defaultdict(logprobs)
         self._usages: list[Usage] = []
+        self._texts: dict[int, TextChunks] = {}
+
+    @abstractmethod
+    def _with_text(self, index: int, text: str) -> Json:
+        """Return the chunk of a choice that has nothing but text."""
+
+    def _text_chunk(self, index: int, text: str) -> msgspec.Raw:
+        """Return the JSON of ``_with_text``."""
+        if index not in self._texts:
+            self._texts[index] = TextChunks(partial(self._with_text, index))
+        return self._texts[index].with_text(text)
 
     def _head(self, kind: str) -> Json:
         options = self._options

@@ -1,7 +1,8 @@
 """The bodies of /v1/chat/completions and /v1/completions, parsed into exchanges."""
 
 import time
-from dataclasses import replace
+
+from msgspec import structs
 
 from contract.errors import InvalidRequestError
 from contract.sampling import MAX_LOGPROBS
@@ -61,7 +62,7 @@ class GenerationParser:
             **shared_fields(body),
         )
         if body.flag("echo") and request.prompt_logprobs is None:
-            request = replace(request, prompt_logprobs=request.logprobs)
+            request = structs.replace(request, prompt_logprobs=request.logprobs)
         requests = for_prompts(request, others)
         options = self._options(requests, body)
         view = prompt_view(body, requests, options.num_chosen)

@@ -40,7 +40,7 @@ class MessageParser:
         if max_tokens is None:
             raise InvalidRequestError("max_tokens is missing", param="max_tokens")
         sampling = sampling_fields(body)
-        stop = (*sampling.pop("stop"), *body.strings("stop_sequences"))
+        stop = (*sampling.pop("stop", ()), *body.strings("stop_sequences"))
         fields = {**sampling, "stop": stop, **_format_fields(body)}
         request = GenerationRequest(
             request_id=origin.request_id,

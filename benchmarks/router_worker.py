@@ -1,0 +1,149 @@
+"""A worker without an engine for ``benchmarks.router``: at every step it emits a token for each of its requests."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import grpc.aio
+
+from contract.identity import Role, new_boot_id
+from contract.outputs import FinishReason
+from protos import worker_pb2 as pb
+from protos import worker_pb2_grpc
+from router.testing.stream import RouterStream
+from router.testing.worker import kv_layout
+from serving.cluster_tls import worker_tls
+from serving.grpc_options import internal_server_options
+from text.model_card import ModelCard
+
+_PEER_SECONDS = 30.0
+_CREDIT = pb.Credit(max_requests=2**15, max_tokens=2**30)
+
+
+@dataclass
+class _Leg:
+    """A request that runs. end: index after the last token that this leg emits."""
+
+    task: pb.Task
+    end: int
+    next_index: int
+
+
+@dataclass
+class SteppingWorker(worker_pb2_grpc.WorkerServicer):
+    """Emits a token for each request every ``step_seconds``, all of a step in one message.
+
+    token_ids: the texts of answers; each begins at a random place. idle_after: tokens after which an answer is silent until
+    ``resume``.
+    """
+
+    token_ids: Sequence[int]
+    step_seconds: float
+    idle_after: int | None = None
+    legs: dict[tuple[str, int, int], _Leg] = field(default_factory=dict)
+    num_steps: int = 0
+    _is_busy: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Emit the first token."""
+        return self._begin(request.task, request.task.first_index + 1)
+
+    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Emit all tokens from the task's first index on."""
+        return self._begin(request.task, request.task.sampling.max_tokens)
+
+    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Stop a choice."""
+        self.legs.pop((request.request_id, request.attempt, request.choice), None)
+        return pb.Accepted()
+
+    def resume(self) -> None:
+        """Let the answers that are silent go on."""
+        self.idle_after = None
+        self._is_busy.set()
+
+    async def run(self, stream: RouterStream) -> None:
+        """Emit tokens until cancelled."""
+        while True:
+            await self._is_busy.wait()
+            await asyncio.sleep(self.step_seconds)
+            if entries := [self._emit(leg) for leg in list(self.legs.values()) if self._is_active(leg)]:
+                stream.send(*entries)
+                self.num_steps += 1
+            else:
+                self._is_busy.clear()
+
+    def _begin(self, task: pb.Task, end: int) -> pb.Accepted:
+        self.legs[task.request_id, task.attempt, task.choice] = _Leg(task, end, task.first_index)
+        self._is_busy.set()
+        return pb.Accepted()
+
+    def _is_active(self, leg: _Leg) -> bool:
+        return self.idle_after is None or leg.next_index < self.idle_after
+
+    def _emit(self, leg: _Leg) -> pb.TokenEntry:
+        task = leg.task
+        index = leg.next_index
+        leg.next_index += 1
+        if leg.next_index >= leg.end:
+            del self.legs[task.request_id, task.attempt, task.choice]
+        is_last = leg.next_index >= task.sampling.max_tokens
+        return pb.TokenEntry(
+            request_id=task.request_id,
+            attempt=task.attempt,
+            choice=task.choice,
+            first_index=index,
+            token_ids=[self.token_ids[(index + task.sampling.seed) % len(self.token_ids)]],
+            finish_reason=FinishReason.LENGTH.value if is_last else "",
+            num_cached_tokens=0 if index == 0 else None,
+        )
+
+
+_NUMBERS = count()
+
+
+@asynccontextmanager
+async def attached(
+    worker: SteppingWorker, role: Role, router: str, secret: str, card: ModelCard
+) -> AsyncIterator[None]:
+    """Attach a worker to the router at the internal address ``router`` until the block ends. card: of its model."""
+    worker_id = f"{role.value}-{next(_NUMBERS)}"
+    boot_id = new_boot_id()
+    tls = worker_tls(secret, worker_id, boot_id)
+    server = grpc.aio.server(options=internal_server_options(_PEER_SECONDS))
+    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
+    address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', tls.server_credentials)}"
+    await server.start()
+    stream = RouterStream(router)
+    try:
+        await stream.open(
+            tls,
+            pb.Registration(
+                protocol_min=1,
+                protocol_max=1,
+                worker_id=worker_id,
+                boot_id=boot_id,
+                role=role.value,
+                address=address,
+                control_address=address,
+                model_name="m",
+                model_fingerprint="benchmark@float32",
+                kv_layout=kv_layout(),
+                max_model_len=card.max_model_len,
+                num_blocks=2**24,
+                vocab_size=card.vocab_size,
+            ),
+        )
+        stream.grant(_CREDIT)
+        stepping = asyncio.create_task(worker.run(stream))
+        try:
+            yield
+        finally:
+            stepping.cancel()
+            await asyncio.wait({stepping})
+    finally:
+        await stream.close()
+        await server.stop(None)
