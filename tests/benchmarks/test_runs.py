@@ -152,6 +152,7 @@ async def test_a_stream_counts_its_tokens() -> None:
             await stream(session, server.url, "unknown", [1], 5)
 
 
+@pytest.mark.slow
 async def test_interference(tmp_path: Path) -> None:
     load = Load(
         250, rate=20.0, seconds=0.15, num_chats=2, chat_prompt=5, chat_answer=4, long_prompt=20, long_answer=3

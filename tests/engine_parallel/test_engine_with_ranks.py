@@ -70,6 +70,7 @@ async def assert_two_ranks_give_the_answers_of_one(model: Path) -> None:
         await small.call("check_integrity")
 
 
+@pytest.mark.slow
 async def test_two_ranks_give_the_answers_of_one(tmp_path: Path) -> None:
     """D1, A5, A14, A32: greedy and seeded; chunks, cached prefixes and preemption change nothing."""
     await assert_two_ranks_give_the_answers_of_one(make_checkpoint(tmp_path))

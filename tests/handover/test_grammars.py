@@ -38,6 +38,7 @@ GRAMMARS = {
     "ebnf": Grammar("ebnf", 'root ::= item{4}\nitem ::= "<" [a-c]{2} ">" | "(" item ")"'),
 }
 SEEDS = range(4)
+SLOW = {"json_schema": pytest.mark.slow}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +119,7 @@ async def test_valid_and_equal_over_the_hand_over(model: Path, name: str) -> Non
     assert name == "choice" or len({tuple(tokens_of(whole)) for whole in wholes}) == len(SEEDS)
 
 
-@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW.get(name, ())) for name in GRAMMARS])
 async def test_a_replay_from_every_place_goes_on_alike(model: Path, name: str) -> None:
     """On both paths, whatever of the answer was delivered: the matcher has followed it."""
     sampling = sampling_of(name, 7)

@@ -49,6 +49,7 @@ def packages() -> list[str]:
     return listed
 
 
+@pytest.mark.slow
 def test_every_module_is_imported_from_the_installed_wheel(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile"]

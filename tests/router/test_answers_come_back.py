@@ -225,7 +225,10 @@ def _response_body(choice: str | None, max_tokens: int) -> Json:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("template", TEMPLATES)
-@pytest.mark.parametrize("family", ["hermes", "qwen", "llama3", "mistral"])
+@pytest.mark.parametrize(
+    "family",
+    ["mistral", *(pytest.param(family, marks=pytest.mark.slow) for family in ("hermes", "qwen", "llama3"))],
+)
 async def test_any_answer_can_be_sent_back_and_is_answered(
     family: str, template: str, tmp_path: Path
 ) -> None:

@@ -76,7 +76,13 @@ def grammars_of(cluster: Cluster) -> list[tuple[str, str] | None]:
     return [grammar and (grammar.kind, grammar.text) for grammar in grammars]
 
 
-@pytest.mark.parametrize(("path", "base"), [(CHAT, SAY), (TEXT, {"prompt": ["hello", "again"]})])
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        (CHAT, SAY),
+        pytest.param(TEXT, {"prompt": ["hello", "again"]}, marks=pytest.mark.slow),
+    ],
+)
 async def test_each_field_reaches_both_legs(path: str, base: dict[str, Any]) -> None:
     for fields, wanted in WAYS:
         async with running_cluster(HELLO, PAIR) as cluster:
