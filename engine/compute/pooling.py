@@ -26,7 +26,7 @@ def pool(
     states: ``[num_tokens, hidden_size]`` of the step, after the final norm. A vector with NaN or infinity is left out and
     counted in ``num_nans_in_logits``. Raises InternalError if a mean would miss tokens.
     """
-    if not [request for request in requests if request.pooling is not None]:
+    if all(request.pooling is None for request in requests):
         return
     output.pooler_output = [None] * len(requests)
     for index, request in enumerate(requests):

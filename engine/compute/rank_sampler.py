@@ -27,7 +27,7 @@ class RankSampler:
 
     def logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """Return the logits ``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 only)."""
-        if len(rows) == len(hidden):  # in order, as they always are
+        if len(rows) == hidden.shape[0]:  # in order, as they always are
             return self._forward.logits(hidden)
         (indices,) = on_device([rows], self._device)
         return self._forward.logits(hidden[indices])

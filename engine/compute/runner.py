@@ -56,6 +56,7 @@ class _Model:
     loaded: LoadedModel
     forward: ForwardPass
     sampler: RankSampler
+    prompt_logprobs: PromptLogprobs
 
     @property
     def info(self) -> ModelInfo:
@@ -102,7 +103,9 @@ class ModelRunner:
         settings = self._settings
         loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
         forward = forward_pass(loaded, settings, self.device)
-        self._loaded = _Model(loaded, forward, RankSampler(forward, self._group, self.device))
+        sampler = RankSampler(forward, self._group, self.device)
+        lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
+        self._loaded = _Model(loaded, forward, sampler, lists)
 
     def get_model_info(self) -> ModelInfo:
         """Return ``model_info``, for ``collective_rpc``."""
@@ -243,15 +246,11 @@ class ModelRunner:
         logits = model.sampler.logits(hidden, drawing.last)
         if watch is not None:
             watch.computed()
-        prompt_logprobs = PromptLogprobs(
-            batch,
-            partial(model.sampler.logits, hidden),
-            model.info.vocab_size,
-            makes_lists=self._group.rank == 0,
-        ).of_step(inputs, drawing.states)
+        prompt_logprobs = model.prompt_logprobs.of_step(batch, inputs, drawing.states, hidden)
         output = drawing.spread(model.sampler.sample_step(logits, drawing))
         output.prompt_logprobs_dict = prompt_logprobs
-        if self._group.rank == 0:  # hidden states are equal on all ranks
+        may_pool = len(drawing.drawers) < len(drawing.states)
+        if may_pool and self._group.rank == 0:  # hidden states are equal on all ranks
             pool(hidden, inputs, drawing.states, output)
         batch.append_tokens(drawing.states, output.sampled_token_ids)
         return output

@@ -13,7 +13,7 @@ from torch import Tensor
 from contract.errors import InternalError
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.kernels.binding import CStep, Kernels, Stored
+from engine.kernels.binding import CStep, Kernels, Stored, address_of
 from engine.kernels.draw import KernelDraw
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
@@ -97,13 +97,13 @@ class KernelDecoder:
             inputs.num_reqs,
             self._block_size,
             inputs.block_table.shape[1],
-            _address(inputs.input_ids),
-            _address(inputs.positions),
-            _address(inputs.query_start_loc),
-            _address(inputs.seq_lens),
-            _address(inputs.num_wanted),
-            _address(inputs.block_table),
-            _address(inputs.slot_mapping),
+            address_of(inputs.input_ids),
+            address_of(inputs.positions),
+            address_of(inputs.query_start_loc),
+            address_of(inputs.seq_lens),
+            address_of(inputs.num_wanted),
+            address_of(inputs.block_table),
+            address_of(inputs.slot_mapping),
             pool.addresses,
             pool.block_stride,
             *self._buffers.addresses,
@@ -197,8 +197,9 @@ class _Head:
         """Return the logits of hidden states."""
         if self._weights.head is None:
             return self._model.logits(states)
-        logits = torch.empty(len(states), self._vocab_size)
-        best = np.empty(len(states), dtype=np.int64)
+        num_rows = states.shape[0]
+        logits = torch.empty(num_rows, self._vocab_size)
+        best = np.empty(num_rows, dtype=np.int64)
         self._kernels.linear(self._threads, self._weights.head, states.contiguous(), logits, best)
         self._logits = logits
         self._best = best
@@ -210,11 +211,6 @@ class _Head:
             return None
         tokens: list[int] = self._best.tolist()
         return None if -1 in tokens else tokens
-
-
-def _address(vector: Any) -> int:
-    """Return the address; this runs less Python code than ``vector.ctypes``."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(vector))
 
 
 @dataclass(frozen=True)

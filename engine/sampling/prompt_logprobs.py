@@ -16,20 +16,24 @@ _MAX_ELEMENTS_AT_ONCE = 2**24
 class PromptLogprobs:
     """The log probabilities of a step's prompt tokens, for the requests that require them.
 
-    logits: computes the logits of some rows of the step's tokens; every rank calls it alike. makes_lists: True on the
-    rank that returns log probabilities; the others return empty lists.
+    logits: computes the logits of some rows of a step's hidden states; every rank calls it alike. makes_lists: True on
+    the rank that returns log probabilities; the others return empty lists.
     """
 
     def __init__(
-        self, batch: InputBatch, logits: Callable[[IntVector], Tensor], vocab_size: int, *, makes_lists: bool
+        self, logits: Callable[[Tensor, IntVector], Tensor], vocab_size: int, *, makes_lists: bool
     ) -> None:
-        self._batch = batch
         self._logits = logits
         self._makes_lists = makes_lists
         self._rows_at_once = max(1, _MAX_ELEMENTS_AT_ONCE // vocab_size)
 
-    def of_step(self, inputs: PreparedInputs, states: list[RequestState]) -> dict[str, LogprobsLists]:
-        """Return by request a row for each prompt token that follows a token of this step."""
+    def of_step(
+        self, batch: InputBatch, inputs: PreparedInputs, states: list[RequestState], hidden: Tensor
+    ) -> dict[str, LogprobsLists]:
+        """Return by request a row for each prompt token that follows a token of this step.
+
+        states: the step's requests. hidden: the final states ``[num_tokens, hidden_size]`` of the step.
+        """
         found = {}
         for index, state in enumerate(states):
             num_alternatives = state.sampling.prompt_logprobs
@@ -39,15 +43,17 @@ class PromptLogprobs:
             num_rows = min(int(inputs.seq_lens[index]), state.num_prompt_tokens - 1) - start
             if num_rows > 0:
                 rows = np.arange(num_rows, dtype=np.int32) + inputs.query_start_loc[index]
-                targets = self._batch.known_tokens(state.req_id)[start + 1 : start + 1 + num_rows]
-                found[state.req_id] = self._lists(rows, targets.tolist(), num_alternatives)
+                targets = batch.known_tokens(state.req_id)[start + 1 : start + 1 + num_rows]
+                found[state.req_id] = self._lists(hidden, rows, targets.tolist(), num_alternatives)
         return found
 
-    def _lists(self, rows: IntVector, targets: list[int], num_alternatives: int) -> LogprobsLists:
+    def _lists(
+        self, hidden: Tensor, rows: IntVector, targets: list[int], num_alternatives: int
+    ) -> LogprobsLists:
         lists = LogprobsLists([], [], [])
         for start in range(0, len(rows), self._rows_at_once):
             part = slice(start, start + self._rows_at_once)
-            logits = self._logits(rows[part])
+            logits = self._logits(hidden, rows[part])
             if self._makes_lists:
                 piece = token_logprobs(logits, targets[part], [num_alternatives] * len(logits))
                 lists.logprob_token_ids.extend(piece.logprob_token_ids)

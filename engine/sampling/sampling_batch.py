@@ -58,19 +58,17 @@ class Drawing:
     def places(self) -> IntVector | None:
         """The index into ``last`` of each of the ``rows``; None if every drawer has one row."""
         counts = [len(rows) for rows in self._rows_of_drawers]
-        return None if self._draws_once else np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        if max(counts, default=1) == 1:
+            return None
+        return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
 
-    @cached_property
+    @property
     def owners(self) -> list[int]:
         """The index of the request of each row."""
-        if self._draws_once:
+        if self.takes_best or self.places is None:
             return self.drawers
         pairs = zip(self.drawers, self._rows_of_drawers, strict=True)
         return [index for index, rows in pairs for _ in rows]
-
-    @cached_property
-    def _draws_once(self) -> bool:
-        return self.takes_best or all(len(rows) == 1 for rows in self._rows_of_drawers)
 
     @cached_property
     def _rows_of_drawers(self) -> list[list[SamplingRow]]:

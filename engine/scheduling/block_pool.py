@@ -2,7 +2,6 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
 from contract.block_hash import BlockHash
 from engine.scheduling.prefix_index import PrefixIndex
@@ -60,7 +59,7 @@ class BlockPool:
 
     def can_allocate(self, num_new: int, cached: Sequence[int] = _NOTHING) -> bool:
         """Return whether ``allocate`` with the same arguments may be called; free cached blocks leave the free list too."""
-        return num_new + sum(block in self._free for block in cached) <= self.num_free_blocks
+        return num_new + sum(map(self._free.__contains__, cached)) <= len(self._free)
 
     def allocate(self, holder: str, num_new: int, cached: Sequence[int] = _NOTHING) -> list[int]:
         """Append the ``cached`` blocks (by one more reference) and ``num_new`` taken ones to the holder's table.
@@ -85,10 +84,12 @@ class BlockPool:
 
     def num_common_blocks(self, holders: Iterable[str]) -> int:
         """Return how many first blocks all these tables share."""
-        same = takewhile(
-            lambda column: len(set(column)) == 1, zip(*map(self._tables.__getitem__, holders), strict=False)
-        )
-        return sum(1 for _ in same)
+        num_common = 0
+        for column in zip(*map(self._tables.__getitem__, holders), strict=False):
+            if column.count(column[0]) < len(column):
+                break
+            num_common += 1
+        return num_common
 
     def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
         """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content."""

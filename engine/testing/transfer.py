@@ -24,7 +24,7 @@ from engine.connector import (
     SingleRankConnector,
     TransferEvent,
 )
-from engine.testing.fakes import FakeMemory, fake_first_token, prefix_codes
+from engine.testing.fakes import FakeMemory, fake_first_token, fake_token, prefix_codes
 
 
 @dataclass
@@ -40,11 +40,15 @@ class FakeSend:
 
 @dataclass
 class FakeFetch:
-    """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining, or failed."""
+    """One prompt that is fetched. ``state``: asked → published → reading → landed, or draining, or failed.
+
+    num_delivered: tokens of the answer at the prompt's end, for a replay.
+    """
 
     prompt: list[int]
     seed: int = 0
     num_choices: int = 1
+    num_delivered: int = 0
     state: str = "asked"
     block_ids: list[int] = field(default_factory=list)
     num_cached_blocks: int = 0
@@ -202,7 +206,10 @@ class FakeConnector:
             raise self.refusal
         assert request.key not in self.fetches
         self.fetches[request.key] = FakeFetch(
-            list(request.prompt_token_ids), request.sampling.seed, request.num_choices
+            list(request.prompt_token_ids),
+            request.sampling.seed,
+            request.num_choices,
+            request.num_delivered_tokens,
         )
 
     def receive_into(self, key: str, block_ids: list[int], num_cached_blocks: int) -> None:
@@ -229,10 +236,14 @@ class FakeConnector:
         fetch = self.fetches.pop(key)
         assert fetch.state == "landed"
         code = prefix_codes(fetch.prompt)[-1]
-        tokens = [
-            FirstToken(fake_first_token(code, fetch.seed, choice)) for choice in range(fetch.num_choices)
-        ]
-        return Received(tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination)))
+        if fetch.num_delivered:  # the sender goes on with an answer: its token is not the first one
+            tokens = [fake_token(code)]
+        else:
+            tokens = [fake_first_token(code, fetch.seed, choice) for choice in range(fetch.num_choices)]
+        first_tokens = [FirstToken(token) for token in tokens]
+        return Received(
+            first_tokens, TransferReport(0.25, 0.5, 4 * len(fetch.destination), len(fetch.destination))
+        )
 
     def take_events(self) -> list[TransferEvent]:
         """See SchedulerConnector."""

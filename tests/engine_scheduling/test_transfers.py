@@ -3,6 +3,7 @@
 import pytest
 
 from contract.outputs import FinishReason
+from contract.sampling import choice_seed
 from engine.scheduling.status import RequestStatus
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import (
@@ -354,3 +355,25 @@ def test_abort_of_an_aggregated_request(state: str) -> None:
     engine.run()
     assert engine.end("a#0.0").finish_reason is FinishReason.ABORT
     assert engine.pool.num_free_blocks == engine.pool.num_usable_blocks
+
+
+def test_replay_of_another_choice_continues_with_the_token_that_its_sender_computed() -> None:
+    """Law 6: the seed of a choice plays its part in the answer's first token, which a replay has behind it."""
+    answer = fake_answer(PROMPT, 4, choice=1)
+    engine = SteppedEngine()
+    engine.add(
+        fake_request(
+            "d",
+            [*PROMPT, answer[0]],
+            4,
+            transfer=RECEIVE,
+            attempt=1,
+            choice=1,
+            first_index=2,
+            sampling={"seed": choice_seed(0, 1)},
+        )
+    )
+    engine.step()
+    arrive(engine, "d#1.1")
+    engine.run()
+    assert engine.tokens("d#1.1") == answer[2:]
