@@ -87,7 +87,7 @@ async def router_process(
         aiohttp.ClientSession() as session,
     ):
         async with in_time(process, log, time_limit):
-            while not await _answers(session, f"http://{at['admin']}/health"):
+            while not await _answers(session, f"http://{at['admin']}/metrics"):
                 await _pause(process)
         yield RouterProcess(at["http"], at["grpc"], at["internal"], process.pid)
 
