@@ -60,6 +60,14 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         self.legs.pop((request.request_id, request.attempt, request.choice), None)
         return pb.Accepted()
 
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Accept no embedding."""
+        raise NotImplementedError
+
+    def GetModelFiles(self, request: pb.GetModelFilesRequest, context: Any) -> AsyncIterator[pb.ModelFile]:  # noqa: N802
+        """Have no files."""
+        raise NotImplementedError
+
     def resume(self) -> None:
         """Let the answers that are silent go on."""
         self.idle_after = None
