@@ -42,7 +42,7 @@ class StallLimit:
 
 @asynccontextmanager
 async def stall_limit(seconds: float) -> AsyncIterator[StallLimit]:
-    """Limit the time of each write within the block. Raises CancelledError when a client has read nothing for so long."""
+    """Restrict the time of each write within the block. Raises CancelledError when a client has read nothing for so long."""
     scope = asyncio.timeout(None)
     try:
         async with scope:
