@@ -60,6 +60,17 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         self.legs.pop((request.request_id, request.attempt, request.choice), None)
         return pb.Accepted()
 
+    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Reject the call: no client asks for embeddings."""
+        raise NotImplementedError
+
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """Send no file: the router has the model's folder."""
+        for name, data in dict[str, bytes]().items():
+            yield pb.ModelFile(name=name, data=data)
+
     def resume(self) -> None:
         """Let the answers that are silent go on."""
         self.idle_after = None
