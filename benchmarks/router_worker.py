@@ -61,12 +61,15 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         return pb.Accepted()
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Accept no embedding."""
+        """Reject the call: no client asks for embeddings."""
         raise NotImplementedError
 
-    def GetModelFiles(self, request: pb.GetModelFilesRequest, context: Any) -> AsyncIterator[pb.ModelFile]:  # noqa: N802
-        """Have no files."""
-        raise NotImplementedError
+    async def GetModelFiles(  # noqa: N802
+        self, request: pb.GetModelFilesRequest, context: Any
+    ) -> AsyncIterator[pb.ModelFile]:
+        """Send no file: the router has the model's folder."""
+        for name, data in dict[str, bytes]().items():
+            yield pb.ModelFile(name=name, data=data)
 
     def resume(self) -> None:
         """Let the answers that are silent go on."""

@@ -49,6 +49,5 @@ class EventHistogram(Collector):
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yield the family."""
         names = [*map(str, self._bounds), "+Inf"]
-        counts = map(float, accumulate(self._counts))
-        buckets = list(zip(names, counts, strict=True))
+        buckets = [(name, float(count)) for name, count in zip(names, accumulate(self._counts), strict=True)]
         yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum)
