@@ -106,11 +106,10 @@ _Request = TypeVar("_Request", GenerationRequest, EmbeddingRequest)
 def for_prompts(first: _Request, prompts: Iterable[str | tuple[int, ...]]) -> list[_Request]:
     """Return the request, and a copy of it for each of ``prompts`` under an id of its own."""
     name = first.request_id
-    others: list[_Request] = [
-        structs.replace(first, request_id=f"{name}-{number}", prompt=prompt, family=name)
-        for number, prompt in enumerate(prompts, 1)
-    ]
-    return [first, *others]
+    requests = [first]
+    for number, prompt in enumerate(prompts, 1):
+        requests.append(structs.replace(first, request_id=f"{name}-{number}", prompt=prompt, family=name))
+    return requests
 
 
 def new_request_id(prefix: str) -> str:
