@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
 from engine.scheduling.block_pool import blocks_needed
+from engine.scheduling.request import Request
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, fake_request
 from tests.soak_settings import machine_settings, soaked
@@ -202,19 +203,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == answer[request.first_index :][: len(tokens)]
 
     def assert_idle_for_a_reason(self) -> None:
-        """No request waits that could run: the first in the queue lacks blocks, and no received KV is unused."""
+        """No request waits that could run: the next one lacks blocks, and no received KV is unused.
+
+        Which client is next depends on what was served to each, so it is enough if the first request of one lacks blocks.
+        """
         queues = self.engine.scheduler.queues
         receiver = self.engine.scheduler.remote_kv.receiver
-        pool = self.engine.pool
         assert receiver is not None
         assert not queues.running and not queues.arrived
-        queued = [request for request in (queues.waiting.first, receiver.unserved) if request]
-        if queued:
-            first = min(queued, key=lambda request: request.precedence)
-            is_fetched = first is receiver.unserved
-            cached = pool.find_cached(first.block_hashes if is_fetched else first.reusable_hashes)
-            num_blocks = blocks_needed(first.num_tokens + is_fetched, pool.block_size)
-            assert not pool.can_allocate(num_blocks - len(cached), cached)
+        firsts = [queues.waiting.first_of(client) for client in queues.waiting.clients]
+        if unserved := receiver.unserved:
+            firsts = [min([unserved, *firsts], key=lambda request: request.precedence)]
+        assert not firsts or not all(map(self._fits, firsts))
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether there are blocks for a request that waits for some."""
+        receiver = self.engine.scheduler.remote_kv.receiver
+        pool = self.engine.pool
+        is_fetched = receiver is not None and request is receiver.unserved
+        cached = pool.find_cached(request.block_hashes if is_fetched else request.reusable_hashes)
+        num_blocks = blocks_needed(request.num_tokens + is_fetched, pool.block_size)
+        return pool.can_allocate(num_blocks - len(cached), cached)
 
     def teardown(self) -> None:
         """Peers do what they owe, and no time passes: every request ends, and every block is free."""
