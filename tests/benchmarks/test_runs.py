@@ -85,6 +85,7 @@ def test_an_engine_that_says_nothing_is_killed(runner: Runner, tmp_path: Path) -
         runner.run(Order([[[1]]], 1))  # out of its turn: it is stopped
 
 
+@pytest.mark.slow
 def test_engines_side_by_side(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", dtype=torch.bfloat16)
     plan = engine.Plan(

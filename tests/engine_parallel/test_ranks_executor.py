@@ -196,7 +196,7 @@ def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
     assert not woken.acquire(blocking=False)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
     """P4: after peer_timeout_seconds without processor time, long before rank_timeout_seconds."""
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:

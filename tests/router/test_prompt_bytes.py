@@ -173,6 +173,7 @@ contents = texts | st.lists(texts.map(lambda text: {"type": "text", "text": text
     ),
     st.sampled_from(["", "|trim"]),
 )
+@pytest.mark.slow
 def test_what_counts_before_rendering_is_in_every_prompt(messages: list[dict[str, Any]], trim: str) -> None:
     """H2: no prompt that fits is refused."""
     source = (
