@@ -23,6 +23,9 @@ _PEER_SECONDS = 30.0
 _CREDIT = pb.Credit(max_requests=2**15, max_tokens=2**30)
 
 
+_Key = tuple[str, int, int]
+
+
 @dataclass
 class _Leg:
     """A request that runs. end: index after the last token that this leg emits."""
@@ -43,8 +46,8 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
     token_ids: Sequence[int]
     step_seconds: float
     idle_after: int | None = None
-    legs: dict[tuple[str, int, int], _Leg] = field(default_factory=dict)
-    num_steps: int = 0
+    legs: dict[_Key, _Leg] = field(default_factory=dict)
+    silent: dict[_Key, _Leg] = field(default_factory=dict)
     _is_busy: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
@@ -57,23 +60,23 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Stop a choice."""
-        self.legs.pop((request.request_id, request.attempt, request.choice), None)
+        for legs in (self.legs, self.silent):
+            legs.pop((request.request_id, request.attempt, request.choice), None)
         return pb.Accepted()
 
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Reject the call: no client asks for embeddings."""
         raise NotImplementedError
 
-    async def GetModelFiles(  # noqa: N802
-        self, request: pb.GetModelFilesRequest, context: Any
-    ) -> AsyncIterator[pb.ModelFile]:
-        """Send no file: the router has the model's folder."""
-        for name, data in dict[str, bytes]().items():
-            yield pb.ModelFile(name=name, data=data)
+    def GetModelFiles(self, request: pb.GetModelFilesRequest, context: Any) -> AsyncIterator[pb.ModelFile]:  # noqa: N802
+        """Reject the call: the router has the model's folder."""
+        raise NotImplementedError
 
     def resume(self) -> None:
         """Let the answers that are silent go on."""
         self.idle_after = None
+        self.legs |= self.silent
+        self.silent.clear()
         self._is_busy.set()
 
     async def run(self, stream: RouterStream) -> None:
@@ -81,9 +84,8 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             await self._is_busy.wait()
             await asyncio.sleep(self.step_seconds)
-            if entries := [self._emit(leg) for leg in list(self.legs.values()) if self._is_active(leg)]:
+            if entries := [self._emit(key, leg) for key, leg in list(self.legs.items())]:
                 stream.send(*entries)
-                self.num_steps += 1
             else:
                 self._is_busy.clear()
 
@@ -92,15 +94,14 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         self._is_busy.set()
         return pb.Accepted()
 
-    def _is_active(self, leg: _Leg) -> bool:
-        return self.idle_after is None or leg.next_index < self.idle_after
-
-    def _emit(self, leg: _Leg) -> pb.TokenEntry:
+    def _emit(self, key: _Key, leg: _Leg) -> pb.TokenEntry:
         task = leg.task
         index = leg.next_index
         leg.next_index += 1
         if leg.next_index >= leg.end:
-            del self.legs[task.request_id, task.attempt, task.choice]
+            del self.legs[key]
+        elif self.idle_after is not None and leg.next_index >= self.idle_after:
+            self.silent[key] = self.legs.pop(key)
         is_last = leg.next_index >= task.sampling.max_tokens
         return pb.TokenEntry(
             request_id=task.request_id,
