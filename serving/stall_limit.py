@@ -40,6 +40,11 @@ class StallLimit:
             self._timer = self._loop.call_at(end, self._look)
 
 
+def stalled(seconds: float) -> CancelledError:
+    """Return the error of a request whose client has read nothing for ``seconds``."""
+    return CancelledError(f"the client has read nothing for {seconds} s; the request is cancelled")
+
+
 @asynccontextmanager
 async def stall_limit(seconds: float) -> AsyncIterator[StallLimit]:
     """Restrict the time of each write within the block. Raises CancelledError when a client has read nothing for so long."""
@@ -54,6 +59,4 @@ async def stall_limit(seconds: float) -> AsyncIterator[StallLimit]:
     except TimeoutError:
         if not scope.expired():
             raise
-        raise CancelledError(
-            f"the client has read nothing for {seconds} s; the request is cancelled"
-        ) from None
+        raise stalled(seconds) from None

@@ -169,11 +169,12 @@ class InputBatch:
                 self._seat(state, scheduled)
             if tokens:
                 self._write_tokens(state, tokens)
-            blocks = cached.new_block_ids[index]
             if is_resumed:
                 self.generation += 1
-            if is_resumed or (blocks and blocks[0]):
-                self._write_blocks(state, blocks[0] if blocks else [], is_replacement=is_resumed)
+            groups = cached.new_block_ids[index]
+            blocks = groups[0] if groups else []
+            if blocks or is_resumed:
+                self._write_blocks(state, blocks, is_replacement=is_resumed)
             state.num_computed_tokens = cached.num_computed_tokens[index]
 
     def _seat(self, state: RequestState, scheduled: dict[str, int]) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contract.errors import KvbatonError
+from engine.grammar.matcher import GrammarMatcher
 from engine.outputs import SchedulerOutput
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
@@ -11,11 +12,8 @@ from engine.scheduling.status import RequestStatus
 from engine.scheduling.step_plan import StepPlan
 
 
-def advance_matcher(request: Request) -> Finish | None:
-    """Advance the request's matcher over its newest tokens; return how it finishes if nothing more is allowed."""
-    matcher = request.structured_output_request
-    if matcher is None:
-        return None
+def advance_matcher(request: Request, matcher: GrammarMatcher) -> Finish | None:
+    """Advance a request's matcher over its newest tokens; return how it finishes if nothing more is allowed."""
     start = request.num_prompt_tokens - request.asked.num_delivered_tokens
     try:
         matcher.advance(request.token_ids[start + matcher.num_tokens :])

@@ -139,7 +139,8 @@ class Results:
     def _finish_after(self, request: Request, index: int) -> Finish | None:
         """Return how the newest token, number ``index`` of the answer, ends it. If it does not, advance its matcher."""
         finish = finish_after(request, index, self._limits.max_length)
-        return advance_matcher(request) if finish is None and request.structured_output_request else finish
+        matcher = request.structured_output_request
+        return finish if finish is not None or matcher is None else advance_matcher(request, matcher)
 
     def _finish_corrupted(self, request: Request, has_nans: bool) -> None:
         """Finish a request whose results are NaN, or missing: its KV is not reused."""

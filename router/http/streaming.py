@@ -10,6 +10,7 @@ from aiohttp import web
 
 from contract.errors import CancelledError
 from router.http.formatter import Event
+from serving.stall_limit import stalled
 
 _SMALL_BYTES = 2**14
 """Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
@@ -61,9 +62,7 @@ class EventStream:
         except TimeoutError:
             if self._request.transport is not None:
                 self._request.transport.abort()  # else ending the response waits for the client as well
-            raise CancelledError(
-                f"the client has read nothing for {self._stall_seconds} s; the request is cancelled"
-            ) from None
+            raise stalled(self._stall_seconds) from None
 
     def _has_room(self, payload: bytes) -> bool:
         """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
