@@ -186,8 +186,8 @@ class Task(_message.Message):
     deadline_seconds: _builtins.float
     """Seconds until the request ends with an error, in any state."""
     session: _builtins.str
-    """Session of the Attach stream on which the tokens are expected; a worker that has a newer session rejects the call.
-    Unset: the open session.
+    """Session of the Attach stream on which the tokens are expected; a worker on which it is not open rejects the call.
+    Unset: the only open session.
     """
     num_choices: _builtins.int
     """Number of answers to this prompt, beginning with choice; unset: one."""
@@ -591,31 +591,67 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """The work that a worker accepts from this router at a time. It is sent directly after Welcome, and when it changes.
-    Before that, and while max_requests is 0, no leg is bound to the worker.
+    """The work that a worker accepts from this router at a time: its share of what the worker accepts from all its routers. It is
+    sent directly after Welcome, and when it changes. Before that, and while max_requests is 0, no leg is bound to the worker.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
     max_tokens: _builtins.int
     """Tokens of all these legs: a decode leg must fit; a prefill leg may be bound while the sum is below."""
+    number: _builtins.int
+    """Counts the credits of this stream, from 1; the router repeats it in CreditUse. While max_requests is 0 in a credit with a
+    number, other routers hold all that the worker accepts.
+    """
     def __init__(
         self,
         *,
         max_requests: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
+class CreditUse(_message.Message):
+    """The answer to each Credit: what the router holds. The worker gives no other router what this one may still use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the last credit received."""
+    num_requests: _builtins.int
+    """Legs that are bound to the worker, or will be."""
+    num_tokens: _builtins.int
+    """Tokens of these legs."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreditUse: _TypeAlias = CreditUse  # noqa: Y015
 
 @_typing.final
 class PositionLogprobs(_message.Message):
@@ -886,21 +922,25 @@ class RouterMessage(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    CREDIT_USE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def credit_use(self) -> Global___CreditUse: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        credit_use: Global___CreditUse | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "credit_use"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -31,8 +31,8 @@ class AttachedWorker:
 
     Owns the routes of its stream: which leg receives which entries. gone: set when the worker is detached; whatever it
     sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
-    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. on_more_room: called when
-    it may have room that it did not have.
+    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. outbox: messages for it that
+    are not on the stream yet. on_more_room: called when it may have room that it did not have.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class AttachedWorker:
         self.capacity = WorkerCapacity(on_more_room)
         self.gone = asyncio.Event()
         self.is_leaving = False
+        self.outbox: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         self.num_stale_entries = 0
         self._receivers: dict[LegKey, Callable[[Event], None]] = {}
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
@@ -102,6 +103,7 @@ class AttachedWorker:
             num_tokens=capacity.num_tokens,
             max_requests=0 if self.is_leaving else capacity.credit.max_requests,
             max_tokens=capacity.credit.max_tokens,
+            waits_for_credit=capacity.waits_for_credit and not self.is_leaving,
             num_running=capacity.load.num_running,
             num_waiting=capacity.load.num_waiting,
             kv_cache_usage=capacity.load.kv_cache_usage,

@@ -37,6 +37,11 @@ class WorkerCapacity:
         self.num_tokens = 0
         self._on_more_room = on_more_room
 
+    @property
+    def waits_for_credit(self) -> bool:
+        """True while the worker serves this router, but other routers hold all of its credit."""
+        return self.credit.number > 0 and self.credit.max_requests == 0
+
     def hold(self, tenant: str, num_tokens: int) -> CreditHold:
         """Count one request of a client until the hold is released."""
         self.num_requests += 1

@@ -96,8 +96,7 @@ class Lanes:
     def sort(self, workers: Sequence[WorkerView]) -> None:
         """Move the requests whose lane has changed, because workers came, left, or take other sizes."""
         able: list[tuple[object, ...]] = [
-            (view.worker_id, view.role, view.max_length, view.pool_tokens, bool(view.max_requests))
-            for view in workers
+            (view.worker_id, view.role, view.max_length, view.pool_tokens, view.serves) for view in workers
         ]
         if able == self._sorted_by:
             return

@@ -2,22 +2,28 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, suppress
 from typing import Any
 
 import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Registration, Welcome
+from contract.membership import Credit, CreditUse, Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
-from wire.membership import credit_from_proto, load_from_proto, registration_from_proto, welcome_to_proto
+from wire.membership import (
+    credit_from_proto,
+    credit_use_to_proto,
+    load_from_proto,
+    registration_from_proto,
+    welcome_to_proto,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +76,9 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
-                await _read_until_gone(worker, request_iterator)
+                async with aclosing(_serve(worker, request_iterator)) as messages:
+                    async for message in messages:
+                        yield message
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
@@ -118,11 +126,19 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     return registration_from_proto(first.registration)
 
 
-async def _read_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+async def _serve(
+    worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
+) -> AsyncGenerator[pb.RouterMessage]:
+    """Read the worker's messages, and yield those for it, until its stream closes or the worker is detached."""
     reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
     gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
     try:
-        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
+        while not (reading.done() or gone.done()):
+            sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
+            await asyncio.wait({reading, gone, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                yield sending.result()
+            sending.cancel()
     finally:
         reading.cancel()
         gone.cancel()
@@ -139,9 +155,20 @@ async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.Work
             case "load":
                 worker.capacity.report_load(load_from_proto(message.load))
             case "credit":
-                worker.capacity.grant(credit_from_proto(message.credit))
+                _grant(worker, credit_from_proto(message.credit))
             case "goodbye":
                 worker.is_leaving = True
                 return
             case other:
                 logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
+
+
+def _grant(worker: AttachedWorker, credit: Credit) -> None:
+    """Take a credit, and report what is held of it, so that the worker knows what it may give to its other routers."""
+    worker.capacity.grant(credit)
+    use = CreditUse(
+        number=credit.number,
+        num_requests=worker.capacity.num_requests,
+        num_tokens=worker.capacity.num_tokens,
+    )
+    worker.outbox.put_nowait(pb.RouterMessage(credit_use=credit_use_to_proto(use)))

@@ -24,7 +24,8 @@ Pairs = frozenset[tuple[str, str]]
 class WorkerView:
     """A worker as a policy reads it.
 
-    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit.
+    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit, or
+    this router's share of it. waits_for_credit: the credit is 0 only because other routers hold all of it.
     max_length: tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The other
     fields are what it reports itself.
     """
@@ -35,11 +36,17 @@ class WorkerView:
     num_tokens: int = 0
     max_requests: int = 0
     max_tokens: int = 0
+    waits_for_credit: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
     max_length: int = UNLIMITED
     pool_tokens: int = UNLIMITED
+
+    @property
+    def serves(self) -> bool:
+        """True if it takes requests of this router, now or as soon as there is credit for it."""
+        return self.max_requests > 0 or self.waits_for_credit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ def place(
 
 def fits(worker: WorkerView, request: PlacementRequest) -> bool:
     """Return True if the worker can take a leg of the request at all, whatever else it has to do now."""
-    if not worker.max_requests or worker.worker_id in request.too_small:
+    if not worker.serves or worker.worker_id in request.too_small:
         return False
     is_prefill = worker.role is Role.PREFILL
     draws_more = request.plan.emits_tokens and not is_prefill
@@ -144,7 +151,7 @@ def awaited(workers: Sequence[WorkerView], request: PlacementRequest) -> frozens
 
 def why_too_long(workers: Iterable[WorkerView], request: PlacementRequest) -> str:
     """Describe why none of the workers can take the request."""
-    most = longest(worker for worker in workers if worker.max_requests)
+    most = longest(worker for worker in workers if worker.serves)
     return (
         f"no attached worker takes {request.least_length} tokens of prompt and answer together; "
         f"the limit is {most or 0} now"
@@ -168,7 +175,7 @@ def is_full(kv_cache_usage: float) -> bool:
 
 def missing_role(workers: Sequence[WorkerView], plan: RequestPlan = GENERATION) -> str | None:
     """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
-    roles = {worker.role for worker in workers if worker.max_requests}
+    roles = {worker.role for worker in workers if worker.serves}
     if Role.AGGREGATED in roles or roles.issuperset(plan.roles):
         return None
     missing = [role.value for role in plan.named_roles or plan.roles if role not in roles]
@@ -187,7 +194,7 @@ def _plan_now(
         return plan
     first = plan.roles[0]
     is_able = any(worker.role is first for worker in able)
-    is_attached = any(worker.role is first and worker.max_requests for worker in workers)
+    is_attached = any(worker.role is first and worker.serves for worker in workers)
     falls_back = request.is_local or (not is_able and (request.is_replay or is_attached))
     return plan.fallback if falls_back else plan
 

@@ -1,7 +1,7 @@
 """Converts the messages between a worker and its router about themselves: registration, acceptance, load and credit."""
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, Load, Registration, Welcome
 from protos import worker_pb2 as pb
 
 
@@ -99,9 +99,19 @@ def load_from_proto(message: pb.Load) -> Load:
 
 def credit_to_proto(credit: Credit) -> pb.Credit:
     """Translate the credit of a worker."""
-    return pb.Credit(max_requests=credit.max_requests, max_tokens=credit.max_tokens)
+    return pb.Credit(max_requests=credit.max_requests, max_tokens=credit.max_tokens, number=credit.number)
 
 
 def credit_from_proto(message: pb.Credit) -> Credit:
     """Translate the credit of a worker."""
-    return Credit(max_requests=message.max_requests, max_tokens=message.max_tokens)
+    return Credit(max_requests=message.max_requests, max_tokens=message.max_tokens, number=message.number)
+
+
+def credit_use_to_proto(use: CreditUse) -> pb.CreditUse:
+    """Translate a router's report of what it holds."""
+    return pb.CreditUse(number=use.number, num_requests=use.num_requests, num_tokens=use.num_tokens)
+
+
+def credit_use_from_proto(message: pb.CreditUse) -> CreditUse:
+    """Translate a router's report of what it holds."""
+    return CreditUse(number=message.number, num_requests=message.num_requests, num_tokens=message.num_tokens)

@@ -1,4 +1,4 @@
-"""One worker: an engine client, the gRPC service that feeds it, and the stream on which its tokens leave."""
+"""One worker: an engine client, the gRPC service that feeds it, and the streams on which its tokens leave."""
 
 import asyncio
 import logging
@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
-from contract.membership import Load
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
 from contract.requests import EngineRequest
 from engine.client import EngineClient
-from protos import worker_pb2 as pb
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.process_facts import facts_of
 from text.model_card import MODEL_FILES
-from wire.membership import credit_to_proto, load_to_proto, registration_to_proto
-from wire.tokens import step_to_proto
+from wire.membership import registration_to_proto
+from worker.accepted_requests import AcceptedRequests
 from worker.early_cancels import EarlyCancels
 from worker.registration import WorkerIdentity, credit_of, registration_of
-from worker.router_stream import RouterAddress, RouterStream
+from worker.router_addresses import RouterAddresses
+from worker.router_links import RouterLinks
+from worker.router_sessions import RouterSessions
+from worker.router_stream import RouterAddress
 from worker.settings import WorkerSettings
 
 logger = logging.getLogger(__name__)
@@ -31,22 +32,23 @@ _CHUNK_BYTES = 2**20
 
 
 class Worker:
-    """Owns the requests that a router gave to this process, from acceptance until the engine is done with them."""
+    """Owns the requests that routers gave to this process, from acceptance until the engine is done with them."""
 
     def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
         self.identity = identity
         self.engine = engine
         self._settings = settings
-        self._stream: RouterStream | None = None
-        self._running = asyncio.Event()
-        self._accepted: dict[str, EngineRequest] = {}
+        self._accepted = AcceptedRequests()
+        self._sessions = RouterSessions(
+            credit_of(identity, settings, engine), self._accepted, self._abort_request
+        )
+        self._links: RouterLinks | None = None
         self._early_cancels = EarlyCancels()
-        self._last_report: tuple[str, Load] | None = None
 
     @property
     def is_ready(self) -> bool:
         """True while a router is attached."""
-        return self._stream is not None and self._stream.is_attached
+        return self._sessions.is_open
 
     def missing(self) -> str | None:
         """Return why the worker cannot do its work at the moment; None if it can."""
@@ -55,10 +57,10 @@ class Worker:
         return None if self.is_ready else "no router is attached"
 
     async def wait_ready(self) -> None:
-        """Block until a router has accepted this worker."""
-        await self._running.wait()
-        if self._stream:
-            await self._stream.wait_attached()
+        """Block until a router has accepted this worker, and a few seconds at most for its other routers."""
+        await self._sessions.wait_open()
+        if self._links:
+            await self._links.wait_tried()
 
     @property
     def model_folder(self) -> Path:
@@ -76,45 +78,40 @@ class Worker:
         return len(self._accepted)
 
     async def run(self, address: str, admin_address: str) -> None:
-        """Register at the router and send tokens to it until cancelled. Raises UnavailableError when the engine died."""
+        """Register at all routers and send tokens to them until cancelled. Raises UnavailableError when the engine died."""
         registration = registration_of(self.identity, self._settings, self.engine, address, admin_address)
-        self._stream = RouterStream(
-            RouterAddress(self._settings.router, self.tls, self._settings.peer_timeout_seconds),
+        self._links = RouterLinks(
+            RouterAddresses(self._settings.routers),
+            lambda name: RouterAddress(name, self.tls, self._settings.peer_timeout_seconds),
             registration_to_proto(registration),
-            credit_to_proto(credit_of(self.identity, self._settings, self.engine)),
-            self.abort_all,
+            self._sessions,
         )
-        self._running.set()
         ended_by: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._stream.run())
-                tasks.create_task(self._send_steps(self._stream))
-                tasks.create_task(self._report_load(self._stream))
+                tasks.create_task(self._links.run())
+                tasks.create_task(self._send_steps())
+                tasks.create_task(self._report_load())
+                tasks.create_task(self._sessions.keep_divided(lambda: self.engine.stats))
         except* KvbatonError as group:
             ended_by.extend(group.exceptions)
         if ended_by:  # Python 3.11.2 wraps an error that is raised inside except* in a group again
             raise ended_by[0]
 
     async def leave(self) -> None:
-        """Abort everything and send goodbye to the router, so that it does not count this worker as lost."""
+        """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
         await self.abort_all()
-        if self._stream:
+        if self._links:
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_SECONDS):
-                    await self._stream.leave()
+                    await self._links.leave()
 
     async def accept(self, request: EngineRequest, session: str = "") -> None:
-        """Give a request to the engine; its tokens are sent on the stream of this session (empty: on any open one).
+        """Give a request to the engine; its tokens are sent on the stream of this session (empty: on the only open one).
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
-        if self._stream is None or not self._stream.is_attached:
-            raise UnavailableError(f"worker {self.identity.worker_id} is not attached to a router")
-        if session not in ("", self._stream.session):
-            raise UnavailableError(
-                f"worker {self.identity.worker_id} has lost the stream on which this request was sent"
-            )
+        session = self._sessions.find(session)
         cancelled = [
             choice
             for choice in request.choices
@@ -128,21 +125,21 @@ class Worker:
                 f"request {request.key} is already running; a replay needs a higher attempt"
             )
         await self.engine.add_request(request)
-        self._accepted.update(dict.fromkeys(request.keys, request))
+        self._accepted.add(request, session)
         for choice in cancelled:
             await self.engine.abort(request.request_id, request.attempt, choice)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Abort a choice of a request (None: all) up to ``attempt``; a cancel of an unknown request is remembered."""
-        here = (r for r in self._accepted.values() if r.request_id == request_id and r.attempt <= attempt)
+        here = (r for r in self._accepted if r.request_id == request_id and r.attempt <= attempt)
         if not any(choice is None or choice in request.choices for request in here):
             self._early_cancels.add(request_id, attempt, choice)
         await self.engine.abort(request_id, attempt, choice)
 
     async def abort_all(self) -> None:
-        """Abort everything: the router that asked for it is gone."""
-        for request in list(self._accepted.values()):
-            await self.engine.abort(request.request_id, request.attempt)
+        """Abort everything: this worker ends."""
+        for request in self._accepted:
+            await self._abort_request(request)
 
     async def debug_state(self) -> dict[str, Any]:
         """Return blocks, leases, transfers and requests as plain data, and facts about the engine process."""
@@ -152,6 +149,7 @@ class Worker:
             "boot_id": self.identity.boot_id,
             "role": self.identity.role.value,
             "attached": self.is_ready,
+            "routers": self._sessions.debug_state(),
             "num_accepted": self.num_requests,
             "engine_process": facts_of(await self.engine.call("pid")),
             **state,
@@ -165,40 +163,24 @@ class Worker:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield name, data[start : start + _CHUNK_BYTES]
 
-    async def _send_steps(self, stream: RouterStream) -> None:
-        """Send the new tokens of each step to the router in one message. Raises UnavailableError when the engine died.
+    async def _abort_request(self, request: EngineRequest) -> None:
+        await self.engine.abort(request.request_id, request.attempt)
 
-        The final outputs of a dead engine are not sent: its requests are not at fault, and when the stream ends the router
-        continues them on another worker.
+    async def _send_steps(self) -> None:
+        """Send the new tokens of each step to their routers. Raises UnavailableError when the engine died.
+
+        The final outputs of a dead engine are not sent: its requests are not at fault, and when the streams end the routers
+        continue them on other workers.
         """
         async for outputs in self.engine.steps():
             if self.engine.died.is_set():
                 break
-            for output in outputs:
-                if output.is_leg_finished:
-                    self._accepted.pop(output.key, None)
-            if outputs:
-                step = step_to_proto(outputs, self._new_load(stream))
-                stream.send(pb.WorkerMessage(step=step))
+            self._sessions.send_step(outputs, self.engine.stats)
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
-    async def _report_load(self, stream: RouterStream) -> None:
+    async def _report_load(self) -> None:
         """Send the load when the engine becomes idle: blocks may have been released since the last tokens."""
         while True:
             await self.engine.idled.wait()
             self.engine.idled.clear()
-            if load := self._new_load(stream):
-                stream.send(pb.WorkerMessage(load=load_to_proto(load)))
-
-    def _new_load(self, stream: RouterStream) -> Load | None:
-        """Return how busy the engine is, or None if that is unchanged since the last report to this router."""
-        stats = self.engine.stats
-        load = Load(
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs,
-            kv_cache_usage=stats.kv_cache_usage,
-        )
-        if self._last_report == (stream.session, load):
-            return None
-        self._last_report = stream.session, load
-        return load
+            self._sessions.send_load(self.engine.stats)

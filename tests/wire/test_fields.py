@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -183,7 +183,14 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
         pb.Welcome(protocol=1, router_id="router", session="s"),
     ),
     (LOAD, LOAD_MESSAGE),
-    (Credit(max_requests=1, max_tokens=2), pb.Credit(max_requests=1, max_tokens=2)),
+    (
+        Credit(max_requests=1, max_tokens=2, number=3),
+        pb.Credit(max_requests=1, max_tokens=2, number=3),
+    ),
+    (
+        CreditUse(number=1, num_requests=2, num_tokens=3),
+        pb.CreditUse(number=1, num_requests=2, num_tokens=3),
+    ),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),
     (OUTPUT, OUTPUT_MESSAGE),
