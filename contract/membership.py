@@ -9,8 +9,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a worker to its router. Every field may be missing (zero or empty): the router checks it.
 
     protocol_min, protocol_max: the protocol versions that the worker speaks. role: a ``Role`` other than the router's.
-    address, control_address, admin_address: host:port of its Worker service, its control link (empty for role both) and
-    its admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
+    address, control_address, admin_address: host:port of its Worker service, its control link and its
+    admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
     output head. build: the version of its code, for operators.
     """

@@ -473,7 +473,7 @@ class Registration(_message.Message):
     address: _builtins.str
     """host:port of its Worker service."""
     control_address: _builtins.str
-    """host:port of its control link; empty for role both."""
+    """host:port of its control link."""
     model_name: _builtins.str
     """Name of the served model."""
     model_fingerprint: _builtins.str

@@ -16,7 +16,7 @@ _QUEUED_STEPS = 2
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """A worker's role, its name in the cluster, and the id of this process start."""
+    """The role in which a worker starts, its name in the cluster, and the id of this process start."""
 
     role: Role
     worker_id: str

@@ -19,6 +19,7 @@ from text.model_card import MODEL_FILES
 from wire.membership import credit_to_proto, load_to_proto, registration_to_proto
 from wire.tokens import step_to_proto
 from worker.early_cancels import EarlyCancels
+from worker.lifecycle import Lifecycle
 from worker.load_reports import LoadReports
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_stream import RouterAddress, RouterStream
@@ -36,6 +37,7 @@ class Worker:
     def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
         self.identity = identity
         self.engine = engine
+        self.lifecycle = Lifecycle(identity.role)
         self._settings = settings
         self._stream: RouterStream | None = None
         self._running = asyncio.Event()
@@ -89,6 +91,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._stream.run())
+                tasks.create_task(self._note_attached(self._stream))
                 tasks.create_task(self._send_steps(self._stream))
                 tasks.create_task(self._report_load(self._stream))
         except* KvbatonError as group:
@@ -98,6 +101,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Abort everything and send goodbye to the router, so that it does not count this worker as lost."""
+        self.lifecycle.leave()
         await self.abort_all()
         if self._stream:
             with suppress(TimeoutError):
@@ -109,6 +113,7 @@ class Worker:
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
+        self.lifecycle.check_open()
         if self._stream is None or not self._stream.is_attached:
             raise UnavailableError(f"worker {self.identity.worker_id} is not attached to a router")
         if session not in ("", self._stream.session):
@@ -150,7 +155,8 @@ class Worker:
         return {
             "worker_id": self.identity.worker_id,
             "boot_id": self.identity.boot_id,
-            "role": self.identity.role.value,
+            "role": self.lifecycle.role.value,
+            "state": self.lifecycle.state.value,
             "attached": self.is_ready,
             "num_accepted": self.num_requests,
             "engine_process": facts_of(await self.engine.call("pid")),
@@ -164,6 +170,10 @@ class Worker:
             data = await asyncio.to_thread(read_bytes, path, MAX_TOKENIZER_BYTES) or b""
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield name, data[start : start + _CHUNK_BYTES]
+
+    async def _note_attached(self, stream: RouterStream) -> None:
+        await stream.wait_attached()
+        self.lifecycle.attached()
 
     async def _send_steps(self, stream: RouterStream) -> None:
         """Send the new tokens of each step to the router in one message. Raises UnavailableError when the engine died.
