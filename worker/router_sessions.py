@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from contract.errors import UnavailableError
-from contract.membership import Credit, Load
+from contract.membership import Credit
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from engine.scheduling.stats import SchedulerStats
@@ -14,6 +14,7 @@ from wire.membership import credit_to_proto, credit_use_from_proto, load_to_prot
 from wire.tokens import step_to_proto
 from worker.accepted_requests import AcceptedRequests
 from worker.credit_shares import CreditShares
+from worker.load_reports import LoadReports
 from worker.router_stream import RouterStream
 
 DIVIDE_SECONDS = 0.5
@@ -37,7 +38,7 @@ class RouterSessions:
         self._accepted = accepted
         self._abort = abort
         self._streams: dict[str, RouterStream] = {}
-        self._last_loads: dict[str, Load] = {}
+        self._reports: dict[str, LoadReports] = {}
         self._is_open = asyncio.Event()
 
     @property
@@ -66,6 +67,7 @@ class RouterSessions:
     def opened(self, stream: RouterStream) -> None:
         """See StreamListener."""
         self._streams[stream.session] = stream
+        self._reports[stream.session] = LoadReports()
         self._is_open.set()
         self._send_credits(self._shares.open(stream.session, self._accepted.take_uses()))
 
@@ -78,7 +80,7 @@ class RouterSessions:
     async def lost(self, session: str) -> None:
         """Abort the requests of a lost stream, and only those; give its share of the credit to the others."""
         del self._streams[session]
-        self._last_loads.pop(session, None)
+        del self._reports[session]
         if not self._streams:
             self._is_open.clear()
         for request in self._accepted.of_session(session):
@@ -96,12 +98,13 @@ class RouterSessions:
                 by_session.setdefault(session, []).append(output)
         for session, own in by_session.items():
             if stream := self._streams.get(session):
-                stream.send(pb.WorkerMessage(step=step_to_proto(own, self._new_load(session, stats))))
+                load = self._reports[session].next(stats)
+                stream.send(pb.WorkerMessage(step=step_to_proto(own, load)))
 
-    def send_load(self, stats: SchedulerStats) -> None:
-        """Send the load to every router to which it is new."""
+    def send_load(self, stats: SchedulerStats, *, is_idle: bool = False) -> None:
+        """Send the load to every router to which a report is due. is_idle: the engine has no work."""
         for session, stream in self._streams.items():
-            if load := self._new_load(session, stats):
+            if load := self._reports[session].next(stats, is_idle=is_idle):
                 stream.send(pb.WorkerMessage(load=load_to_proto(load)))
 
     async def keep_divided(self, stats: Callable[[], SchedulerStats]) -> None:
@@ -129,15 +132,3 @@ class RouterSessions:
     def _send_credits(self, credits: Mapping[str, Credit]) -> None:
         for session, credit in credits.items():
             self._streams[session].send(pb.WorkerMessage(credit=credit_to_proto(credit)))
-
-    def _new_load(self, session: str, stats: SchedulerStats) -> Load | None:
-        """Return how busy the engine is, or None if that is unchanged since the last report to this router."""
-        load = Load(
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs,
-            kv_cache_usage=stats.kv_cache_usage,
-        )
-        if self._last_loads.get(session) == load:
-            return None
-        self._last_loads[session] = load
-        return load

@@ -18,6 +18,7 @@ from text.model_card import MODEL_FILES
 from wire.membership import registration_to_proto
 from worker.accepted_requests import AcceptedRequests
 from worker.early_cancels import EarlyCancels
+from worker.lifecycle import Lifecycle
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
@@ -37,6 +38,7 @@ class Worker:
     def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
         self.identity = identity
         self.engine = engine
+        self.lifecycle = Lifecycle(identity.role)
         self._settings = settings
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
@@ -90,6 +92,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._links.run())
+                tasks.create_task(self._note_attached())
                 tasks.create_task(self._send_steps())
                 tasks.create_task(self._report_load())
                 tasks.create_task(self._sessions.keep_divided(lambda: self.engine.stats))
@@ -100,6 +103,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
+        self.lifecycle.leave()
         await self.abort_all()
         if self._links:
             with suppress(TimeoutError):
@@ -111,6 +115,7 @@ class Worker:
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
+        self.lifecycle.check_open()
         session = self._sessions.find(session)
         cancelled = [
             choice
@@ -147,7 +152,8 @@ class Worker:
         return {
             "worker_id": self.identity.worker_id,
             "boot_id": self.identity.boot_id,
-            "role": self.identity.role.value,
+            "role": self.lifecycle.role.value,
+            "state": self.lifecycle.state.value,
             "attached": self.is_ready,
             "routers": self._sessions.debug_state(),
             "num_accepted": self.num_requests,
@@ -166,6 +172,10 @@ class Worker:
     async def _abort_request(self, request: EngineRequest) -> None:
         await self.engine.abort(request.request_id, request.attempt)
 
+    async def _note_attached(self) -> None:
+        await self._sessions.wait_open()
+        self.lifecycle.attached()
+
     async def _send_steps(self) -> None:
         """Send the new tokens of each step to their routers. Raises UnavailableError when the engine died.
 
@@ -183,4 +193,4 @@ class Worker:
         while True:
             await self.engine.idled.wait()
             self.engine.idled.clear()
-            self._sessions.send_load(self.engine.stats)
+            self._sessions.send_load(self.engine.stats, is_idle=True)
