@@ -132,17 +132,18 @@ async def _serve(
     """Read the worker's messages, and yield those for it, until its stream closes or the worker is detached."""
     reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
     gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
+    sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
     try:
         while not (reading.done() or gone.done()):
-            sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
             await asyncio.wait({reading, gone, sending}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 yield sending.result()
-            sending.cancel()
+                sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
     finally:
-        reading.cancel()
-        gone.cancel()
-        await asyncio.wait({reading, gone})
+        tasks = {reading, gone, sending}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
     if not reading.cancelled() and (error := reading.exception()):
         raise error
 
