@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
-from contract.membership import Registration
+from contract.membership import Credit, Registration
 from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
@@ -16,6 +16,7 @@ from router.running_shares import Held
 from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
+from router.worker_latency import WorkerLatency
 from wire.membership import load_from_proto
 
 LegKey = tuple[str, int, int]
@@ -48,11 +49,12 @@ class AttachedWorker:
         self.registration = registration
         self.calls = calls
         self.session = secrets.token_hex(8)
-        self._on_change = partial(on_change, self)
-        self.capacity = WorkerCapacity(None if registration.role == Role.PREFILL else held, self._on_change)
+        is_counted = registration.role != Role.PREFILL
+        self.capacity = WorkerCapacity(held if is_counted else None, partial(on_change, self))
         self.gone = asyncio.Event()
         self.is_leaving = False
         self.num_stale_entries = 0
+        self.latency = WorkerLatency()
         self._receivers: dict[LegKey, Callable[[Event], None]] = {}
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
@@ -74,7 +76,7 @@ class AttachedWorker:
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
         self.is_leaving = True
-        self._on_change(False)
+        self.capacity.grant(Credit())
 
     def bind(self, key: LegKey, receive: Callable[[Event], None]) -> None:
         """Pass the entries of a leg to ``receive``, and a WorkerLostError if the worker is lost."""
@@ -95,6 +97,7 @@ class AttachedWorker:
 
     def deliver(self, step: pb.StepOutput) -> None:
         """Pass the entries of one step to their legs. Entries of older attempts and unknown requests are dropped."""
+        self.latency.note_step(len(step.entries), self.capacity.load.num_running)
         for entry in step.entries:
             receive = self._receivers.get((entry.request_id, entry.attempt, entry.choice))
             if receive and not self.gone.is_set():
