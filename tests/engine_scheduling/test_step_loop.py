@@ -41,6 +41,9 @@ class BusyCore:
         self.step_in_flight = may_start_early()
         return {}
 
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        return {}
+
     def add_request(self, request: EngineRequest) -> None:
         assert not self.step_in_flight
         self.happened.append(request.request_id)
