@@ -14,6 +14,7 @@ from router.inbox import Event
 from router.policy import UNLIMITED, WorkerView
 from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.worker_calls import WorkerCalls
+from router.worker_latency import WorkerLatency
 from wire.membership import load_from_proto
 
 LegKey = tuple[str, int, int]
@@ -45,6 +46,7 @@ class AttachedWorker:
         self.gone = asyncio.Event()
         self.is_leaving = False
         self.num_stale_entries = 0
+        self.latency = WorkerLatency()
         self._receivers: dict[LegKey, Callable[[Event], None]] = {}
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
@@ -77,6 +79,7 @@ class AttachedWorker:
 
     def deliver(self, step: pb.StepOutput) -> None:
         """Pass the entries of one step to their legs. Entries of older attempts and unknown requests are dropped."""
+        self.latency.note_step(len(step.entries), self.capacity.load.num_running)
         for entry in step.entries:
             receive = self._receivers.get((entry.request_id, entry.attempt, entry.choice))
             if receive and not self.gone.is_set():

@@ -159,12 +159,10 @@ class Registry:
 
 def _check_complete(new: Registration) -> KVLayout:
     """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
-    names = ["worker_id", "boot_id", "address", "model_fingerprint", "max_model_len"]
+    names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
     roles = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
     if new.role not in roles:
         raise InvalidRequestError(f"role is {new.role!r}; choose one of {', '.join(roles)}", param="role")
-    if new.role == Role.PREFILL:
-        names.append("control_address")
     for name in names:
         if not getattr(new, name):
             raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)
