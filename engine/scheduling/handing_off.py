@@ -43,9 +43,8 @@ def _why_not(request: Request) -> str | None:
         return "it is a prefill leg"
     if request.status is not RequestStatus.RUNNING or not request.is_decoding:
         return f"it does not decode, it is {request.status.name.lower()} with {request.num_missing_tokens} tokens to compute"
-    if (
-        not request.hashes.is_computed_here
-    ):  # the receiver would hash it like KV that this engine computes (law 7)
+    # The receiver would hash it like KV that this engine computes (law 7).
+    if not request.hashes.is_computed_here:
         return "its prompt's KV was computed in another precision"
     return None
 

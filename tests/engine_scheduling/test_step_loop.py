@@ -152,6 +152,9 @@ class SettlingCore:
     def seconds_to_deadline(self) -> None:
         return None
 
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        return {}
+
     def note(self, message: FromEngine) -> None:
         assert isinstance(message, Health)
         self.num_reports += 1
