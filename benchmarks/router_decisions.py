@@ -21,6 +21,7 @@ from typing import Any, cast
 from benchmarks.facts import RESULTS, command_line, write_result
 from contract.identity import Role
 from contract.membership import Credit, Load, Registration
+from protos import WORKER_PROTOCOL_MAX
 from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
@@ -57,8 +58,8 @@ class Pool:
     def _attach(self, number: int) -> AttachedWorker:
         role = (Role.PREFILL, Role.DECODE)[number % 2]
         registration = Registration(
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=WORKER_PROTOCOL_MAX,
+            protocol_max=WORKER_PROTOCOL_MAX,
             worker_id=f"{role.value}-{number}",
             boot_id="boot",
             role=role.value,

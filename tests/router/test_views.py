@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from contract.identity import Role
 from contract.membership import Credit, Load, Registration
+from protos import WORKER_PROTOCOL_MAX
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.change_signal import ChangeSignal
@@ -34,8 +35,8 @@ CLIENTS = st.sampled_from(["alice", "bob"])
 
 def registration(worker_id: str, boot_id: str, role: Role, length: int) -> Registration:
     return Registration(
-        protocol_min=1,
-        protocol_max=1,
+        protocol_min=WORKER_PROTOCOL_MAX,
+        protocol_max=WORKER_PROTOCOL_MAX,
         worker_id=worker_id,
         boot_id=boot_id,
         role=role.value,

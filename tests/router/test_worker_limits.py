@@ -185,6 +185,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             boot_id="b",
             role="decode",
             address="a:1",
+            control_address="a:2",
             model_fingerprint="m@float32",
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
