@@ -20,7 +20,7 @@ def state_of(worker: AttachedWorker) -> WorkerState:
     """Return the state of an attached worker."""
     if worker.is_leaving:
         return WorkerState.LEAVING
-    return WorkerState.SERVING if worker.capacity.credit.max_requests else WorkerState.STARTING
+    return WorkerState.SERVING if worker.has_credit else WorkerState.STARTING
 
 
 def worker_facts(worker: AttachedWorker) -> dict[str, Any]:

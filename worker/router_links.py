@@ -109,6 +109,8 @@ class RouterLinks:
             try:
                 await stream.run()
             except IncompatiblePeerError as error:
+                for link in [link for link in self._links.values() if link.stream is not stream]:
+                    await link.stream.wait_tried()
                 if not self.attached:
                     raise
                 if error.message != last:
