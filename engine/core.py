@@ -195,6 +195,11 @@ class EngineCore:
             raise NotFoundError(f"no utility is called {method!r}; there are {', '.join(utilities)}")
         return msgspec.to_builtins(utilities[method](*args))
 
+    @property
+    def is_free(self) -> bool:
+        """True if no request is live, all outputs are taken, and no KV is lent."""
+        return self.scheduler.load.is_free()
+
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""
         return self._connector.progress()

@@ -7,14 +7,14 @@ from typing import Any
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
-from contract.membership import Registration
+from contract.membership import DrainOrder, Registration
 from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
 from router.policy import UNLIMITED, WorkerView
 from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.worker_calls import WorkerCalls
-from wire.membership import load_from_proto
+from wire.membership import drain_to_proto, load_from_proto
 
 LegKey = tuple[str, int, int]
 """(request id, attempt, choice)"""
@@ -32,7 +32,7 @@ class AttachedWorker:
     Owns the routes of its stream: which leg receives which entries. gone: set when the worker is detached; whatever it
     sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
     for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. on_more_room: called when
-    it may have room that it did not have.
+    it may have room that it did not have. outbox: messages to the worker itself; None ends the stream.
     """
 
     def __init__(
@@ -43,6 +43,7 @@ class AttachedWorker:
         self.session = secrets.token_hex(8)
         self.capacity = WorkerCapacity(on_more_room)
         self.gone = asyncio.Event()
+        self.outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self.is_leaving = False
         self.num_stale_entries = 0
         self._receivers: dict[LegKey, Callable[[Event], None]] = {}
@@ -92,6 +93,14 @@ class AttachedWorker:
         for receive in list(self._receivers.values()):
             receive(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
 
+    def drain(self, order: DrainOrder) -> None:
+        """Send the worker the request to drain. It answers with its credit."""
+        self.outbox.put_nowait(pb.RouterMessage(drain=drain_to_proto(order)))
+
+    def undrain(self) -> None:
+        """Send the worker the request to serve again."""
+        self.outbox.put_nowait(pb.RouterMessage(undrain=pb.Undrain()))
+
     def view(self) -> WorkerView:
         """Return the worker as a policy reads it."""
         capacity = self.capacity
@@ -126,6 +135,8 @@ class AttachedWorker:
             "kv_cache_usage": capacity.load.kv_cache_usage,
             "max_requests": capacity.credit.max_requests,
             "max_tokens": capacity.credit.max_tokens,
+            "is_draining": capacity.credit.is_draining,
+            "is_empty": capacity.credit.is_empty,
             "num_legs": capacity.num_requests,
             "num_leg_tokens": capacity.num_tokens,
             "num_stale_entries": self.num_stale_entries,

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -145,7 +145,15 @@ registrations = st.builds(
 )
 welcomes = st.builds(Welcome, protocol=UINT32, router_id=TEXTS, session=TEXTS)
 loads = st.builds(Load, num_running=UINT32, num_waiting=UINT32, kv_cache_usage=DOUBLES)
-credits = st.builds(Credit, max_requests=UINT32, max_tokens=UINT64)
+credits = st.builds(
+    Credit,
+    max_requests=UINT32,
+    max_tokens=UINT64,
+    is_draining=st.booleans(),
+    drain_seconds=DOUBLES,
+    is_empty=st.booleans(),
+)
+drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
 cancels = st.tuples(TEXTS, UINT32, st.none() | UINT32)
 pieces = st.tuples(TEXTS, st.binary(max_size=8))
 steps = st.tuples(st.lists(outputs, max_size=2), st.none() | loads)
