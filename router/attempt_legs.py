@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from router.attached_worker import AttachedWorker, LegKey
+from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 from router.capacity import CreditHold
 from router.inbox import Event
+from router.leg_routes import LegKey
 from router.legs import LegKind, Transfer
 from router.reservation import Reservation
 from router.tasks import TaskSet
@@ -32,6 +33,11 @@ class AttemptLegs:
 
     def __iter__(self) -> Iterator[Leg]:
         return iter(self._legs)
+
+    @property
+    def first(self) -> Leg:
+        """The leg that computes the prompt."""
+        return self._legs[0]
 
     @property
     def last(self) -> Leg:

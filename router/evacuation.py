@@ -78,8 +78,8 @@ class Evacuation:
 
     def move_legs(self, worker: AttachedWorker, why: str) -> None:
         """Begin all legs that are bound to a worker again on other workers, at once."""
-        error = WorkerDrainedError(f"worker {worker.name} has given the request up: {why}")
-        num_moved = sum(run.leave(worker, error) for run in list(self._runs.open_runs))
+        text = f"worker {worker.name} has given the request up: {why}"
+        num_moved = sum(run.leave(worker, WorkerDrainedError(text)) for run in list(self._runs.open_runs))
         if num_moved:
             logger.info("%d answers leave worker %s: %s", num_moved, worker.name, why)
         if drain := self._drains.get(worker):
@@ -95,9 +95,9 @@ class Evacuation:
         )
         self._drains[worker] = _Drain(self._clock())
         if self._has_other(worker):
-            error = WorkerDrainedError(f"worker {worker.name} drains and has not begun to decode the request")
+            text = f"worker {worker.name} drains, and has not begun to decode the request"
             for run in list(self._runs.open_runs):
-                run.leave(worker, error, only_unstarted=True)
+                run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
 
     def _has_other(self, worker: AttachedWorker) -> bool:
         """Return True if another worker has the role of this one and accepts legs."""

@@ -1,15 +1,15 @@
 """Values in the query of a URL."""
 
-import json
 from math import isfinite
 
 from aiohttp import web
 
+from contract.errors import InvalidRequestError
 from contract.options import MAX_SECONDS
 
 
 def seconds_in(request: web.Request, name: str) -> float | None:
-    """Return a time in the query, or None if it is not there. Raises HTTPBadRequest for another text than seconds."""
+    """Return a time in the query, or None if it is not there. Raises InvalidRequestError for another text than seconds."""
     text = request.query.get(name)
     if text is None:
         return None
@@ -18,6 +18,7 @@ def seconds_in(request: web.Request, name: str) -> float | None:
     except ValueError:
         seconds = -1.0
     if not (isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
-        reason = f"{name} is {text[:40]!r}; give seconds, at least 0, at most {MAX_SECONDS}"
-        raise web.HTTPBadRequest(text=json.dumps({"error": reason}), content_type="application/json")
+        raise InvalidRequestError(
+            f"{name} is {text[:40]!r}; give seconds, at least 0, at most {MAX_SECONDS}", param=name
+        )
     return seconds

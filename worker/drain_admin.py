@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from aiohttp import web
 
 from contract.errors import KvbatonError
+from serving.errors import http_status, openai_error
 from serving.query import seconds_in
 from worker.worker import Worker
 
@@ -54,11 +55,11 @@ def _local(handler: _Handler) -> _Handler:
     async def handle(request: web.Request) -> web.Response:
         if not _is_local(request):
             reason = "only this machine may drain a worker at this port; use the admin API of its router"
-            return web.json_response({"error": reason}, status=403)
+            return web.json_response({"error": {"message": reason}}, status=403)
         try:
             return await handler(request)
         except KvbatonError as error:
-            return web.json_response({"error": error.message}, status=409)
+            return web.json_response(openai_error(error), status=http_status(error.kind))
 
     return handle
 

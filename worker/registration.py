@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from contract.identity import Role
 from contract.membership import Credit, Registration
@@ -62,4 +63,5 @@ def registration_of(
         admin_address=admin_address,
         pid=os.getpid(),
         embeds_only=not info.has_head,
+        build=version("kvbaton"),
     )

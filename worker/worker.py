@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
-from contract.membership import Load
 from contract.requests import EngineRequest
 from engine.client import EngineClient
 from protos import worker_pb2 as pb
@@ -19,6 +18,7 @@ from wire.tokens import step_to_proto
 from worker.draining import Drain
 from worker.early_cancels import EarlyCancels
 from worker.lifecycle import Lifecycle
+from worker.load_reports import LoadReports
 from worker.orders import carry_out
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_stream import RouterAddress, RouterStream
@@ -44,7 +44,7 @@ class Worker:
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
         self._early_cancels = EarlyCancels()
-        self._last_report: tuple[str, Load] | None = None
+        self._load_reports = LoadReports()
 
     @property
     def is_ready(self) -> bool:
@@ -196,7 +196,8 @@ class Worker:
                 if output.is_leg_finished:
                     self._accepted.pop(output.key, None)
             if outputs:
-                step = step_to_proto(outputs, self._new_load(stream))
+                load = self._load_reports.next(stream.session, self.engine.stats)
+                step = step_to_proto(outputs, load)
                 stream.send(pb.WorkerMessage(step=step))
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
@@ -205,18 +206,5 @@ class Worker:
         while True:
             await self.engine.idled.wait()
             self.engine.idled.clear()
-            if load := self._new_load(stream):
+            if load := self._load_reports.next(stream.session, self.engine.stats, is_idle=True):
                 stream.send(pb.WorkerMessage(load=load_to_proto(load)))
-
-    def _new_load(self, stream: RouterStream) -> Load | None:
-        """Return how busy the engine is, or None if that is unchanged since the last report to this router."""
-        stats = self.engine.stats
-        load = Load(
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs,
-            kv_cache_usage=stats.kv_cache_usage,
-        )
-        if self._last_report == (stream.session, load):
-            return None
-        self._last_report = stream.session, load
-        return load

@@ -39,6 +39,11 @@ class RemoteKV:
         return self._sender.leases if self._sender else ()
 
     @property
+    def num_fetches(self) -> int:
+        """Requests that wait for KV from another engine."""
+        return self.receiver.num_waiting if self.receiver else 0
+
+    @property
     def has_work(self) -> bool:
         """True while the connector has events or orders, so that an idle engine makes a step."""
         return self.connector is not None and self.connector.has_work()

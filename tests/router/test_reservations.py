@@ -14,6 +14,7 @@ from contract.errors import WorkerLostError
 from contract.identity import Role
 from contract.membership import Credit, Registration
 from contract.sampling import SamplingParams
+from protos import WORKER_PROTOCOL_MAX
 from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
@@ -69,8 +70,8 @@ class Queue:
 
     def attach(self, role: Role) -> AttachedWorker:
         registration = Registration(
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=WORKER_PROTOCOL_MAX,
+            protocol_max=WORKER_PROTOCOL_MAX,
             worker_id=role.value,
             boot_id="boot",
             role=role.value,

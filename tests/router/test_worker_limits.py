@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role
 from contract.membership import Registration
+from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION, PREFILL
@@ -177,8 +178,8 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
     registry = Registry(ChangeSignal(), 30.0, lambda: now)
     for name, length in (("decode-0", 100), ("decode-1", 40)):
         registration = Registration(
-            protocol_min=1,
-            protocol_max=1,
+            protocol_min=WORKER_PROTOCOL_MAX,
+            protocol_max=WORKER_PROTOCOL_MAX,
             worker_id=name,
             boot_id="b",
             role="decode",

@@ -161,7 +161,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
         await until(lambda: view.capacity.credit.is_draining)
         with pytest.raises(UnavailableError, match="cannot be undone"):
             it.worker.drain.undo()
-        assert (await post(it, "/undrain"))[0] == 409
+        assert (await post(it, "/undrain"))[0] == 503
         view.undrain()
         await asyncio.sleep(0.1)
         assert not stopping.done()
@@ -216,7 +216,7 @@ async def test_a_time_that_is_none_is_refused_and_drains_nothing(tmp_path: Path,
     async with running(Role.DECODE, tmp_path) as it:
         status, body = await post(it, f"/drain?{query}")
         assert status == 400
-        assert "give seconds" in body["error"]
+        assert "give seconds" in body["error"]["message"]
         assert it.worker.drain.reason is None
 
 
@@ -247,8 +247,10 @@ async def lending(folder: Path) -> AsyncIterator[Running]:
     factory = TransferFactory(settings.transfer(Role.PREFILL, "w", "boot"))
 
     class LendingClient(InProcessClient):
+        """Starts its engine with the connector of above."""
+
         @classmethod
-        async def start(cls, engine: Any, _: Any = None, **options: Any) -> Any:
+        async def start(cls, settings: Any, connector_factory: Any = None, **options: Any) -> Any:
             return await InProcessClient.start(fake_settings(), factory, start=start_fake_executor)
 
     async with running(Role.PREFILL, folder, LendingClient) as it:
