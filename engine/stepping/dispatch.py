@@ -67,7 +67,7 @@ class Dispatcher:
 
     def answer_until_free(self) -> None:
         """Answer every ``UntilFree`` if the core holds nothing for others. To be called when all outputs are sent."""
-        if self._waits_until_free and self._core.is_free:
+        if self._waits_until_free and self._core.scheduler.load.is_free():
             waits = self._waits_until_free
             self._waits_until_free = []
             for call_id in waits:

@@ -75,8 +75,12 @@ class StepLoop:
         send_outputs(self._core, unsent, self._emit)
 
     def _process_all(self) -> None:
+        """Process all messages that are there. If they leave an urgent output, send everything until now."""
         while self._inbox.num_waiting:
             self._dispatcher.dispatch(self._inbox.get())
+        if urgent := self._core.take_urgent():
+            self._send()
+            send_outputs(self._core, urgent, self._emit)
 
     def _wait(self, seconds: float) -> bool:
         """Process the messages that come within ``seconds``, all that are there with the first; return whether any came."""

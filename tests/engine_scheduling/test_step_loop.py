@@ -42,6 +42,9 @@ class BusyCore:
         self.step_in_flight = may_start_early()
         return {}
 
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        return {}
+
     def add_request(self, request: EngineRequest) -> None:
         assert not self.step_in_flight
         self.happened.append(request.request_id)
@@ -148,6 +151,9 @@ class SettlingCore:
 
     def seconds_to_deadline(self) -> None:
         return None
+
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        return {}
 
     def note(self, message: FromEngine) -> None:
         assert isinstance(message, Health)
