@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from router.attached_worker import AttachedWorker
+from router.change_signal import ChangeSignal
 from router.leg_failure import WorkerDrainedError
 from router.metrics import DrainMetrics
 from router.registry import Registry
@@ -39,17 +40,22 @@ class _Drain:
 
 
 class Evacuation:
-    """Owns the drains of attached workers that are on. clock: seconds, for metrics."""
+    """Owns the drains of attached workers that are on. clock: seconds, for metrics.
+
+    ``changes`` is notified when a worker drains, or is empty.
+    """
 
     def __init__(
         self,
         registry: Registry,
         runs: RequestRuns,
+        changes: ChangeSignal,
         metrics: DrainMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._runs = runs
+        self._changes = changes
         self._metrics = metrics
         self._clock = clock
         self._drains: dict[AttachedWorker, _Drain] = {}
@@ -64,6 +70,7 @@ class Evacuation:
         if (drain := self._drains.get(worker)) is None:
             return
         drain.stop_timer()
+        self._changes.notify()
         if credit.is_empty and not drain.is_empty:
             self._record(drain, "moved" if drain.were_moved else "empty")
         drain.is_empty = credit.is_empty
@@ -102,7 +109,7 @@ class Evacuation:
     def _has_other(self, worker: AttachedWorker) -> bool:
         """Return True if another worker has the role of this one and accepts legs."""
         return any(
-            other is not worker and other.role is worker.role and other.capacity.credit.max_requests
+            other is not worker and other.role is worker.role and other.has_credit
             for other in self._registry.workers
         )
 

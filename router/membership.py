@@ -110,7 +110,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     worker.capacity.grant(credit_from_proto(message.credit))
                     self._evacuation.credit_changed(worker)
                 case "goodbye":
-                    worker.is_leaving = True
+                    worker.leave()
                     return
                 case other:
                     logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)

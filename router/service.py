@@ -58,7 +58,7 @@ class RouterService:
         self._settings = settings
         metrics = RouterMetrics()
         self._path = RequestPath(settings, metrics.requests)
-        evacuation = Evacuation(self._path.registry, self._path.runs, metrics.drains)
+        evacuation = Evacuation(self._path.registry, self._path.runs, self._path.changes, metrics.drains)
         self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
         self._drain = Drain(

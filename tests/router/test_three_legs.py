@@ -113,7 +113,7 @@ class Trio:
                 batch = await run.next()
                 tokens += [token.token_id for token in batch.tokens]
                 reason = batch.finish_reason
-        assert [view.num_requests for view in self.registry.snapshot()] == [0, 0, 0]
+        assert [view.num_requests for view in self.registry.views] == [0, 0, 0]
         return tokens, reason
 
 
@@ -129,7 +129,12 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
         MembershipServicer(
-            registry, Evacuation(registry, runs, RouterMetrics().drains), "router-0", cluster, 5.0, 3.0
+            registry,
+            Evacuation(registry, runs, changes, RouterMetrics().drains),
+            "router-0",
+            cluster,
+            5.0,
+            3.0,
         ),
         server,
     )
@@ -147,7 +152,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             worker = ScriptedWorker(role, address, SECRET, writer, worker_id=name)
             workers.append(await stack.enter_async_context(worker))
         async with asyncio.timeout(10):
-            while not all(view.max_requests for view in registry.snapshot()):
+            while not all(view.max_requests for view in registry.views):
                 await changes.next.wait()
         encode, prefiller, decode = workers
         yield Trio(encode, prefiller, decode, registry, runs, RequestTracker(10, RouterMetrics().requests))
