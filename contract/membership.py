@@ -9,10 +9,10 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     """Describes a worker to its router. Every field may be missing (zero or empty): the router checks it.
 
     protocol_min, protocol_max: the protocol versions that the worker speaks. role: a ``Role`` other than the router's.
-    address, control_address, admin_address: host:port of its Worker service, its control link (empty for role both) and
-    its admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
+    address, control_address, admin_address: host:port of its Worker service, its control link and its
+    admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
-    output head.
+    output head. build: the version of its code, for operators.
     """
 
     protocol_min: int = 0
@@ -31,6 +31,7 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     admin_address: str = ""
     pid: int = 0
     embeds_only: bool = False
+    build: str = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +46,25 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports how busy a worker is. kv_cache_usage: 0..1."""
+    """Reports how busy a worker is. A field is None if the worker has not measured or reported it.
+
+    kv_cache_usage: 0..1. queued_prompt_tokens: tokens of prompts that are not computed yet. num_leases: finished prompts
+    whose KV is still lent. num_fetches: requests that wait for KV from another worker. prefill_seconds_per_token: moving
+    average of steps that compute prompts. step_seconds: that of steps that only continue answers. prefix_cache_queries,
+    prefix_cache_hits: prompt tokens that were looked up since the start, and found.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
+    queued_prompt_tokens: int | None = None
+    num_free_blocks: int | None = None
+    num_leases: int | None = None
+    num_fetches: int | None = None
+    prefill_seconds_per_token: float | None = None
+    step_seconds: float | None = None
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True):

@@ -64,10 +64,12 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one choice in one step. The last output of a request carries ``finish_reason``.
 
     is_leg_finished: this is the engine's last output for the request. The last output of a prefill leg whose answer
-    continues elsewhere has no ``finish_reason``. first_index: index of ``token_ids[0]`` in the answer. stop_reason: the
-    stop token id that ended it (None for the model's own end token). num_cached_tokens: prompt tokens whose KV this
-    engine did not compute (set on the first output). pooled: the embedding as float32 numbers, with ``finish_reason``
-    STOP. An error has ``finish_reason`` ERROR, ``error_kind`` and ``error_message``; error_param: the field at fault.
+    continues elsewhere has no ``finish_reason``. handed_over: the leg was handed off (``contract.requests.HandOff``): it
+    has emitted the tokens before ``first_index``, and the KV of all but the last of them is lent. first_index: index of
+    ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the model's own end token).
+    num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first output). pooled: the embedding
+    as float32 numbers, with ``finish_reason`` STOP. An error has ``finish_reason`` ERROR, ``error_kind`` and
+    ``error_message``; error_param: the field at fault.
     """
 
     request_id: str
@@ -77,6 +79,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] | None = None
     is_leg_finished: bool = False
+    handed_over: bool = False
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int | None = None

@@ -157,6 +157,24 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class HandOff(msgspec.Struct, frozen=True, kw_only=True):
+    """An order to lend the KV of a choice that is being decoded, so that another worker continues it.
+
+    attempt: the attempt that runs. next_attempt: the one that continues the answer; the lease belongs to it.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    transfer_id: str
+    next_attempt: int
+
+    @property
+    def key(self) -> str:
+        """The engine's name for the choice that runs."""
+        return choice_key(self.request_id, self.choice, self.attempt)
+
+
 def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
     """Raise InvalidRequestError about ``param`` that names the first id outside of the vocabulary."""
     if (bad := next((token for token in token_ids if not 0 <= token < vocab_size), None)) is not None:

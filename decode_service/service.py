@@ -1,11 +1,10 @@
 """Starts a decode worker."""
 
 from contract.identity import Role
-from decode_service.servicer import DecodeServicer
 from worker.service import OnReady, serve_worker
 from worker.settings import WorkerSettings
 
 
 async def serve(settings: WorkerSettings, on_ready: OnReady) -> None:
     """Run until SIGTERM or SIGINT; ``on_ready`` gets the addresses once a router is attached."""
-    await serve_worker(Role.DECODE, settings, DecodeServicer, on_ready)
+    await serve_worker(Role.DECODE, settings, on_ready)

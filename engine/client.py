@@ -5,12 +5,15 @@
 
 import asyncio
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol, Self
 
+import msgspec
+
 from contract.errors import ErrorKind, KvbatonError
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, HandOff
 from engine.connector import ConnectorFactory
 from engine.hosting.delivery import Delivery
 from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
@@ -60,6 +63,13 @@ class EngineClient(Protocol):
         """Start a request and yield its outputs; the last one of each choice has ``is_leg_finished``.
 
         Leaving early aborts it.
+        """
+
+    async def hand_off(self, order: HandOff, seconds: float) -> None:
+        """Hand a request off while it decodes: its last output has ``handed_over``, and its KV is lent.
+
+        seconds: how long the engine may take to begin with it. Raises NotFoundError for a request that is not there,
+        InvalidRequestError for one that cannot be handed off now, DeadlineError, UnavailableError. Then nothing has changed.
         """
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -149,11 +159,15 @@ class StreamingClient:
             if live := [key for key in request.keys if self._delivery.is_live(key)]:
                 self._link.send(Abort(live))
 
+    async def hand_off(self, order: HandOff, seconds: float) -> None:
+        """See EngineClient."""
+        await self.call("hand_off", order, time.monotonic() + seconds)
+
     async def call(self, method: str, *args: Any) -> Any:
         """See EngineClient."""
         call_id = next(self._call_ids)
         result = self._delivery.expect_result(call_id)
-        self._link.send(Call(call_id, method, list(args)))
+        self._link.send(Call(call_id, method, [msgspec.to_builtins(each) for each in args]))
         return await result
 
     async def shutdown(self) -> None:

@@ -10,7 +10,8 @@ The life of one hand-over, on the sender's side (prefill):
 2. ``publish`` for each step that will compute more of the prompt; the metadata of that step carries the order to the
    ranks, which carry it out after the forward pass;
 3. ``finish_send`` with the sampled token, or ``abandon_send`` when the answer ended or the request was aborted (an
-   abort may come after ``finish_send`` too, while the receiver has not released the blocks);
+   abort may come after ``finish_send`` too, while the receiver has not released the blocks). For a request that is handed
+   off while it decodes, everything is computed at ``open_send``, and ``finish_send`` follows the next ``build_metadata``;
 4. the request's id in ``ModelRunnerOutput.finished_sending``, exactly once, after ``finish_send`` or ``abandon_send``:
    the blocks are not read any more, and the scheduler drops the transfer's references.
 

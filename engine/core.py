@@ -9,15 +9,16 @@ from typing import Any
 
 import msgspec
 
-from contract.errors import KvbatonError, NotFoundError, UnsupportedFieldError
+from contract.errors import DeadlineError, KvbatonError, NotFoundError, UnsupportedFieldError
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, HandOff
 from engine.connecting import connect
 from engine.connector import ConnectorFactory
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.grammars import Grammars
+from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity, counters, debug_state
 from engine.scheduling.status import RequestStatus
 from engine.scheduling.waits import WaitStage
@@ -181,6 +182,22 @@ class EngineCore:
         """Abort a choice of a request (None: all) in all attempts up to ``attempt``, and what they lend."""
         self.scheduler.abort_request(request_id, attempt, choice)
 
+    def hand_off(self, order: HandOff, expires: float) -> None:
+        """Lend the KV of a request that decodes to the worker that continues it; see ``handing_off``.
+
+        expires: when, on the monotonic clock of this machine, it is too late. Raises DeadlineError then.
+        """
+        if (late := self._clock() - expires) > 0:
+            raise DeadlineError(
+                f"request {order.key} is not handed off: the order came {late:.3f} s too late"
+            )
+        hand_off(self.scheduler, order)
+
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        """Return the outputs until now, by client index, if one of them is to be sent before the next step."""
+        outbox = self.scheduler.live.outbox
+        return outbox.take() if outbox.is_urgent else {}
+
     def call(self, method: str, args: list[Any]) -> Any:
         """Call a utility by name; return its result as plain data. Raises NotFoundError that lists the names."""
         utilities: dict[str, Callable[..., Any]] = {
@@ -190,10 +207,14 @@ class EngineCore:
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "pid": os.getpid,
             "check_integrity": partial(check_integrity, self.scheduler),
+            "hand_off": self._call_hand_off,
         }
         if method not in utilities:
             raise NotFoundError(f"no utility is called {method!r}; there are {', '.join(utilities)}")
         return msgspec.to_builtins(utilities[method](*args))
+
+    def _call_hand_off(self, order: dict[str, Any], expires: float) -> None:
+        self.hand_off(msgspec.convert(order, HandOff), expires)
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""

@@ -460,6 +460,7 @@ class Registration(_message.Message):
     ADMIN_ADDRESS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
+    BUILD_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker supports."""
     protocol_max: _builtins.int
@@ -472,7 +473,7 @@ class Registration(_message.Message):
     address: _builtins.str
     """host:port of its Worker service."""
     control_address: _builtins.str
-    """host:port of its control link; empty for role both."""
+    """host:port of its control link."""
     model_name: _builtins.str
     """Name of the served model."""
     model_fingerprint: _builtins.str
@@ -489,6 +490,8 @@ class Registration(_message.Message):
     """Process id, for operators."""
     embeds_only: _builtins.bool
     """The model has no output head: only Embed is served."""
+    build: _builtins.str
+    """Version of the worker's code, for operators."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -512,10 +515,11 @@ class Registration(_message.Message):
         admin_address: _builtins.str = ...,
         pid: _builtins.int = ...,
         embeds_only: _builtins.bool = ...,
+        build: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "control_address", b"control_address", "embeds_only", b"embeds_only", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -561,31 +565,95 @@ Global___KvLayout: _TypeAlias = KvLayout  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
-    """A worker's load, sent with the step that changed it, or alone if it changes without a step."""
+    """A worker's load. It is sent with the step that changed one of the first three fields, or alone if one changes without a
+    step; a change of other fields alone is sent at most twice a second.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     NUM_WAITING_FIELD_NUMBER: _builtins.int
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    QUEUED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_LEASES_FIELD_NUMBER: _builtins.int
+    NUM_FETCHES_FIELD_NUMBER: _builtins.int
+    PREFILL_SECONDS_PER_TOKEN_FIELD_NUMBER: _builtins.int
+    STEP_SECONDS_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Number of running requests."""
     num_waiting: _builtins.int
     """Number of waiting requests."""
     kv_cache_usage: _builtins.float
     """Share of used blocks, 0..1."""
+    queued_prompt_tokens: _builtins.int
+    """Tokens of prompts that are not computed yet, of waiting and of running requests."""
+    num_free_blocks: _builtins.int
+    """Number of blocks that can be taken at once."""
+    num_leases: _builtins.int
+    """Number of finished prompts whose KV is still lent to other workers."""
+    num_fetches: _builtins.int
+    """Number of requests that wait for KV from another worker."""
+    prefill_seconds_per_token: _builtins.float
+    """Moving average of steps that compute prompts, per token; unset: no such step yet."""
+    step_seconds: _builtins.float
+    """Moving average of steps that only continue answers; unset: no such step yet."""
+    prefix_cache_queries: _builtins.int
+    """Prompt tokens that were looked up in the prefix cache since the start, and that were found there."""
+    prefix_cache_hits: _builtins.int
     def __init__(
         self,
         *,
         num_running: _builtins.int = ...,
         num_waiting: _builtins.int = ...,
         kv_cache_usage: _builtins.float = ...,
+        queued_prompt_tokens: _builtins.int | None = ...,
+        num_free_blocks: _builtins.int | None = ...,
+        num_leases: _builtins.int | None = ...,
+        num_fetches: _builtins.int | None = ...,
+        prefill_seconds_per_token: _builtins.float | None = ...,
+        step_seconds: _builtins.float | None = ...,
+        prefix_cache_queries: _builtins.int | None = ...,
+        prefix_cache_hits: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_cache_usage", b"kv_cache_usage", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "kv_cache_usage", b"kv_cache_usage", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__num_fetches: _TypeAlias = _typing.Literal["num_fetches"]  # noqa: Y015
+    _WhichOneofArgType__num_fetches: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches"]  # noqa: Y015
+    _WhichOneofReturnType__num_free_blocks: _TypeAlias = _typing.Literal["num_free_blocks"]  # noqa: Y015
+    _WhichOneofArgType__num_free_blocks: _TypeAlias = _typing.Literal["_num_free_blocks", b"_num_free_blocks"]  # noqa: Y015
+    _WhichOneofReturnType__num_leases: _TypeAlias = _typing.Literal["num_leases"]  # noqa: Y015
+    _WhichOneofArgType__num_leases: _TypeAlias = _typing.Literal["_num_leases", b"_num_leases"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_seconds_per_token: _TypeAlias = _typing.Literal["prefill_seconds_per_token"]  # noqa: Y015
+    _WhichOneofArgType__prefill_seconds_per_token: _TypeAlias = _typing.Literal["_prefill_seconds_per_token", b"_prefill_seconds_per_token"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache_hits: _TypeAlias = _typing.Literal["prefix_cache_hits"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache_hits: _TypeAlias = _typing.Literal["_prefix_cache_hits", b"_prefix_cache_hits"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_cache_queries: _TypeAlias = _typing.Literal["prefix_cache_queries"]  # noqa: Y015
+    _WhichOneofArgType__prefix_cache_queries: _TypeAlias = _typing.Literal["_prefix_cache_queries", b"_prefix_cache_queries"]  # noqa: Y015
+    _WhichOneofReturnType__queued_prompt_tokens: _TypeAlias = _typing.Literal["queued_prompt_tokens"]  # noqa: Y015
+    _WhichOneofArgType__queued_prompt_tokens: _TypeAlias = _typing.Literal["_queued_prompt_tokens", b"_queued_prompt_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
+    _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetches) -> _WhichOneofReturnType__num_fetches | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_free_blocks) -> _WhichOneofReturnType__num_free_blocks | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__num_leases) -> _WhichOneofReturnType__num_leases | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_seconds_per_token) -> _WhichOneofReturnType__prefill_seconds_per_token | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache_hits) -> _WhichOneofReturnType__prefix_cache_hits | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_cache_queries) -> _WhichOneofReturnType__prefix_cache_queries | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queued_prompt_tokens) -> _WhichOneofReturnType__queued_prompt_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_seconds) -> _WhichOneofReturnType__step_seconds | None: ...
 
 Global___Load: _TypeAlias = Load  # noqa: Y015
 

@@ -34,6 +34,11 @@ class AttemptLegs:
         return iter(self._legs)
 
     @property
+    def first(self) -> Leg:
+        """The leg that computes the prompt."""
+        return self._legs[0]
+
+    @property
     def last(self) -> Leg:
         """The leg that ends the attempt."""
         return self._legs[-1]

@@ -115,6 +115,8 @@ class RequestRun:
                 self._failures.note(attempt, error)
                 self.tracked.replayed(error, len(self._delivered))
             else:
+                if batch.tokens and not self._delivered:
+                    attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
                 self._delivered += [token.token_id for token in batch.tokens]
                 if attempt.is_decoding:
                     self._failures.progress(attempt)

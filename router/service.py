@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from router.admin_access import AdminAccess
 from router.batch_setup import build_batches
 from router.client_access import client_access
 from router.draining import Drain
@@ -16,6 +17,7 @@ from router.pipeline import Pipeline
 from router.public_apis import PublicApis
 from router.request_path import RequestPath
 from router.settings import RouterSettings
+from router.worker_admin import WorkerAdmin
 from router.worker_port import WorkerPort
 from serving.admin import AdminServer
 from serving.descriptors import (
@@ -72,6 +74,7 @@ class RouterService:
             state=self._debug_state,
             metrics=self._inspection.collector,
             allowed_hosts=listed_hosts(settings.allowed_hosts),
+            routes=WorkerAdmin(self._path, AdminAccess(settings, clients)).routes(),
         )
         self._watchers: list[asyncio.Task[None]] = []
         self._addresses: BoundAddresses | None = None

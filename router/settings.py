@@ -45,7 +45,7 @@ class RouterSettings(Settings):
     internal: Address = "127.0.0.1:0"
     """HOST:PORT where workers register with the cluster secret."""
     admin: Address = "127.0.0.1:0"
-    """HOST:PORT of /health, /ready, /metrics and /debug/state for operators; plain HTTP, without API keys."""
+    """HOST:PORT of /health, /ready, /metrics, /debug/state and /admin for operators; plain HTTP, without API keys."""
     model: Path | None = None
     """Folder of the model (its small files are enough); unset: loaded from the first worker."""
     served_model_name: str | None = None
@@ -58,6 +58,11 @@ class RouterSettings(Settings):
     """API keys of clients, separated by commas; prefer the file. Without any key, every client is accepted."""
     api_keys_file: Path | None = None
     """File with API keys, one per line; # begins a comment. It is read again when it changes."""
+    admin_keys: str | None = Field(default=None, repr=False)
+    """Keys of operators for /admin on the admin port, separated by commas; prefer the file. If unset, /admin is open to
+    this machine only, and closed if API keys are set."""
+    admin_keys_file: Path | None = None
+    """File with admin keys, one per line; # begins a comment. It is read again when it changes."""
     metrics_need_key: bool = False
     """Require an API key for /metrics too, if there are keys."""
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None

@@ -1,7 +1,10 @@
-"""The admin port of a process: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key."""
+"""The admin port of a process: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key.
+
+A process may add routes, which check the access themselves.
+"""
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from aiohttp import web
@@ -20,7 +23,7 @@ class AdminServer:
     missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. not_ready: returns
     another reason why it accepts no new work; shown by ``/ready`` only. state: returns plain data for ``/debug/state``, to
     which the process's own facts are added as ``process``. metrics: returns a collector of the current values.
-    allowed_hosts: valid names in the Host header beside localhost.
+    allowed_hosts: valid names in the Host header beside localhost. routes: further paths.
     """
 
     def __init__(
@@ -32,12 +35,14 @@ class AdminServer:
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]],
         allowed_hosts: tuple[str, ...] = (),
+        routes: Iterable[web.RouteDef] = (),
     ) -> None:
         self._asked_address = address
         self._missing = missing
         self._not_ready = not_ready
         self._state = state
         self._metrics = metrics
+        self._routes = tuple(routes)
         self._hosts = HostCheck(address, allowed_hosts, refuses_origins=True)
         self._server: HttpServer | None = None
 
@@ -53,6 +58,7 @@ class AdminServer:
         app.router.add_get("/ready", self._get_ready)
         app.router.add_get("/metrics", self._get_metrics)
         app.router.add_get("/debug/state", self._get_state)
+        app.router.add_routes(self._routes)
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
 
     async def stop(self) -> None:

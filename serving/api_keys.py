@@ -1,4 +1,4 @@
-"""API keys of clients, from a setting and from a file that may change at run time."""
+"""Keys of clients or of operators, from a setting and from a file that may change at run time."""
 
 import hmac
 import logging
@@ -12,6 +12,9 @@ from serving.private_files import read_private_text
 
 logger = logging.getLogger(__name__)
 
+API_KEYS = "api_keys"
+ADMIN_KEYS = "admin_keys"
+
 _COMMENT = re.compile(r"(^|\s)#.*")
 _TENANT_CHARACTERS = 32
 _STRONG_CHARACTERS = 32
@@ -23,16 +26,18 @@ class ApiKeys:
 
     keys: separated by commas. file: one key per line, comments after ``#``; read again when it has changed. If it can no
     longer be read or has no key, no client with a key of the file is accepted. Raises SettingError for such a file at start.
+    setting: name of the setting of the keys; that of the file ends in ``_file``.
     """
 
-    def __init__(self, keys: str | None = None, file: Path | None = None) -> None:
+    def __init__(self, keys: str | None = None, file: Path | None = None, setting: str = API_KEYS) -> None:
         self._file = file
-        self._given = _digests(_listed(keys))
+        self._setting = setting
+        self._given = _digests(_listed(keys, setting), setting)
         self._stamp: Stamp = None
         self._read: tuple[bytes, ...] = ()
         if file is not None:
             self._stamp = stamp_of(file)
-            self._read = _digests(_read(file))
+            self._read = _digests(_read(file, setting), setting)
 
     @property
     def are_required(self) -> bool:
@@ -46,11 +51,12 @@ class ApiKeys:
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise UnauthenticatedError(
-                "no API key was given; send it as `Authorization: Bearer KEY`", code="invalid_api_key"
+                f"no {_name(self._setting)} was given; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
             )
         claimed = _digest(key.strip())
         if not sum(hmac.compare_digest(claimed, known) for known in self._known()):
-            raise UnauthenticatedError("the API key is not valid", code="invalid_api_key")
+            raise UnauthenticatedError(f"the {_name(self._setting)} is not valid", code="invalid_api_key")
 
     def tenant(self, authorization: str | None) -> str:
         """Return a name for the owner of a valid key: a digest of the key; "" if no key is needed."""
@@ -67,39 +73,45 @@ class ApiKeys:
             self._stamp = stamp
             self._read = ()
             try:
-                self._read = _digests(_read(self._file))
+                self._read = _digests(_read(self._file, self._setting), self._setting)
             except SettingError as error:
                 logger.error("%s; until this is corrected, keys of the file are not accepted", error.message)
             else:
-                logger.info("api_keys_file %s has changed: %d keys", self._file, len(self._read))
+                logger.info("%s_file %s has changed: %d keys", self._setting, self._file, len(self._read))
         return self._given + self._read
 
 
-def first_key(keys: str | None, file: Path | None) -> str | None:
+def first_key(keys: str | None, file: Path | None, setting: str = API_KEYS) -> str | None:
     """Return a key that ``ApiKeys`` of the same arguments accepts; None if none is needed. Raises SettingError."""
-    found = _split(keys) or (_read(file) if file is not None else [])
+    found = _split(keys, setting) or (_read(file, setting) if file is not None else [])
     return found[0] if found else None
 
 
-def _listed(keys: str | None) -> list[str]:
-    found = _split(keys)
+def _name(setting: str) -> str:
+    """Return what one key of a setting is called."""
+    return "admin key" if setting == ADMIN_KEYS else "API key"
+
+
+def _listed(keys: str | None, setting: str) -> list[str]:
+    found = _split(keys, setting)
     if keys is not None and not found:
         raise SettingError(
-            "api_keys is set but contains no key, so every client would be accepted; add a key or leave it unset",
-            param="api_keys",
+            f"{setting} is set but contains no key, so everyone would be accepted; add a key or leave it unset",
+            param=setting,
         )
     return found
 
 
-def _split(keys: str | None) -> list[str]:
-    return _keys((keys or "").split(","), "api_keys")
+def _split(keys: str | None, setting: str) -> list[str]:
+    return _keys((keys or "").split(","), setting)
 
 
-def _read(file: Path) -> list[str]:
-    lines = read_private_text(file, "api_keys_file").splitlines()
-    found = _keys([_COMMENT.sub("", line) for line in lines], "api_keys_file")
+def _read(file: Path, setting: str) -> list[str]:
+    param = f"{setting}_file"
+    lines = read_private_text(file, param).splitlines()
+    found = _keys([_COMMENT.sub("", line) for line in lines], param)
     if not found:
-        raise SettingError(f"api_keys_file {file} contains no key", param="api_keys_file")
+        raise SettingError(f"{param} {file} contains no key", param=param)
     return found
 
 
@@ -118,13 +130,13 @@ def _keys(entries: list[str], param: str) -> list[str]:
     return found
 
 
-def _digests(keys: list[str]) -> tuple[bytes, ...]:
+def _digests(keys: list[str], setting: str) -> tuple[bytes, ...]:
     """Return the keys' digests; log how many keys are short enough to be guessed."""
     num_short = sum(len(key) < _STRONG_CHARACTERS for key in keys)
     if num_short:
         logger.warning(
-            "%d of %d API keys have fewer than %d characters and could be guessed; make them with `openssl rand -hex 32`",
-            *(num_short, len(keys), _STRONG_CHARACTERS),
+            "%d of %d %ss have fewer than %d characters and could be guessed; make them with `openssl rand -hex 32`",
+            *(num_short, len(keys), _name(setting), _STRONG_CHARACTERS),
         )
     return tuple(_digest(key) for key in keys)
 

@@ -29,7 +29,9 @@ TOP = ""
 
 def is_secret(name: str) -> bool:
     """Return True if the value of a setting must not be shown; the path of a file with a secret may be."""
-    return any(word in name for word in ("secret", "password", "api_key")) and not name.endswith("_file")
+    return any(word in name for word in ("secret", "password", "api_key", "admin_key")) and not name.endswith(
+        "_file"
+    )
 
 
 def nearest(name: str, names: Collection[str]) -> str:

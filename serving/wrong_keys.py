@@ -20,4 +20,4 @@ class WrongKeys:
             del self._counts[next(iter(self._counts))]
         self._counts[address] = count
         if count == 10 ** (len(str(count)) - 1):
-            logger.warning("%s was refused for a wrong or missing API key (%d times so far)", address, count)
+            logger.warning("%s was refused for a wrong or missing key (%d times so far)", address, count)

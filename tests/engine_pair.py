@@ -82,12 +82,13 @@ def tokens_of(*legs: list[EngineOutput]) -> list[int]:
 class Sides:
     """Settings that differ between the two engines, and the connection between them.
 
-    connect: role → connector factory; replaces the real connector over ``transport``.
+    connect: role → connector factory; replaces the real connector over ``transport``, which has the settings ``links``.
     """
 
     prefill: dict[str, Any] = field(default_factory=dict)
     decode: dict[str, Any] = field(default_factory=dict)
     transport: str = "tcp"
+    links: dict[str, Any] = field(default_factory=dict)
     connect: Callable[[Role], ConnectorFactory] | None = None
 
 
@@ -100,7 +101,9 @@ async def running_pair(
     both = {"model": model, "dtype": "float32", "kv_cache_bytes": 16 * 2**20, **settings}
 
     def connect(role: Role, decorate: Decorate | None) -> ConnectorFactory:
-        return sides.connect(role) if sides.connect else transfer_factory(role, decorate, sides.transport)
+        if sides.connect:
+            return sides.connect(role)
+        return transfer_factory(role, decorate, sides.transport, **sides.links)
 
     sender = EngineSettings(**{**both, **sides.prefill})
     prefill = await InProcessClient.start(sender, connect(Role.PREFILL, None))
@@ -115,7 +118,9 @@ async def running_pair(
         await prefill.shutdown()
 
 
-def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> TransferFactory:
+def transfer_factory(
+    role: Role, decorate: Decorate | None, transport: str, **settings: Any
+) -> TransferFactory:
     """Return the factory of the real connector for one side of a pair."""
     return TransferFactory(
         TransferSettings(
@@ -126,5 +131,6 @@ def transfer_factory(role: Role, decorate: Decorate | None, transport: str) -> T
             transport=cast(Any, transport),
             peer_timeout_seconds=20.0,
             decorate=decorate,
+            **settings,
         )
     )

@@ -1,8 +1,31 @@
 """Converts the messages between a worker and its router about themselves: registration, acceptance, load and credit."""
 
+from typing import Literal
+
 from contract.layout import KVLayout
 from contract.membership import Credit, Load, Registration, Welcome
 from protos import worker_pb2 as pb
+
+_LoadFigure = Literal[
+    "queued_prompt_tokens",
+    "num_free_blocks",
+    "num_leases",
+    "num_fetches",
+    "prefill_seconds_per_token",
+    "step_seconds",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+]
+_OPTIONAL_LOAD: tuple[_LoadFigure, ...] = (
+    "queued_prompt_tokens",
+    "num_free_blocks",
+    "num_leases",
+    "num_fetches",
+    "prefill_seconds_per_token",
+    "step_seconds",
+    "prefix_cache_queries",
+    "prefix_cache_hits",
+)
 
 
 def registration_to_proto(registration: Registration) -> pb.Registration:
@@ -24,6 +47,7 @@ def registration_to_proto(registration: Registration) -> pb.Registration:
         admin_address=registration.admin_address,
         pid=registration.pid,
         embeds_only=registration.embeds_only,
+        build=registration.build,
     )
 
 
@@ -46,6 +70,7 @@ def registration_from_proto(message: pb.Registration) -> Registration:
         admin_address=message.admin_address,
         pid=message.pid,
         embeds_only=message.embeds_only,
+        build=message.build,
     )
 
 
@@ -84,16 +109,28 @@ def welcome_from_proto(message: pb.Welcome) -> Welcome:
 def load_to_proto(load: Load) -> pb.Load:
     """Translate the load of a worker."""
     return pb.Load(
-        num_running=load.num_running, num_waiting=load.num_waiting, kv_cache_usage=load.kv_cache_usage
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_cache_usage=load.kv_cache_usage,
+        queued_prompt_tokens=load.queued_prompt_tokens,
+        num_free_blocks=load.num_free_blocks,
+        num_leases=load.num_leases,
+        num_fetches=load.num_fetches,
+        prefill_seconds_per_token=load.prefill_seconds_per_token,
+        step_seconds=load.step_seconds,
+        prefix_cache_queries=load.prefix_cache_queries,
+        prefix_cache_hits=load.prefix_cache_hits,
     )
 
 
 def load_from_proto(message: pb.Load) -> Load:
     """Translate the load of a worker."""
+    given = {name: getattr(message, name) for name in _OPTIONAL_LOAD if message.HasField(name)}
     return Load(
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         kv_cache_usage=message.kv_cache_usage,
+        **given,
     )
 
 

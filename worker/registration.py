@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from contract.identity import Role
 from contract.membership import Credit, Registration
@@ -15,7 +16,7 @@ _QUEUED_STEPS = 2
 
 @dataclass(frozen=True)
 class WorkerIdentity:
-    """A worker's role, its name in the cluster, and the id of this process start."""
+    """The role in which a worker starts, its name in the cluster, and the id of this process start."""
 
     role: Role
     worker_id: str
@@ -62,4 +63,5 @@ def registration_of(
         admin_address=admin_address,
         pid=os.getpid(),
         embeds_only=not info.has_head,
+        build=version("kvbaton"),
     )

@@ -22,7 +22,6 @@ from serving.logs import configure_logs, log_settings
 from serving.metrics import EngineCollector
 from serving.settings import split_address
 from serving.signals import until_stopped
-from worker.aggregated import AggregatedServicer
 from worker.cores import run_on
 from worker.loop_watch import LoopWatch
 from worker.niceness import set_niceness
@@ -34,18 +33,15 @@ from worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 OnReady = Callable[[dict[str, Any]], None]
-ServicerFactory = Callable[[Worker], WorkerServicer]
 _STOP_GRACE_SECONDS = 0.5
 
 
 async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
     """Run an aggregated worker until SIGTERM or SIGINT."""
-    await serve_worker(Role.AGGREGATED, settings, AggregatedServicer, on_ready)
+    await serve_worker(Role.AGGREGATED, settings, on_ready)
 
 
-async def serve_worker(
-    role: Role, settings: WorkerSettings, servicer: ServicerFactory, on_ready: OnReady
-) -> None:
+async def serve_worker(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
     """Run a worker until SIGTERM or SIGINT; ``on_ready`` gets its addresses once a router is attached.
 
     Ends the process if its event loop hangs. Raises KvbatonError when the engine cannot start or dies, or when
@@ -54,13 +50,11 @@ async def serve_worker(
     run_on(settings.core_numbers)
     set_niceness(settings.nice)
     with LoopWatch(settings.step_timeout_seconds):
-        await _serve_until_stopped(role, settings, servicer, on_ready)
+        await _serve_until_stopped(role, settings, on_ready)
 
 
-async def _serve_until_stopped(
-    role: Role, settings: WorkerSettings, servicer: ServicerFactory, on_ready: OnReady
-) -> None:
-    async with until_stopped() as stopped, running_worker(role, settings, servicer) as (worker, addresses):
+async def _serve_until_stopped(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
+    async with until_stopped() as stopped, running_worker(role, settings) as (worker, addresses):
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         ready = asyncio.create_task(_announce(worker, addresses, on_ready))
         stop = asyncio.create_task(stopped.wait())
@@ -80,7 +74,7 @@ async def _serve_until_stopped(
 
 @asynccontextmanager
 async def running_worker(
-    role: Role, settings: WorkerSettings, servicer: ServicerFactory
+    role: Role, settings: WorkerSettings
 ) -> AsyncIterator[tuple[Worker, dict[str, Any]]]:
     """Run a worker with its engine, gRPC port and admin port within the block."""
     identity = WorkerIdentity(role, settings.worker_id or f"{role.value}-{new_boot_id()[:6]}", new_boot_id())
@@ -88,23 +82,21 @@ async def running_worker(
     engine = await _start_engine(identity, settings)
     try:
         worker = Worker(identity, settings, engine)
-        async with exposed(worker, settings, servicer) as addresses:
+        async with exposed(worker, settings) as addresses:
             yield worker, addresses
     finally:
         await engine.shutdown()
 
 
 @asynccontextmanager
-async def exposed(
-    worker: Worker, settings: WorkerSettings, servicer: ServicerFactory
-) -> AsyncIterator[dict[str, Any]]:
+async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dict[str, Any]]:
     """Open a worker's ports within the block and yield their addresses, ``grpc`` (as others dial it) and ``admin``.
 
     The worker's requests are aborted when the block ends.
     """
     most = internal_connections(raise_descriptor_limit(), num_open_descriptors())
     server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds, most))
-    worker_pb2_grpc.add_WorkerServicer_to_server(servicer(worker), server)
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker), server)
     admin = AdminServer(
         settings.admin,
         missing=worker.missing,
@@ -127,9 +119,7 @@ async def exposed(
 
 
 async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:
-    factory = None
-    if identity.role is not Role.AGGREGATED:
-        factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
+    factory = TransferFactory(settings.transfer(identity.role, identity.worker_id, identity.boot_id))
     level = logging.getLevelName(logging.getLogger().getEffectiveLevel())
     prepare = partial(configure_logs, f"{identity.worker_id}/engine", level)
     return await ProcessClient.start(settings.engine(), factory, prepare=prepare)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
-from contract.membership import Load
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
 from contract.requests import EngineRequest
 from engine.client import EngineClient
@@ -20,6 +19,8 @@ from text.model_card import MODEL_FILES
 from wire.membership import credit_to_proto, load_to_proto, registration_to_proto
 from wire.tokens import step_to_proto
 from worker.early_cancels import EarlyCancels
+from worker.lifecycle import Lifecycle
+from worker.load_reports import LoadReports
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_stream import RouterAddress, RouterStream
 from worker.settings import WorkerSettings
@@ -36,12 +37,13 @@ class Worker:
     def __init__(self, identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> None:
         self.identity = identity
         self.engine = engine
+        self.lifecycle = Lifecycle(identity.role)
         self._settings = settings
         self._stream: RouterStream | None = None
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
         self._early_cancels = EarlyCancels()
-        self._last_report: tuple[str, Load] | None = None
+        self._load_reports = LoadReports()
 
     @property
     def is_ready(self) -> bool:
@@ -89,6 +91,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._stream.run())
+                tasks.create_task(self._note_attached(self._stream))
                 tasks.create_task(self._send_steps(self._stream))
                 tasks.create_task(self._report_load(self._stream))
         except* KvbatonError as group:
@@ -98,6 +101,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Abort everything and send goodbye to the router, so that it does not count this worker as lost."""
+        self.lifecycle.leave()
         await self.abort_all()
         if self._stream:
             with suppress(TimeoutError):
@@ -109,6 +113,7 @@ class Worker:
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
+        self.lifecycle.check_open()
         if self._stream is None or not self._stream.is_attached:
             raise UnavailableError(f"worker {self.identity.worker_id} is not attached to a router")
         if session not in ("", self._stream.session):
@@ -150,7 +155,8 @@ class Worker:
         return {
             "worker_id": self.identity.worker_id,
             "boot_id": self.identity.boot_id,
-            "role": self.identity.role.value,
+            "role": self.lifecycle.role.value,
+            "state": self.lifecycle.state.value,
             "attached": self.is_ready,
             "num_accepted": self.num_requests,
             "engine_process": facts_of(await self.engine.call("pid")),
@@ -165,6 +171,10 @@ class Worker:
             for start in range(0, len(data), _CHUNK_BYTES):
                 yield name, data[start : start + _CHUNK_BYTES]
 
+    async def _note_attached(self, stream: RouterStream) -> None:
+        await stream.wait_attached()
+        self.lifecycle.attached()
+
     async def _send_steps(self, stream: RouterStream) -> None:
         """Send the new tokens of each step to the router in one message. Raises UnavailableError when the engine died.
 
@@ -178,7 +188,8 @@ class Worker:
                 if output.is_leg_finished:
                     self._accepted.pop(output.key, None)
             if outputs:
-                step = step_to_proto(outputs, self._new_load(stream))
+                load = self._load_reports.next(stream.session, self.engine.stats)
+                step = step_to_proto(outputs, load)
                 stream.send(pb.WorkerMessage(step=step))
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
@@ -187,18 +198,5 @@ class Worker:
         while True:
             await self.engine.idled.wait()
             self.engine.idled.clear()
-            if load := self._new_load(stream):
+            if load := self._load_reports.next(stream.session, self.engine.stats, is_idle=True):
                 stream.send(pb.WorkerMessage(load=load_to_proto(load)))
-
-    def _new_load(self, stream: RouterStream) -> Load | None:
-        """Return how busy the engine is, or None if that is unchanged since the last report to this router."""
-        stats = self.engine.stats
-        load = Load(
-            num_running=stats.num_running_reqs,
-            num_waiting=stats.num_waiting_reqs,
-            kv_cache_usage=stats.kv_cache_usage,
-        )
-        if self._last_report == (stream.session, load):
-            return None
-        self._last_report = stream.session, load
-        return load

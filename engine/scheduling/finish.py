@@ -18,7 +18,8 @@ _REASONS = {
 class Finish:
     """The end of a request on this engine.
 
-    continues: the answer goes on at another worker. error_param: the field of the request that is at fault.
+    continues: the answer goes on at another worker. is_handed_off: it does because of a ``HandOff``. error_param: the field
+    of the request that is at fault.
     """
 
     status: RequestStatus
@@ -27,6 +28,7 @@ class Finish:
     error_message: str | None = None
     error_param: str | None = None
     continues: bool = False
+    is_handed_off: bool = False
 
     @classmethod
     def with_error(cls, kind: str, message: str, param: str | None = None) -> "Finish":
@@ -68,6 +70,9 @@ class Finish:
 
 HANDED_OVER = Finish(RequestStatus.FINISHED_LENGTH_CAPPED, continues=True)
 """The prefill leg has sampled its one token; the decode leg continues."""
+
+HANDED_OFF = Finish(RequestStatus.FINISHED_STOPPED, continues=True, is_handed_off=True)
+"""The request was decoded here so far; its KV is lent to the worker that continues it."""
 
 ABORTED = Finish(RequestStatus.FINISHED_ABORTED)
 """The client has cancelled the request."""

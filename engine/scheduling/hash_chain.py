@@ -18,6 +18,11 @@ class HashChain:
         self._root = computed_root
         self._block_size = block_size
 
+    @property
+    def is_computed_here(self) -> bool:
+        """True if the hashes are those of KV that this engine computes, or could have computed."""
+        return self._root == self._computed_root
+
     def copy(self) -> "HashChain":
         """Return a chain that grows by itself from here."""
         twin = HashChain(self._computed_root, (), self._block_size)

@@ -45,6 +45,11 @@ class KVReceiver:
         return bool(self._arrived or self._failures)
 
     @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their KV."""
+        return len(self._waiting)
+
+    @property
     def unserved(self) -> Request | None:
         """The first request in the queue for blocks: computed by its sender, and not reserved yet."""
         return self._published.first

@@ -1,16 +1,19 @@
-"""The sending side of hand-overs: the blocks of prefill legs are lent until the receiver has read them."""
+"""The sending side of hand-overs: the blocks of prefill legs, and of requests that are handed off, are lent.
+
+They are lent until the receiver has read them.
+"""
 
 from collections.abc import Collection, Sequence
 
-from contract.errors import ErrorKind
+from contract.errors import ErrorKind, InvalidRequestError
 from contract.requests import EngineRequest
 from engine.connector import FirstToken, SenderConnector
-from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.block_pool import BlockPool, blocks_needed
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
 from engine.scheduling.request_index import RequestIndex
 from engine.scheduling.status import RequestStatus
-from engine.scheduling.stopping import ends_with_first_token
+from engine.scheduling.stopping import ends_with_first_token, ends_with_next_token
 
 NOT_NEEDED_KIND = "not_needed"
 """The kind of a transfer that ended because the first token was the whole answer; no error."""
@@ -24,7 +27,9 @@ def lease_holder(key: str) -> str:
 class KVSender:
     """Lends the blocks of prefill legs, from the first ``publish`` until the connector reports that no reader is left.
 
-    While the request runs, it holds its blocks; when it finishes, their references pass to its lease.
+    While the request runs, it holds its blocks; when it finishes, their references pass to its lease. A request that is
+    handed off while it decodes is computed already: its blocks pass to the lease of the attempt that continues it at once,
+    and the transfer finishes when the ranks have been ordered to publish them.
     """
 
     def __init__(self, connector: SenderConnector, pool: BlockPool, max_length: int) -> None:
@@ -33,6 +38,7 @@ class KVSender:
         self._max_length = max_length
         self._open: set[str] = set()
         self._leases = RequestIndex()
+        self._handed_off: dict[str, FirstToken] = {}
 
     @property
     def leases(self) -> Collection[str]:
@@ -81,6 +87,26 @@ class KVSender:
         self._lease(request)
         return True
 
+    def hand_off(self, request: Request, continuation: EngineRequest) -> None:
+        """Lend the KV of a request that decodes: of all its tokens but the newest, which ``continuation`` begins with.
+
+        Raises InvalidRequestError if the next token ends the answer anyway.
+        """
+        if ends_with_next_token(request, self._max_length):
+            raise InvalidRequestError(f"request {request.key} is not handed off: one token of it is left")
+        num_tokens = len(continuation.prompt_token_ids)
+        blocks = self._pool.table_of(request.key)[: blocks_needed(num_tokens, self._pool.block_size)]
+        self._connector.open_send(continuation, blocks, num_tokens)
+        self._handed_off[continuation.key] = FirstToken(request.token_ids[-1])
+        self._leases.add(continuation, set())
+        self._pool.hand_over(request.key, lease_holder(continuation.key))
+
+    def finish_handed_off(self) -> None:
+        """Send the newest tokens of requests that were handed off; the ranks have the orders to publish their blocks."""
+        for key, token in self._handed_off.items():
+            self._connector.finish_send(key, [token])
+        self._handed_off.clear()
+
     def end_leases(self, keys: Collection[str]) -> None:
         """Free the blocks of these requests, which have no reader any more (``finished_sending``)."""
         for key in keys:
@@ -93,6 +119,7 @@ class KVSender:
         A leg that serves several choices is abandoned when all of them are cancelled.
         """
         for key in self._leases.dismiss(request_id, up_to_attempt, choice):
+            self._handed_off.pop(key, None)
             self._connector.abandon_send(key, ErrorKind.CANCELLED, "the request was cancelled")
 
     def _lease(self, request: Request) -> None:

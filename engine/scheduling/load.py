@@ -6,11 +6,12 @@ from engine.scheduling.live_requests import LiveRequests
 from engine.scheduling.queues import BatchQueues
 from engine.scheduling.remote_kv import RemoteKV
 from engine.scheduling.stats import SchedulerStats, Totals
+from engine.scheduling.step_times import StepTimes
 from engine.scheduling.waits import Waits
 
 
 class Load:
-    """Answers what the step loop, its gate and the metrics ask of a scheduler."""
+    """Answers what the step loop, its gate and the metrics ask of a scheduler. step_times: of the steps so far."""
 
     def __init__(
         self,
@@ -29,6 +30,7 @@ class Load:
         self._waits = waits
         self._remote_kv = remote_kv
         self._totals = totals
+        self.step_times = StepTimes()
 
     def needs_step(self) -> bool:
         """Return False while all requests wait for events, blocks or deadlines, so that a step would change nothing."""
@@ -87,6 +89,12 @@ class Load:
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             kv_cache_usage=self._pool.usage,
+            num_queued_prompt_tokens=self._queues.num_queued_prompt_tokens(),
+            num_free_blocks=self._pool.num_free_blocks,
+            num_leases=len(self._remote_kv.leases),
+            num_fetches=self._remote_kv.num_fetches,
+            prefill_seconds_per_token=self.step_times.prefill_seconds_per_token,
+            step_seconds=self.step_times.seconds,
             prefix_cache_stats=self._totals.prefix_cache,
             num_corrupted_reqs=self._totals.num_corrupted,
         )

@@ -12,9 +12,13 @@ from engine.scheduling.stats import Totals
 
 
 class Outbox:
-    """Collects outputs by client index, the last one of each request exactly once, and counts them."""
+    """Collects outputs by client index, the last one of each request exactly once, and counts them.
+
+    is_urgent: one of them is to be sent before the next step.
+    """
 
     def __init__(self, totals: Totals) -> None:
+        self.is_urgent = False
         self._totals = totals
         self._outputs: defaultdict[int, list[EngineOutput]] = defaultdict(list)
 
@@ -47,6 +51,7 @@ class Outbox:
         self._totals.num_generated_tokens += len(token_ids)
         if finish is not None:
             request.status = finish.status
+            self.is_urgent |= finish.is_handed_off
             _add_finish(output, finish)
             self._totals.num_finished += finish.error_kind is None
             self._totals.num_failed += finish.error_kind is not None
@@ -68,6 +73,7 @@ class Outbox:
 
     def take(self) -> dict[int, list[EngineOutput]]:
         """Return the outputs since the last call, in order, by client index."""
+        self.is_urgent = False
         outputs = dict(self._outputs)
         self._outputs = defaultdict(list)
         return outputs
@@ -82,6 +88,7 @@ def _add_first_report(output: EngineOutput, request: Request) -> None:
 
 def _add_finish(output: EngineOutput, finish: Finish) -> None:
     output.is_leg_finished = True
+    output.handed_over = finish.is_handed_off
     output.finish_reason = finish.reason
     output.stop_reason = finish.stop_reason
     output.error_kind = finish.error_kind

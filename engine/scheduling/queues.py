@@ -28,6 +28,13 @@ class BatchQueues:
         """Remove a request from the queue that it is in, if any."""
         _ = self.running.remove(request) or self.waiting.remove(request) or self.arrived.remove(request)
 
+    def num_queued_prompt_tokens(self) -> int:
+        """Return how many known tokens are not computed, but for the newest token of each answer."""
+        waiting = sum(request.num_missing_tokens for request in self.waiting)
+        return waiting + sum(
+            request.num_missing_tokens for request in self.running if not request.is_decoding
+        )
+
     def num_promised_blocks(self, pool: BlockPool) -> int:
         """Return how many blocks running requests lack for their known tokens: they started because these were free."""
         return sum(

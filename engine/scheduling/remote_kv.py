@@ -39,6 +39,11 @@ class RemoteKV:
         return self._sender.leases if self._sender else ()
 
     @property
+    def num_fetches(self) -> int:
+        """Requests that wait for KV from another engine."""
+        return self.receiver.num_waiting if self.receiver else 0
+
+    @property
     def has_work(self) -> bool:
         """True while the connector has events or orders, so that an idle engine makes a step."""
         return self.connector is not None and self.connector.has_work()
@@ -77,6 +82,11 @@ class RemoteKV:
         assert self._sender is not None, "the request has no transfer"
         self._sender.finish(request, first_tokens)
 
+    def hand_off(self, request: Request, continuation: EngineRequest) -> None:
+        """Lend the KV of a request that decodes; see ``KVSender.hand_off``."""
+        assert self._sender is not None, "the engine has no connector"
+        self._sender.hand_off(request, continuation)
+
     def abandon(self, request: Request, finish: Finish) -> bool:
         """Abandon the transfer of a request that finishes; return whether its blocks belong to a lease now."""
         return self._sender is not None and self._sender.abandon(request, finish)
@@ -93,7 +103,11 @@ class RemoteKV:
 
     def build_metadata(self) -> Any | None:
         """Return the step's orders to the ranks, or None."""
-        return self.connector.build_metadata() if self.connector is not None else None
+        if self.connector is None or self._sender is None:
+            return None
+        metadata = self.connector.build_metadata()
+        self._sender.finish_handed_off()
+        return metadata
 
     # Receiving.
 

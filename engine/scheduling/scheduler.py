@@ -134,6 +134,7 @@ class Scheduler:
     def note_duration(self, scheduled: SchedulerOutput, seconds: float) -> None:
         """Record how long a step took."""
         self.batcher.fair_steps.note(scheduled, seconds)
+        self.load.step_times.note(scheduled, seconds)
 
     def _order(self, plan: StepPlan) -> SchedulerOutput:
         """Return the order to runner and connector for a planned step, and count it."""

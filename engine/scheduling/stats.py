@@ -23,11 +23,22 @@ class PrefixCacheStats(msgspec.Struct, kw_only=True):
 
 
 class SchedulerStats(msgspec.Struct, kw_only=True):
-    """A snapshot of the scheduler. kv_cache_usage: 0..1. num_corrupted_reqs: requests that ended because of NaN logits."""
+    """A snapshot of the scheduler.
+
+    kv_cache_usage: 0..1. num_queued_prompt_tokens: tokens of prompts that are not computed yet. num_leases: finished prompts
+    whose KV is still lent. num_fetches: requests that wait for KV from another engine. prefill_seconds_per_token,
+    step_seconds: see ``StepTimes``. num_corrupted_reqs: requests that ended because of NaN logits.
+    """
 
     num_running_reqs: int = 0
     num_waiting_reqs: int = 0
     kv_cache_usage: float = 0.0
+    num_queued_prompt_tokens: int = 0
+    num_free_blocks: int = 0
+    num_leases: int = 0
+    num_fetches: int = 0
+    prefill_seconds_per_token: float | None = None
+    step_seconds: float | None = None
     prefix_cache_stats: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
     num_corrupted_reqs: int = 0
 

@@ -25,13 +25,21 @@ def ends_with_first_token(request: Request, max_length: int) -> bool:
     return _is_last(request, request.asked.first_index, request.num_prompt_tokens + 1, max_length)
 
 
+def ends_with_next_token(request: Request, max_length: int) -> bool:
+    """Return whether the next token of an answer ends it, whatever it is."""
+    return _is_last(request, request.answer_length, request.num_tokens + 1, max_length)
+
+
 def stop_tokens(request: Request, max_length: int) -> frozenset[int] | None:
     """Return the tokens that might end the answer as its next one.
 
     None if any token might: by the answer's length or grammar, or as its first token.
     """
-    is_last = _is_last(request, request.answer_length, request.num_tokens + 1, max_length)
-    if is_last or request.structured_output_request or not request.is_decoding:
+    if (
+        ends_with_next_token(request, max_length)
+        or request.structured_output_request
+        or not request.is_decoding
+    ):
         return None
     return request.stop_token_ids
 

@@ -11,15 +11,19 @@ from contract.outputs import EngineOutput
 from engine.core import EngineCore
 from engine.hosting.messages import Health, StepOutputs
 from engine.hosting.watching import STEP_LOOP
+from engine.scheduling.stats import SchedulerStats
 from engine.stepping.dispatch import Dispatcher, Emit, Inbox
 
 logger = logging.getLogger(__name__)
+
+SETTLED_SECONDS = 0.5
+"""Idle time after which a state is reported that differs from the last report: leases end without a step's outputs."""
 
 
 class StepLoop:
     """Joins a core with its input and output. ``run`` returns after Shutdown, and raises what a step raises.
 
-    idle_seconds: how long an idle engine waits for input before it reports its health.
+    idle_seconds: how long an idle engine waits for input before it reports its health; less if its state has changed.
     """
 
     def __init__(self, core: EngineCore, inbox: Inbox, emit: Emit, idle_seconds: float) -> None:
@@ -29,6 +33,7 @@ class StepLoop:
         self._idle_seconds = idle_seconds
         self._dispatcher = Dispatcher(core, emit)
         self._num_steps = 0
+        self._reported: SchedulerStats | None = None
         self._unsent: dict[int, list[EngineOutput]] = {}
         """Outputs of the last step: sent while the next one is computed, or before the loop waits."""
 
@@ -70,8 +75,12 @@ class StepLoop:
         send_outputs(self._core, unsent, self._emit)
 
     def _process_all(self) -> None:
+        """Process all messages that are there. If they leave an urgent output, send everything until now."""
         while self._inbox.num_waiting:
             self._dispatcher.dispatch(self._inbox.get())
+        if urgent := self._core.take_urgent():
+            self._send()
+            send_outputs(self._core, urgent, self._emit)
 
     def _wait(self, seconds: float) -> bool:
         """Process the messages that come within ``seconds``, all that are there with the first; return whether any came."""
@@ -84,17 +93,21 @@ class StepLoop:
         return True
 
     def _wait_idle(self) -> None:
-        """Wait for a message, until a deadline is due or ``idle_seconds`` have passed; then report."""
+        """Wait for a message, until a deadline is due or the engine has been idle long enough to report its state."""
         until_deadline = self._core.seconds_to_deadline()
-        if until_deadline is not None and until_deadline < self._idle_seconds:
+        has_changed = self._core.scheduler.load.make_stats() != self._reported
+        until_report = min(SETTLED_SECONDS, self._idle_seconds) if has_changed else self._idle_seconds
+        if until_deadline is not None and until_deadline < until_report:
             if not self._wait(until_deadline):
                 self._core.request_step()
-        elif not self._wait(self._idle_seconds):
-            self._report()
+        elif not self._wait(until_report):
+            self._report(logging.INFO if until_report == self._idle_seconds else logging.DEBUG)
 
-    def _report(self) -> None:
+    def _report(self, level: int) -> None:
         stats = self._core.scheduler.load.make_stats()
-        logger.info(
+        self._reported = stats
+        logger.log(
+            level,
             "idle: %d running, %d waiting, KV cache %.1f %% used, %d of %d prompt tokens cached",
             stats.num_running_reqs,
             stats.num_waiting_reqs,

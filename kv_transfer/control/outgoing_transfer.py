@@ -24,8 +24,9 @@ _MAX_REMEMBERED = 4096
 class OutgoingTransfer:
     """One transfer, with the data that the state machine does not need.
 
-    key: the engine's request key; None while a fetch is parked. num_requested: blocks that the next step is to order.
-    grants: of the published ranges, in order. other_digests: of the ranks from 1 on; the state machine has rank 0's.
+    key: the engine's request key; None while a fetch is parked. num_computed: tokens whose KV was there when the transfer
+    was opened. num_requested: blocks that the next step is to order. grants: of the published ranges, in order.
+    other_digests: of the ranks from 1 on; the state machine has rank 0's.
     """
 
     transfer_id: str
@@ -37,6 +38,7 @@ class OutgoingTransfer:
     block_ids: list[int] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    num_computed: int = 0
     num_requested: int = 0
     grants: list[RangeGrant] = field(default_factory=list)
     other_digests: list[list[int]] = field(default_factory=list)
@@ -71,18 +73,20 @@ class OutgoingTransfer:
         """Number of blocks that wait for the next step's orders."""
         return 0 if self.send.has_ended else max(0, self.num_requested - self.send.num_ordered)
 
-    def lend(self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int]) -> None:
+    def lend(
+        self, request: EngineRequest, lease: str, block_ids: list[int], seeds: list[int], num_computed: int
+    ) -> None:
         """Open the transfer: lend the whole prompt's blocks, whose digests start from ``seeds``."""
         self.key = request.key
         self.lease = lease
         self.block_ids = list(block_ids)
         self.seeds = seeds
         self.num_tokens = len(request.prompt_token_ids)
+        self.num_computed = num_computed
 
     def request_blocks(self, num_tokens: int, block_size: int) -> None:
         """Request the blocks that ``num_tokens`` tokens fill; the last one too at the prompt's end."""
-        num_blocks = len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
-        self.num_requested = max(self.num_requested, num_blocks)
+        self.num_requested = max(self.num_requested, self._blocks_of(num_tokens, block_size))
 
     def order(self, worker: LocalWorker) -> PublishOrder:
         """Return the order for the blocks that wait for one.
@@ -95,10 +99,20 @@ class OutgoingTransfer:
         first = self.send.num_ordered
         blocks = self.block_ids[first : self.num_requested]
         seeds = self.seeds[first : self.num_requested]
-        is_last = worker.is_single_rank and self.num_requested == self.send.num_blocks
+        is_computed = self.num_requested <= self._blocks_of(self.num_computed, worker.side.layout.block_size)
+        is_last = worker.is_single_rank and not is_computed and self.num_requested == self.send.num_blocks
         is_split = is_last and len(blocks) >= worker.settings.min_split_blocks
         num_parts = worker.settings.num_layer_groups if is_split else 1
-        return PublishOrder(self.key, self.name, first, blocks, seeds, num_parts, announces_end=is_last)
+        return PublishOrder(
+            self.key,
+            self.name,
+            first,
+            blocks,
+            seeds,
+            num_parts,
+            announces_end=is_last,
+            is_computed=is_computed,
+        )
 
     def step_of(self, event: ev.SendEvent) -> SendStep:
         """Return the transfer after a report of the data half, and what to do. Keeps the grants and digests in it."""
@@ -139,6 +153,9 @@ class OutgoingTransfer:
                 return msg.TransferFailed(*wire, action.kind, action.message)
             case _:
                 raise InternalError(f"{action} stands for no message")
+
+    def _blocks_of(self, num_tokens: int, block_size: int) -> int:
+        return len(self.block_ids) if num_tokens >= self.num_tokens else num_tokens // block_size
 
     def debug_state(self, now: float) -> dict[str, Any]:
         """Return the transfer as plain data."""

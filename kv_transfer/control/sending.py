@@ -72,7 +72,7 @@ class SendTransfers(Transfers):
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
-            outgoing.lend(request, self._new_lease(), block_ids, seeds)
+            outgoing.lend(request, self._new_lease(), block_ids, seeds, num_cached_tokens)
             outgoing.request_blocks(num_cached_tokens, self._block_size)
             self._outgoing.add(outgoing)
             self._history.record(wire_key)

@@ -174,8 +174,9 @@ class CompletionEstimator:
 class PassWatch:
     """A ``LayerWatch`` of one pass after another. Used from the step thread.
 
-    It makes some orders readable group by group of layers, and publishes them before a token is sampled: the token travels
-    through processes that compete with the publishing thread for processors. It also estimates when the pass will end.
+    Orders for blocks that were computed before are published when the pass begins: no later one writes them. It makes some
+    orders readable group by group of layers, and publishes them before a token is sampled: the token travels through
+    processes that compete with the publishing thread for processors. It also estimates when the pass will end.
     post: runs a job in the data thread.
     """
 
@@ -194,7 +195,9 @@ class PassWatch:
 
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
-        self._published = []
+        self._published = [order for order in orders if order.is_computed]
+        for order in self._published:
+            self._post(partial(self._publisher.publish, order))
         self._split = [order for order in orders if order.num_parts > 1]
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
@@ -216,7 +219,7 @@ class PassWatch:
     def computed(self) -> None:
         """See LayerWatch."""
         if self._split:
-            self._published = self._split
+            self._published += self._split
             self._memory.mark_computed()
             for order in self._split:
                 self._post(partial(self._publisher.publish, order))
@@ -228,6 +231,7 @@ class PassWatch:
         for order in orders:
             if not any(order is each for each in self._published):
                 self._post(partial(self._publisher.publish, order))
+        self._published = []
 
     def _post_end(self, end: float) -> None:
         self._post(partial(self._publisher.report_end, self._last, end))

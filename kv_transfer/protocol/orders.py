@@ -16,7 +16,8 @@ class PublishOrder(msgspec.Struct, frozen=True):
 
     first_block: index of ``block_ids[0]`` in the transfer. seeds: of the blocks' digests. num_parts: number of groups of
     layers that are made readable one by one while the pass runs; 1: all at its end. announces_end: this is the last range,
-    and the receiver should get an estimate of when it will be complete.
+    and the receiver should get an estimate of when it will be complete. is_computed: the pass computes none of the blocks,
+    which are published before it.
     """
 
     key: str
@@ -26,6 +27,7 @@ class PublishOrder(msgspec.Struct, frozen=True):
     seeds: list[int]
     num_parts: int = 1
     announces_end: bool = False
+    is_computed: bool = False
 
 
 class TransferMetadata(msgspec.Struct, frozen=True):

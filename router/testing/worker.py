@@ -9,8 +9,8 @@ import grpc
 import grpc.aio
 
 from contract.identity import Role, new_boot_id
+from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
 from router.testing.player import ScriptPlayer
 from router.testing.script import Writer
 from router.testing.stream import RouterStream
@@ -164,8 +164,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
 
 def _default_registration(worker_id: str, role: Role) -> dict[str, Any]:
     return {
-        "protocol_min": 1,
-        "protocol_max": 1,
+        "protocol_min": WORKER_PROTOCOL_MAX,
+        "protocol_max": WORKER_PROTOCOL_MAX,
         "worker_id": worker_id,
         "role": role.value,
         "model_name": "scripted",

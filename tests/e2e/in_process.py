@@ -8,21 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from contract.identity import Role, new_boot_id
-from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient
 from kv_transfer.connector import TransferFactory
 from kv_transfer.options import TransportName
-from prefill_service.servicer import PrefillServicer
 from router.service import RouterService
 from router.settings import RouterSettings
-from worker.aggregated import AggregatedServicer
 from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
 from worker.worker import Worker
 
 _SECRET = "a secret of the tests, of 32 or more characters"
-_SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}
 
 
 @dataclass
@@ -84,11 +80,10 @@ async def running_in_process(
 async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSettings) -> LocalWorker:
     identity = WorkerIdentity(role, str(settings.worker_id), new_boot_id())
     transfer = settings.transfer(role, identity.worker_id, identity.boot_id)
-    factory = None if role is Role.AGGREGATED else TransferFactory(transfer)
-    engine = await InProcessClient.start(settings.engine(), factory)
+    engine = await InProcessClient.start(settings.engine(), TransferFactory(transfer))
     stack.push_async_callback(engine.shutdown)
     worker = Worker(identity, settings, engine)
-    addresses = await stack.enter_async_context(exposed(worker, settings, _SERVICERS[role]))
+    addresses = await stack.enter_async_context(exposed(worker, settings))
     run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
     stack.push_async_callback(asyncio.wait, [run])
     stack.callback(run.cancel)

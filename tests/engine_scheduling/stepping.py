@@ -1,5 +1,6 @@
 """An engine core on fakes that a test moves step by step, with a clock that the test moves too."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ import msgspec
 
 from contract.layout import Side
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.core import EngineCore
@@ -125,6 +126,14 @@ class SteppedEngine:
                 return
             self.step()
         raise AssertionError(f"the engine is still busy after {MAX_STEPS} steps")
+
+    def hand_off(self, order: HandOff, expires: float = math.inf) -> None:
+        """Hand a request off, and collect what is to be sent at once."""
+        self.core.hand_off(order, expires)
+        check_integrity(self.scheduler)
+        for outputs in self.core.take_urgent().values():
+            for output in outputs:
+                self._collect(output)
 
     def tokens(self, key: str) -> list[int]:
         """Return all tokens of a request so far."""

@@ -7,8 +7,9 @@ that changed, and lets cancelled reads write late.
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from contract.errors import InvalidRequestError
 from contract.outputs import FinishReason
-from contract.requests import EngineRequest, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
 from engine.scheduling.block_pool import blocks_needed
 from engine.scheduling.request import Request
 from engine.testing.fakes import NAN_TOKEN, fake_answer
@@ -32,6 +33,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.asked: dict[str, EngineRequest] = {}
         self.num_requests = 0
         self.dismissed: dict[str, set[int]] = {}
+        self.handed_off: dict[str, HandOff] = {}
 
     def fetches(self, *states: str) -> list[str]:
         return [key for key, fetch in self.engine.connector.fetches.items() if fetch.state in states]
@@ -88,7 +90,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     ) -> None:
         """The next attempt of a request, whether the one before has ended or still runs (a zombie's)."""
         old = self.asked[data.draw(st.sampled_from(sorted(self.asked)))]
-        attempt = 1 + max(r.attempt for r in self.asked.values() if r.request_id == old.request_id)
+        attempt = self.next_attempt(old.request_id)
         prompt, max_tokens = self.original_prompt(old), old.sampling.max_tokens
         num_delivered = min(num_delivered, max_tokens - 1)
         self.ask(
@@ -106,6 +108,32 @@ class SchedulerMachine(RuleBasedStateMachine):
                 deadline_seconds=20.0,
             )
         )
+
+    def next_attempt(self, request_id: str) -> int:
+        attempts = [r.attempt for r in self.asked.values() if r.request_id == request_id]
+        moves = [order.next_attempt for order in self.handed_off.values() if order.request_id == request_id]
+        return 1 + max(attempts + moves)
+
+    @precondition(lambda self: self.engine.scheduler.queues.running)
+    @rule(data=st.data())
+    def hand_off(self, data: st.DataObject) -> None:
+        """A request that decodes ends with the tokens that it has emitted, and lends their KV; others stay as they were."""
+        keys = [request.key for request in self.engine.scheduler.queues.running]
+        asked = self.engine.scheduler.requests[data.draw(st.sampled_from(keys))].asked
+        next_attempt = self.next_attempt(asked.request_id)
+        order = HandOff(
+            request_id=asked.request_id,
+            attempt=asked.attempt,
+            choice=asked.choice,
+            transfer_id=f"moved-{asked.request_id}.{asked.choice}",
+            next_attempt=next_attempt,
+        )
+        try:
+            self.engine.hand_off(order)
+        except InvalidRequestError:
+            assert asked.key in self.engine.scheduler.requests
+        else:
+            self.handed_off[asked.key] = order
 
     def original_prompt(self, request: EngineRequest) -> list[int]:
         num_delivered = request.first_index - isinstance(request.transfer, ReceiveTransfer)
@@ -256,6 +284,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert request.first_index + num_tokens == request.sampling.max_tokens
             case FinishReason.ERROR:
                 assert end.error_kind in ENDED_BY
+            case None if end.handed_over:
+                assert request.first_index + num_tokens == end.first_index < request.sampling.max_tokens - 1
+                assert key in self.handed_off
             case None:
                 assert num_tokens == (1 if isinstance(request.transfer, SendTransfer) else 0)
             case other:

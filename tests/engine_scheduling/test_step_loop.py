@@ -8,9 +8,10 @@ import pytest
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from engine.core import EngineCore
-from engine.hosting.messages import AddRequest, FromEngine, Shutdown, StepOutputs
+from engine.hosting.messages import AddRequest, FromEngine, Health, Shutdown, StepOutputs
 from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
+from engine.scheduling.stats import SchedulerStats
 from engine.stepping.dispatch import WAKE, Inbox
 from engine.stepping.loop import StepLoop
 from engine.testing.fakes import fake_answer, start_fake_executor
@@ -39,6 +40,9 @@ class BusyCore:
         if len(self.happened) == 5:
             self._inbox.put(Shutdown())
         self.step_in_flight = may_start_early()
+        return {}
+
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
         return {}
 
     def add_request(self, request: EngineRequest) -> None:
@@ -126,3 +130,43 @@ def test_a_gate_starts_one_step_each_time_that_it_is_allowed(num_tokens: int) ->
     tokens = [t for m in said if isinstance(m, StepOutputs) for o in m.outputs for t in o.token_ids]
     assert tokens == fake_answer([1, 2, 3], num_tokens)
     assert num_tokens <= gates[0].num_started <= num_tokens + 1
+
+
+class SettlingCore:
+    """Has no work. Its state changes once, without outputs, after it was reported."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self.step_in_flight = False
+        self.scheduler = self
+        self.load = self
+        self.stats = SchedulerStats(num_leases=1)
+        self._inbox = inbox
+        self.num_reports = 0
+
+    def make_stats(self) -> SchedulerStats:
+        return self.stats
+
+    def seconds_to_start(self) -> None:
+        return None
+
+    def seconds_to_deadline(self) -> None:
+        return None
+
+    def take_urgent(self) -> dict[int, list[EngineOutput]]:
+        return {}
+
+    def note(self, message: FromEngine) -> None:
+        assert isinstance(message, Health)
+        self.num_reports += 1
+        if self.num_reports == 1:
+            self.stats = SchedulerStats(num_leases=0)
+        else:
+            self._inbox.put(Shutdown())
+
+
+def test_an_idle_loop_reports_a_new_state_long_before_it_reports_an_old_one() -> None:
+    """A lease ends without outputs: its router must not wait for the next sign of life."""
+    inbox = Inbox()
+    core = SettlingCore(inbox)
+    StepLoop(cast("EngineCore", core), inbox, core.note, idle_seconds=600.0).run()
+    assert core.num_reports == 2

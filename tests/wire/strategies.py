@@ -142,9 +142,23 @@ registrations = st.builds(
     admin_address=TEXTS,
     pid=UINT32,
     embeds_only=st.booleans(),
+    build=TEXTS,
 )
 welcomes = st.builds(Welcome, protocol=UINT32, router_id=TEXTS, session=TEXTS)
-loads = st.builds(Load, num_running=UINT32, num_waiting=UINT32, kv_cache_usage=DOUBLES)
+loads = st.builds(
+    Load,
+    num_running=UINT32,
+    num_waiting=UINT32,
+    kv_cache_usage=DOUBLES,
+    queued_prompt_tokens=st.none() | UINT64,
+    num_free_blocks=st.none() | UINT32,
+    num_leases=st.none() | UINT32,
+    num_fetches=st.none() | UINT32,
+    prefill_seconds_per_token=st.none() | DOUBLES,
+    step_seconds=st.none() | DOUBLES,
+    prefix_cache_queries=st.none() | UINT64,
+    prefix_cache_hits=st.none() | UINT64,
+)
 credits = st.builds(Credit, max_requests=UINT32, max_tokens=UINT64)
 cancels = st.tuples(TEXTS, UINT32, st.none() | UINT32)
 pieces = st.tuples(TEXTS, st.binary(max_size=8))

@@ -102,8 +102,21 @@ OUTPUT_MESSAGE = pb.TokenEntry(
     error_message="late",
     error_param="prompt",
 )
-LOAD = Load(num_running=1, num_waiting=2, kv_cache_usage=0.5)
-LOAD_MESSAGE = pb.Load(num_running=1, num_waiting=2, kv_cache_usage=0.5)
+REPORTED: dict[str, Any] = {
+    "num_running": 1,
+    "num_waiting": 2,
+    "kv_cache_usage": 0.5,
+    "queued_prompt_tokens": 3,
+    "num_free_blocks": 4,
+    "num_leases": 5,
+    "num_fetches": 6,
+    "prefill_seconds_per_token": 0.25,
+    "step_seconds": 0.125,
+    "prefix_cache_queries": 7,
+    "prefix_cache_hits": 8,
+}
+LOAD = Load(**REPORTED)
+LOAD_MESSAGE = pb.Load(**REPORTED)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
 LAYOUT_MESSAGE = pb.KvLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
 
@@ -123,6 +136,7 @@ REGISTERED: dict[str, Any] = {
     "admin_address": "h:8",
     "pid": 9,
     "embeds_only": True,
+    "build": "1.2.3",
 }
 """The fields have the same names on both sides."""
 

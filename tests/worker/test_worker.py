@@ -14,12 +14,9 @@ import pytest
 
 from contract.errors import IncompatiblePeerError, SettingError, WorkerLostError
 from contract.identity import Role
-from contract.membership import Load
-from decode_service.servicer import DecodeServicer
 from engine.client import InProcessClient, ProcessClient
 from engine.testing.fakes import start_fake_executor
 from engine.testing.transfer import fake_connector_factory
-from prefill_service.servicer import PrefillServicer
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.service import RouterService
@@ -28,14 +25,12 @@ from serving.cluster_tls import router_tls, worker_name
 from tests.engine_scheduling.stepping import fake_settings
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
-from worker.aggregated import AggregatedServicer
 from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
 from worker.worker import Worker
 
 SECRET = "a secret of the tests, of 32 or more characters"
-SERVICERS = {Role.PREFILL: PrefillServicer, Role.DECODE: DecodeServicer, Role.AGGREGATED: AggregatedServicer}
 FREE: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
 
 
@@ -69,7 +64,7 @@ async def running(
         )
         stack.push_async_callback(engine.shutdown)
         worker = Worker(WorkerIdentity(role, "w", "boot"), settings, engine)
-        addresses = await stack.enter_async_context(exposed(worker, settings, SERVICERS[role]))
+        addresses = await stack.enter_async_context(exposed(worker, settings))
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)
@@ -131,13 +126,7 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
         (Role.DECODE, "Embed", pb.EmbedLegRequest(task=task()), missing, "Embed"),
         (Role.AGGREGATED, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
         (Role.PREFILL, "Embed", pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
-        (
-            Role.AGGREGATED,
-            "Decode",
-            pb.DecodeRequest(task=task(), source=source),
-            invalid,
-            "does not fetch KV",
-        ),
+        (Role.AGGREGATED, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
         (
             Role.AGGREGATED,
             "Decode",
@@ -167,9 +156,10 @@ async def test_an_unserved_call_is_refused_with_the_reason(
         assert it.worker.num_requests == 0
 
 
-async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("role", [Role.AGGREGATED, Role.DECODE])
+async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path, role: Role) -> None:
     """The same choice of the same attempt twice is refused; cancel ends it; a later attempt is another request."""
-    async with running(Role.DECODE, tmp_path) as it:
+    async with running(role, tmp_path) as it:
         await it.call("Decode", waiting_leg())
         with pytest.raises(grpc.aio.AioRpcError, match="already running"):
             await it.call("Decode", waiting_leg())
@@ -244,7 +234,7 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
         assert attached.capacity.load is told
         await it.call("Cancel", pb.CancelRequest(request_id="r"))
         assert (await heard.get()).finish_reason == "abort"
-        assert attached.capacity.load == Load()
+        assert (attached.capacity.load.num_running, attached.capacity.load.num_waiting) == (0, 0)
 
 
 async def test_the_router_learns_the_model_from_the_worker(tmp_path: Path) -> None:

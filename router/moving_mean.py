@@ -1,0 +1,33 @@
+"""Means in which new samples count more than old ones."""
+
+import math
+import time
+from collections.abc import Callable
+
+_FADE_SECONDS = 10.0
+"""Time after which a sample counts 1/e of a new one."""
+_STALE_SECONDS = 60.0
+
+
+class MovingMean:
+    """The weighted mean of samples whose weights fade with time. clock: seconds, monotonic."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._sum = 0.0
+        self._weight = 0.0
+        self._last = -math.inf
+
+    def add(self, value: float, weight: float = 1.0) -> None:
+        """Add a sample."""
+        now = self._clock()
+        kept = math.exp((self._last - now) / _FADE_SECONDS)
+        self._sum = self._sum * kept + value * weight
+        self._weight = self._weight * kept + weight
+        self._last = now
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None if there was no sample in the last minute."""
+        is_stale = self._clock() - self._last > _STALE_SECONDS
+        return None if is_stale else self._sum / self._weight

@@ -1,0 +1,82 @@
+"""A request that decodes on one engine and is handed off to another, as the router does it."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import msgspec
+
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest, HandOff, ReceiveTransfer
+from engine.client import EngineClient
+
+
+@dataclass
+class Moving:
+    """One choice of a request, whose outputs of all engines are collected in order."""
+
+    request: EngineRequest
+    outputs: list[EngineOutput] = field(default_factory=list)
+    attempt: int = 0
+    num_moves: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def end(self) -> EngineOutput:
+        return self.outputs[-1]
+
+    async def run(self, engine: EngineClient, request: EngineRequest, num_tokens: int | None = None) -> None:
+        """Run on an engine until the end, or hand the request off after ``num_tokens`` more tokens or a few more."""
+        goal = None if num_tokens is None else len(self.tokens) + num_tokens
+        handing: asyncio.Task[None] | None = None
+        async for output in engine.generate(request):
+            self.outputs.append(output)
+            if goal is not None and handing is None and len(self.tokens) >= goal:
+                handing = asyncio.create_task(engine.hand_off(self.order(), 60.0))
+        if handing is not None:
+            await handing
+            assert self.end.handed_over and self.end.first_index == len(self.tokens)
+
+    def order(self) -> HandOff:
+        """Return the order that hands the running attempt off."""
+        return HandOff(
+            request_id=self.request.request_id,
+            attempt=self.attempt,
+            choice=self.request.choice,
+            transfer_id=f"moved-{self.request.request_id}.{self.request.choice}.{self.attempt}",
+            next_attempt=self.attempt + 1,
+        )
+
+    def next_leg(self, source: EngineClient, boot_id: str) -> EngineRequest:
+        """Return the request that another engine continues with, once this one was handed off."""
+        transfer = ReceiveTransfer(
+            transfer_id=self.order().transfer_id,
+            peer_worker_id=boot_id.removeprefix("boot-"),
+            peer_boot_id=boot_id,
+            peer_control=source.info.control_address,
+        )
+        self.attempt += 1
+        self.num_moves += 1
+        return msgspec.structs.replace(
+            self.request,
+            attempt=self.attempt,
+            prompt_token_ids=[*self.request.prompt_token_ids, *self.tokens[:-1]],
+            first_index=len(self.tokens),
+            transfer=transfer,
+        )
+
+
+async def ping_pong(
+    engines: list[tuple[EngineClient, str]], request: EngineRequest, num_tokens: int, num_moves: int
+) -> Moving:
+    """Run a request on the engines (each with its boot id) in turn: it is moved after ``num_tokens``, so many times."""
+    moving = Moving(request)
+    leg = request
+    for place in range(num_moves):
+        engine, boot_id = engines[place % len(engines)]
+        await moving.run(engine, leg, num_tokens)
+        leg = moving.next_leg(engine, boot_id)
+    await moving.run(engines[num_moves % len(engines)][0], leg)
+    return moving

@@ -1,0 +1,176 @@
+"""The admin API: access, and the list of workers."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from contract.errors import SettingError
+from contract.identity import Role
+from protos import worker_pb2 as pb
+from router.service import RouterService
+from router.settings import RouterSettings
+from router.testing.script import Script
+from tests.private_files import write_private
+from tests.router.cluster import PAIR, SECRET, Cluster, running_cluster
+from tests.text.tiny_model import END, word_id
+
+HELLO = Script(tokens=[word_id("hello"), word_id("hello"), word_id("hello"), END])
+ADMIN = "an-operator's-key-of-more-than-32-characters"
+CLIENT = "a-client's-key-that-has-more-than-32-characters"
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+async def listed(cluster: Cluster, headers: dict[str, str] | None = None) -> tuple[int, dict[str, Any]]:
+    url = f"http://{cluster.service.addresses.admin}/admin/workers"
+    async with cluster.session.get(url, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def workers_of(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    status, answer = await listed(cluster)
+    assert status == 200, answer
+    return {worker["id"]: worker for worker in answer["workers"]}
+
+
+async def test_without_keys_this_machine_may_use_it() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        status, answer = await listed(cluster)
+        assert (status, answer["workers"], answer["model"]) == (200, [], None)
+        assert (answer["num_requests_waiting"], answer["num_requests_running"]) == (0, 0)
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+async def test_an_admin_key_is_required_where_there_is_one(
+    in_file: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A client's key is not enough, and the admin key is no client's key."""
+    caplog.set_level(logging.DEBUG)
+    keys: dict[str, Any] = {"admin_keys": f"other,{ADMIN}"}
+    if in_file:
+        keys = {"admin_keys_file": write_private(tmp_path / "keys", f"{ADMIN} # ours\n")}
+    async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=CLIENT, **keys) as cluster:
+        assert (await listed(cluster, bearer(ADMIN)))[0] == 200
+        for headers in ({}, bearer(CLIENT), bearer("wrong"), {"Authorization": ADMIN}):
+            status, answer = await listed(cluster, headers)
+            assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), headers
+            assert "admin key" in answer["error"]["message"]
+        status, _ = await cluster.post("/v1/completions", {"prompt": "x"}, headers=bearer(ADMIN))
+        assert status == 401
+        async with cluster.session.get(f"http://{cluster.service.addresses.admin}/health") as response:
+            assert response.status == 200
+    assert ADMIN not in caplog.text
+    assert "was refused for a wrong or missing key" in caplog.text
+
+
+async def test_it_is_closed_where_clients_need_keys_and_operators_have_none() -> None:
+    async with running_cluster(HELLO, (), api_keys=CLIENT) as cluster:
+        for headers in ({}, bearer(CLIENT)):
+            status, answer = await listed(cluster, headers)
+            assert status == 403
+            assert "set admin_keys_file" in answer["error"]["message"]
+
+
+async def test_it_is_closed_to_other_machines_where_operators_have_no_key() -> None:
+    async with running_cluster(HELLO, (), admin="0.0.0.0:0") as cluster:
+        status, answer = await listed(cluster)
+        assert (status, "other machines can reach" in answer["error"]["message"]) == (403, True)
+    async with running_cluster(HELLO, (), admin="0.0.0.0:0", admin_keys=ADMIN) as cluster:
+        assert (await listed(cluster, bearer(ADMIN)))[0] == 200
+
+
+async def test_pages_of_other_sites_may_not_use_it() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        url = f"http://{cluster.service.addresses.admin}/admin/workers"
+        async with cluster.session.get(url, headers={"Origin": "https://evil.example"}) as response:
+            assert response.status == 403
+
+
+def test_bad_admin_keys_stop_the_start(tmp_path: Path) -> None:
+    empty = write_private(tmp_path / "keys", "# none\n")
+    for given, words in (
+        ({"admin_keys": " , "}, "admin_keys is set but contains no key"),
+        ({"admin_keys": "a,b c"}, "admin_keys: entry 2 is not a valid key"),
+        ({"admin_keys_file": empty}, "contains no key"),
+    ):
+        with pytest.raises(SettingError, match=words) as caught:
+            RouterService(RouterSettings(secret=SECRET, **given))
+        assert (caught.value.param or "").startswith("admin_keys")
+
+
+def test_admin_keys_are_masked_in_the_log() -> None:
+    settings = RouterSettings(secret=SECRET, admin_keys=ADMIN)
+    assert settings.masked()["admin_keys"] == "***"
+    assert ADMIN not in repr(settings)
+
+
+async def test_a_figure_that_is_not_known_is_null() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        await cluster.add(Role.AGGREGATED, "w", build="7.8.9", num_blocks=100, pid=4711)
+        worker = (await workers_of(cluster))["w"]
+    figures = {name for name, value in worker.items() if value is None}
+    assert figures == {
+        *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
+        *("prefix_hit_rate", "num_leases", "num_fetches", "step_seconds", "prefill_seconds_per_token"),
+        *("ttft_seconds", "itl_seconds", "admin_address"),
+    }
+    assert (worker["role"], worker["state"], worker["build"]) == ("both", "serving", "7.8.9")
+    assert (worker["pid"], worker["num_blocks"], worker["num_legs"]) == (4711, 100, 0)
+    assert worker["address"].startswith("127.0.0.1:")
+
+
+async def test_the_figures_of_a_report_are_listed() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        worker = await cluster.add(Role.AGGREGATED, "w")
+        worker.stream.report(
+            pb.Load(
+                num_running=3,
+                num_waiting=1,
+                kv_cache_usage=0.5,
+                queued_prompt_tokens=700,
+                num_free_blocks=9,
+                num_leases=2,
+                num_fetches=0,
+                step_seconds=0.01,
+                prefix_cache_queries=80,
+                prefix_cache_hits=20,
+            )
+        )
+        await cluster.until(lambda state: state["workers"][0]["num_running"] == 3)
+        found = (await workers_of(cluster))["w"]
+    assert (found["num_running"], found["num_waiting"], found["kv_cache_usage"]) == (3, 1, 0.5)
+    assert (found["queued_prompt_tokens"], found["num_free_blocks"]) == (700, 9)
+    assert (found["num_leases"], found["num_fetches"], found["step_seconds"]) == (2, 0, 0.01)
+    assert (found["prefix_hit_rate"], found["prefill_seconds_per_token"]) == (0.25, None)
+
+
+async def test_each_latency_is_that_of_the_worker_whose_clients_see_it() -> None:
+    slow = Script(tokens=HELLO.tokens, token_delay_seconds=0.02)
+    async with running_cluster(slow, PAIR) as cluster:
+        cluster.workers["decode-0"].stream.report(pb.Load(num_running=1))
+        await cluster.until(lambda state: any(worker["num_running"] for worker in state["workers"]))
+        assert (await cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 4}))[0] == 200
+        found = await workers_of(cluster)
+    assert (found["prefill-0"]["itl_seconds"], found["decode-0"]["ttft_seconds"]) == (None, None)
+    assert 0.02 <= found["prefill-0"]["ttft_seconds"] < 20
+    assert 0.0 < found["decode-0"]["itl_seconds"] < 20
+
+
+async def test_the_states_of_a_worker() -> None:
+    async with running_cluster(HELLO, ()) as cluster:
+        worker = await cluster.add(Role.AGGREGATED, "w")
+        worker.stream.grant(pb.Credit())
+        await cluster.until(lambda state: not state["workers"][0]["max_requests"])
+        assert (await workers_of(cluster))["w"]["state"] == "starting"
+        worker.stream.grant(pb.Credit(max_requests=2, max_tokens=100))
+        await cluster.until(lambda state: state["workers"][0]["max_requests"])
+        assert (await workers_of(cluster))["w"]["state"] == "serving"
+        await worker.die()
+        async with asyncio.timeout(20):
+            await cluster.service.wait_for_workers(0)
+        assert await workers_of(cluster) == {}
