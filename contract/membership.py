@@ -72,12 +72,17 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
 
     max_requests: legs that may be bound to it. max_tokens: tokens of all these legs. A decode leg must fit; a prefill leg
     may be bound while the sum is below the limit. number: counts the credits of one stream, from 1; the router repeats it
-    in its ``CreditUse``. A credit of no requests that has a number means that other routers hold all that there is now.
+    in its ``CreditUse``. Without a drain, a credit of no requests that has a number means that other routers hold all that
+    there is now. is_draining: the worker drains; drain_seconds: the time until the legs that are left are taken away from
+    it. is_empty: a draining worker holds no leg and lends no KV any more.
     """
 
     max_requests: int = 0
     max_tokens: int = 0
     number: int = 0
+    is_draining: bool = False
+    drain_seconds: float = 0.0
+    is_empty: bool = False
 
 
 class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,3 +94,9 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a worker to drain. deadline_seconds: the time for its legs; None: the worker's own ``drain_seconds``."""
+
+    deadline_seconds: float | None = None

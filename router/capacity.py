@@ -44,7 +44,8 @@ class WorkerCapacity:
     @property
     def waits_for_credit(self) -> bool:
         """True while the worker serves this router, but other routers hold all of its credit."""
-        return self.credit.number > 0 and self.credit.max_requests == 0
+        credit = self.credit
+        return credit.number > 0 and credit.max_requests == 0 and not credit.is_draining
 
     def hold(self, tenant: str, num_tokens: int) -> CreditHold:
         """Count one request of a client until the hold is released."""

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -14,6 +14,7 @@ from contract.membership import Credit, CreditUse, Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
+from router.evacuation import Evacuation
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
@@ -38,6 +39,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     def __init__(
         self,
         registry: Registry,
+        evacuation: Evacuation,
         router_id: str,
         tls: ClusterTls,
         accept_timeout_seconds: float,
@@ -45,6 +47,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     ) -> None:
         self._wait_seconds = _PEER_TIMEOUTS * peer_timeout_seconds
         self._registry = registry
+        self._evacuation = evacuation
         self._router_id = router_id
         self._tls = tls
         self._accept_timeout = accept_timeout_seconds
@@ -76,13 +79,47 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
-                async with aclosing(_serve(worker, request_iterator)) as messages:
-                    async for message in messages:
-                        yield message
+                async for message in self._orders(worker, request_iterator):
+                    yield message
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
+                self._evacuation.worker_gone(worker)
                 self._registry.detach(worker, "its stream closed")
+
+    async def _orders(
+        self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
+    ) -> AsyncIterator[pb.RouterMessage]:
+        """Read the worker's stream until the worker is gone, and yield what is sent to the worker meanwhile."""
+        reading = asyncio.create_task(self._read(worker, messages), name=f"read the stream of {worker.name}")
+        gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
+        for task in (reading, gone):
+            task.add_done_callback(lambda _: worker.outbox.put_nowait(None))
+        try:
+            while (message := await worker.outbox.get()) is not None:
+                yield message
+        finally:
+            reading.cancel()
+            gone.cancel()
+            await asyncio.wait({reading, gone})
+        if not reading.cancelled() and (error := reading.exception()):
+            raise error
+
+    async def _read(self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "step":
+                    worker.deliver(message.step)
+                case "load":
+                    worker.capacity.report_load(load_from_proto(message.load))
+                case "credit":
+                    _grant(worker, credit_from_proto(message.credit))
+                    self._evacuation.credit_changed(worker)
+                case "goodbye":
+                    worker.leave()
+                    return
+                case other:
+                    logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
 
     async def _wait_for_id(self, registration: Registration) -> None:
         """Wait for a while until another process with the same worker id is detached."""
@@ -126,46 +163,8 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     return registration_from_proto(first.registration)
 
 
-async def _serve(
-    worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
-) -> AsyncGenerator[pb.RouterMessage]:
-    """Read the worker's messages, and yield those for it, until its stream closes or the worker is detached."""
-    reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
-    gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
-    sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
-    try:
-        while not (reading.done() or gone.done()):
-            await asyncio.wait({reading, gone, sending}, return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
-                yield sending.result()
-                sending = asyncio.create_task(worker.outbox.get(), name=f"message to {worker.name}")
-    finally:
-        tasks = {reading, gone, sending}
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
-    if not reading.cancelled() and (error := reading.exception()):
-        raise error
-
-
-async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-    async for message in messages:
-        match message.WhichOneof("message"):
-            case "step":
-                worker.deliver(message.step)
-            case "load":
-                worker.capacity.report_load(load_from_proto(message.load))
-            case "credit":
-                _grant(worker, credit_from_proto(message.credit))
-            case "goodbye":
-                worker.leave()
-                return
-            case other:
-                logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
-
-
 def _grant(worker: AttachedWorker, credit: Credit) -> None:
-    """Take a credit, and report what is held of it, so that the worker knows what it may give to its other routers."""
+    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers."""
     worker.capacity.grant(credit)
     use = CreditUse(
         number=credit.number,

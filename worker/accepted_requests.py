@@ -48,7 +48,7 @@ class AcceptedRequests:
         return accepted.session if accepted else None
 
     def finish(self, key: str) -> None:
-        """Forget a choice whose last output has come. Does nothing the second time."""
+        """Remove a choice whose last output has come. Does nothing the second time."""
         if accepted := self._choices.pop(key, None):
             self._count(accepted.session, -1, -_tokens_of_choice(accepted.request))
 

@@ -15,12 +15,12 @@ from wire.membership import welcome_from_proto
 class Attachment:
     """One Attach call. Owns the messages that the router has not read yet.
 
-    welcome: the router's answer; empty until the router accepts the worker. has_router_left: the router has sent goodbye.
+    accepted: the router's acceptance; empty until then. has_router_left: the router has sent goodbye.
     num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
     """
 
     def __init__(self, registration: pb.Registration, max_unread_bytes: int) -> None:
-        self.welcome = Welcome()
+        self.accepted = Welcome()
         self.has_router_left = False
         self.num_unread_bytes = 0
         self._registration = registration
@@ -48,7 +48,7 @@ class Attachment:
     ) -> None:
         """Register and read the router's messages until the stream ends.
 
-        ``on_accepted`` is called when the worker is registered, ``on_message`` for each message between welcome and goodbye.
+        ``on_accepted`` is called when the worker is registered, ``on_message`` for each later message except the last one.
 
         Raises AioRpcError if the call fails, CancelledError if it was cancelled because the router does not read.
         """
@@ -57,7 +57,7 @@ class Attachment:
             async for message in self._call:
                 match message.WhichOneof("message"):
                     case "welcome":
-                        self.welcome = welcome_from_proto(message.welcome)
+                        self.accepted = welcome_from_proto(message.welcome)
                         on_accepted()
                     case "goodbye":
                         self.has_router_left = True

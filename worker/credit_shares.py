@@ -46,8 +46,9 @@ class CreditShares:
         """Return what a router was given last."""
         return Use(self._requests.share_of(session), self._tokens.share_of(session))
 
-    def open(self, session: str, used: Mapping[str, Use]) -> dict[str, Credit]:
-        """Add a session; return the credits to send, its own among them. used: by each session lately."""
+    def open(self, session: str, total: Credit, used: Mapping[str, Use]) -> dict[str, Credit]:
+        """Add a session and divide ``total``; return the credits to send, its own among them. used: lately, by session."""
+        self._set_total(total)
         for limit in (self._requests, self._tokens):
             limit.open(session)
         self._numbers[session] = 0
@@ -63,9 +64,7 @@ class CreditShares:
 
     def set_total(self, total: Credit, used: Mapping[str, Use]) -> dict[str, Credit]:
         """Divide another credit from now on; return the credits to send, one for every session."""
-        self._total = total
-        self._requests.total = total.max_requests
-        self._tokens.total = total.max_tokens
+        self._set_total(total)
         return self._planned(used, always=self.sessions, is_new=True)
 
     def plan(self, used: Mapping[str, Use]) -> dict[str, Credit]:
@@ -84,6 +83,11 @@ class CreditShares:
         self._requests.report(session, use.num_requests, has_seen_all=has_seen_all)
         self._tokens.report(session, use.num_tokens, has_seen_all=has_seen_all)
         return self._settled()
+
+    def _set_total(self, total: Credit) -> None:
+        self._total = total
+        self._requests.total = total.max_requests
+        self._tokens.total = total.max_tokens
 
     def _has_seen_all(self, session: str) -> bool:
         return self._seen[session] == self._numbers[session]

@@ -16,7 +16,7 @@ _PRESSED = 4
 
 @dataclass
 class _Share:
-    """One holder's part. target: what it is to get. share: what it was told last. committed: the most that it may hold.
+    """One holder's part. target: what it is to get. share: what it was given last. committed: the most that it may hold.
 
     num_waits: plans in a row before which it had nothing.
     """
@@ -72,7 +72,7 @@ class DividedLimit:
                 self._shares[holder].target = target
 
     def settle(self) -> None:
-        """Lower shares to their targets, and raise others as far as nobody else can still use what they get."""
+        """Lower shares to their targets, and raise others as far as no other holder can still use what they get."""
         for share in self._shares.values():
             share.share = min(share.share, share.target)
         free = self.total - self.num_committed
@@ -83,7 +83,7 @@ class DividedLimit:
             share.committed = max(share.committed, reachable)
 
     def report(self, holder: str, used: int, *, has_seen_all: bool) -> None:
-        """Take a holder's report of what it holds. has_seen_all: it has received what it was told last."""
+        """Take a holder's report of what it holds. has_seen_all: it has received what it was given last."""
         share = self._shares[holder]
         share.committed = max(used, share.share if has_seen_all else share.committed)
 

@@ -25,16 +25,20 @@ class RouterSessions:
     """Owns the open streams by their sessions, and the division of the worker's credit among them.
 
     A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
-    stream does not concern it. abort: aborts a request in the engine.
+    stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
+    request in the engine. on_order: receives the routers' messages about the worker itself.
     """
 
     def __init__(
         self,
-        credit: Credit,
+        credit: Callable[[], Credit],
         accepted: AcceptedRequests,
         abort: Callable[[EngineRequest], Awaitable[None]],
+        on_order: Callable[[pb.RouterMessage], None],
     ) -> None:
-        self._shares = CreditShares(credit)
+        self._credit = credit
+        self._shares = CreditShares(credit())
+        self._on_order = on_order
         self._accepted = accepted
         self._abort = abort
         self._streams: dict[str, RouterStream] = {}
@@ -69,13 +73,15 @@ class RouterSessions:
         self._streams[stream.session] = stream
         self._reports[stream.session] = LoadReports()
         self._is_open.set()
-        self._send_credits(self._shares.open(stream.session, self._accepted.take_uses()))
+        self._send(self._shares.open(stream.session, self._credit(), self._accepted.take_uses()))
 
     def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """See StreamListener."""
         if message.HasField("credit_use"):
             use = credit_use_from_proto(message.credit_use)
-            self._send_credits(self._shares.report(stream.session, use))
+            self._send(self._shares.report(stream.session, use))
+        else:
+            self._on_order(message)
 
     async def lost(self, session: str) -> None:
         """Abort the requests of a lost stream, and only those; give its share of the credit to the others."""
@@ -85,7 +91,11 @@ class RouterSessions:
             self._is_open.clear()
         for request in self._accepted.of_session(session):
             await self._abort(request)
-        self._send_credits(self._shares.close(session, self._accepted.take_uses()))
+        self._send(self._shares.close(session, self._accepted.take_uses()))
+
+    def send_credit(self) -> None:
+        """Divide the worker's credit anew and send every router its share, since the credit has changed."""
+        self._send(self._shares.set_total(self._credit(), self._accepted.take_uses()))
 
     def send_step(self, outputs: Iterable[EngineOutput], stats: SchedulerStats) -> None:
         """Send the outputs of one step, each to the router of its request; those of lost streams are dropped."""
@@ -112,7 +122,7 @@ class RouterSessions:
         while True:
             await asyncio.sleep(DIVIDE_SECONDS)
             if len(self._streams) > 1:
-                self._send_credits(self._shares.plan(self._accepted.take_uses()))
+                self._send(self._shares.plan(self._accepted.take_uses()))
                 self.send_load(stats())
 
     def debug_state(self) -> list[dict[str, Any]]:
@@ -129,6 +139,6 @@ class RouterSessions:
             for session, stream in self._streams.items()
         ]
 
-    def _send_credits(self, credits: Mapping[str, Credit]) -> None:
+    def _send(self, credits: Mapping[str, Credit]) -> None:
         for session, credit in credits.items():
             self._streams[session].send(pb.WorkerMessage(credit=credit_to_proto(credit)))

@@ -98,12 +98,12 @@ class RouterStream:
     @property
     def session(self) -> str:
         """The router's name for the stream that was opened last; empty before that and while the next one is opened."""
-        return self._attachment.welcome.session
+        return self._attachment.accepted.session
 
     @property
     def router_id(self) -> str:
         """The name of the router that accepted this worker last; empty as ``session`` is."""
-        return self._attachment.welcome.router_id
+        return self._attachment.accepted.router_id
 
     @property
     def num_unread_bytes(self) -> int:

@@ -16,6 +16,7 @@ from serving.errors import grpc_code
 from wire.legs import cancel_from_proto, decode_from_proto, embed_from_proto, prefill_from_proto
 from wire.model_files import piece_to_proto
 from worker.lifecycle import LegCall
+from worker.model_files import model_files
 from worker.pooling import pooling_of
 from worker.worker import Worker
 
@@ -64,7 +65,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
         """Stream the small files of the model folder."""
-        async for name, data in self._worker.model_files():
+        async for name, data in model_files(self._worker.model_folder):
             yield piece_to_proto(name, data)
 
     async def _accept(self, request: EngineRequest, task: pb.Task) -> None:

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -159,7 +159,16 @@ loads = st.builds(
     prefix_cache_queries=st.none() | UINT64,
     prefix_cache_hits=st.none() | UINT64,
 )
-credits = st.builds(Credit, max_requests=UINT32, max_tokens=UINT64, number=UINT64)
+credits = st.builds(
+    Credit,
+    max_requests=UINT32,
+    max_tokens=UINT64,
+    number=UINT64,
+    is_draining=st.booleans(),
+    drain_seconds=DOUBLES,
+    is_empty=st.booleans(),
+)
+drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
 credit_uses = st.builds(CreditUse, number=UINT64, num_requests=UINT32, num_tokens=UINT64)
 cancels = st.tuples(TEXTS, UINT32, st.none() | UINT32)
 pieces = st.tuples(TEXTS, st.binary(max_size=8))

@@ -72,7 +72,7 @@ class Sharing:
         self.num_opened += 1
         name = f"session {self.num_opened}"
         self.routers[name] = Router()
-        self.send(self.shares.open(name, self.used()))
+        self.send(self.shares.open(name, self.credit(self.total), self.used()))
         return name
 
     def close(self, name: str) -> None:

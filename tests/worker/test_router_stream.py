@@ -68,6 +68,10 @@ class LeavingRouter(worker_pb2_grpc.MembershipServicer):
             await asyncio.Event().wait()
 
 
+def ignore(_: pb.RouterMessage) -> None:
+    """Do nothing."""
+
+
 def address_of(address: str) -> RouterAddress:
     return RouterAddress(address, worker_tls(SECRET, "w", "b"), 3.0)
 

@@ -286,4 +286,4 @@ async def test_outputs_of_unknown_requests_are_dropped(tmp_path: Path) -> None:
         it.worker._sessions.send_step([output], it.worker.engine.stats)
         workers = [await it.attached(index) for index in range(2)]
         await it.leg("a", 0)
-        assert [worker.num_stale_entries for worker in workers] == [0, 0]
+        assert [worker._routes.num_stale_entries for worker in workers] == [0, 0]
