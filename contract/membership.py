@@ -86,7 +86,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Reports what a router holds of a worker's credit: the answer to each credit.
+    """Reports what a router holds of a worker's credit: the answer to each credit that has a number.
 
     number: that of the last credit that it has received. num_requests, num_tokens: bound or reserved legs, and their tokens.
     """

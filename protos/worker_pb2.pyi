@@ -705,7 +705,7 @@ Global___Credit: _TypeAlias = Credit  # noqa: Y015
 
 @_typing.final
 class CreditUse(_message.Message):
-    """The answer to each Credit: what the router holds. The worker gives no other router what this one may still use."""
+    """The answer to each Credit that has a number: what the router holds. The worker gives no other router what this one may still use."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

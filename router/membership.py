@@ -166,6 +166,8 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
 def _grant(worker: AttachedWorker, credit: Credit) -> None:
     """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers."""
     worker.capacity.grant(credit)
+    if not credit.number:
+        return
     use = CreditUse(
         number=credit.number,
         num_requests=worker.capacity.num_requests,
