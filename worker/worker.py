@@ -8,9 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
+from contract.errors import CancelledError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
 from protos import worker_pb2 as pb
 from serving.cluster_tls import ClusterTls, worker_tls
@@ -136,6 +136,12 @@ class Worker:
         self._accepted.update(dict.fromkeys(request.keys, request))
         for choice in cancelled:
             await self.engine.abort(request.request_id, request.attempt, choice)
+
+    async def hand_off(self, order: HandOff, seconds: float) -> None:
+        """Hand a choice off while it decodes; see ``EngineClient.hand_off``. Its lease may outlive every request here."""
+        if order.key not in self._accepted:
+            raise NotFoundError(f"worker {self.identity.worker_id} does not have request {order.key}")
+        await self.engine.hand_off(order, seconds)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Abort a choice of a request (None: all) up to ``attempt``; a cancel of an unknown request is remembered."""
