@@ -136,11 +136,16 @@ class Pipe:
         print(printable(f"kvbaton: {text}", sys.stderr), file=sys.stderr, flush=True)
 
 
-def open_terminal() -> Terminal | Pipe:
-    """Return a Terminal or a Pipe, by the process's standard input and output. Unencodable characters are replaced."""
+def replace_unencodable() -> None:
+    """Make the standard streams replace characters that their encoding does not have, instead of raising an error."""
     for stream in (sys.stdin, sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+
+
+def open_terminal() -> Terminal | Pipe:
+    """Return a Terminal or a Pipe, by the process's standard input and output. Unencodable characters are replaced."""
+    replace_unencodable()
     if sys.stdin.isatty() and sys.stdout.isatty():
         return Terminal()
     return Pipe(sys.stdin, sys.stdout)

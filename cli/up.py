@@ -35,7 +35,10 @@ def _serve_until_stopped(settings: LocalSettings) -> None:
     async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
         router = facts[ROUTER]
         url = local_endpoint(settings, router).url
-        print(f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}", flush=True)
+        print(
+            f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}, admin {router['admin']}",
+            flush=True,
+        )
         await stopped.wait()
 
     asyncio.run(run_local(settings, announce))

@@ -18,6 +18,8 @@ _PLACES = {
     "run": "launch.client_settings:RunSettings",
     "batch": "launch.client_settings:BatchSettings",
     "check": "launch.client_settings:CheckSettings",
+    "workers": "launch.operator_settings:WorkersSettings",
+    "top": "launch.operator_settings:TopSettings",
     "router": "launch.router_settings:RouterCommand",
     "prefill": "launch.worker_settings:PrefillCommand",
     "decode": "launch.worker_settings:DecodeCommand",

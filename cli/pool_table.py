@@ -1,0 +1,168 @@
+"""Draws the workers of a service as a table that fits the terminal."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.cells import cell_len
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+Worker = Mapping[str, Any]
+
+_UNKNOWN = "–"
+_ROLES = ("prefill", "decode", "both")
+_ROLE_STYLES = {"prefill": "magenta", "decode": "blue", "both": "cyan"}
+_STATE_STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow"}
+_BAR_CELLS = 8
+_GAP = 2
+"""Spaces between two columns."""
+_FULL = 0.95
+_BUSY = 0.8
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of the table. rank: columns with a higher one are left out first if the terminal is narrow."""
+
+    title: str
+    rank: int
+    cell: Callable[[Worker], Text]
+    is_number: bool = True
+
+
+def pool_view(pool: Mapping[str, Any], console: Console, *, remark: str = "") -> RenderableType:
+    """Return the whole view of a router's list. remark: shown in red below the service's own figures."""
+    workers = sorted(pool["workers"], key=lambda worker: (_place(worker["role"]), worker["id"]))
+    remarks = [Text(remark, style="bold red")] if remark else []
+    table = _table(workers, console) if workers else Text("no worker is attached", style="yellow")
+    return Group(_heading(pool, workers), *remarks, table)
+
+
+def _place(role: str) -> int:
+    return _ROLES.index(role) if role in _ROLES else len(_ROLES)
+
+
+def _heading(pool: Mapping[str, Any], workers: Iterable[Worker]) -> Text:
+    counts = Counter(worker["role"] for worker in workers)
+    parts = [
+        f"kvbaton {pool['version']}",
+        f"model {pool['model'] or 'not known yet'}",
+        f"{pool['num_requests_running']} running",
+        f"{pool['num_requests_waiting']} waiting",
+        " + ".join(f"{counts[role]} {role}" for role in _ROLES if counts[role]),
+    ]
+    return Text(" · ".join(part for part in parts if part), style="bold", no_wrap=True, overflow="ellipsis")
+
+
+def _table(workers: list[Worker], console: Console) -> Table:
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
+    )
+    columns = _fitting(workers, console.width)
+    for column in columns:
+        table.add_column(
+            column.title, justify="right" if column.is_number else "left", no_wrap=True, overflow="ellipsis"
+        )
+    for _, same_role in groupby(workers, lambda worker: worker["role"]):
+        for worker in same_role:
+            table.add_row(*(column.cell(worker) for column in columns))
+        table.add_section()
+    return table
+
+
+def _fitting(workers: list[Worker], width: int) -> list[Column]:
+    """Return the most important columns that fit next to each other, in their order."""
+    columns = list(_COLUMNS)
+    while len(columns) > 1 and _width(columns, workers) > width:
+        columns.remove(max(columns, key=lambda column: column.rank))
+    return columns
+
+
+def _width(columns: list[Column], workers: list[Worker]) -> int:
+    cells = [
+        max(cell_len(column.title), *(column.cell(worker).cell_len for worker in workers))
+        for column in columns
+    ]
+    return sum(cells) + _GAP * (len(columns) - 1)
+
+
+def _text(name: str, styles: Mapping[str, str] | None = None) -> Callable[[Worker], Text]:
+    def cell(worker: Worker) -> Text:
+        value = worker.get(name)
+        shown = _UNKNOWN if value is None else str(value)
+        return Text(_printable(shown), style=(styles or {}).get(shown, "dim" if value is None else ""))
+
+    return cell
+
+
+def _number(name: str, show: Callable[[float], str]) -> Callable[[Worker], Text]:
+    def cell(worker: Worker) -> Text:
+        value = worker.get(name)
+        return Text(_UNKNOWN, style="dim") if value is None else Text(show(value))
+
+    return cell
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
+
+
+def _count(value: float) -> str:
+    """Return a number in at most five characters."""
+    if value < 100_000:
+        return f"{value:.0f}"
+    return f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %" if 0 < value < 0.1 else f"{100 * value:.0f} %"
+
+
+def _duration(seconds: float) -> str:
+    """Return a duration with two or three digits and its unit."""
+    if seconds >= 10:
+        return f"{seconds:.0f} s"
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
+
+
+def _legs(worker: Worker) -> Text:
+    """Return how many legs the router has bound to the worker, and its credit."""
+    return Text(f"{worker['num_legs']}/{worker['max_requests']}")
+
+
+def _kv(worker: Worker) -> Text:
+    """Return the used share of the KV cache as a bar and a number."""
+    usage = worker["kv_cache_usage"]
+    if usage is None:
+        return Text(_UNKNOWN, style="dim")
+    num_full = min(_BAR_CELLS, round(_BAR_CELLS * usage))
+    style = "red" if usage >= _FULL else "yellow" if usage >= _BUSY else "green"
+    bar = Text("■" * num_full, style=style) + Text("·" * (_BAR_CELLS - num_full), style="dim")
+    return Text.assemble(bar, f" {_percent(usage):>5}")
+
+
+_COLUMNS = (
+    Column("worker", 0, _text("id"), is_number=False),
+    Column("role", 2, _text("role", _ROLE_STYLES), is_number=False),
+    Column("state", 1, _text("state", _STATE_STYLES), is_number=False),
+    Column("legs", 3, _legs),
+    Column("run", 4, _number("num_running", _count)),
+    Column("wait", 5, _number("num_waiting", _count)),
+    Column("queued tok", 10, _number("queued_prompt_tokens", _count)),
+    Column("KV used", 6, _kv),
+    Column("hits", 9, _number("prefix_hit_rate", _percent)),
+    Column("leases", 11, _number("num_leases", _count)),
+    Column("fetches", 12, _number("num_fetches", _count)),
+    Column("TTFT", 7, _number("ttft_seconds", _duration)),
+    Column("ITL", 8, _number("itl_seconds", _duration)),
+    Column("step", 13, _number("step_seconds", _duration)),
+    Column("build", 14, _text("build"), is_number=False),
+)

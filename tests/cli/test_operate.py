@@ -1,0 +1,233 @@
+"""``kvbaton workers`` and ``kvbaton top``, against a real router."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from rich.console import Console
+
+from cli.pool_table import pool_view
+from cli.top import show_again_and_again
+from contract.identity import Role
+from launch.operator_settings import TopSettings
+from protos import worker_pb2 as pb
+from router.testing.script import Script
+from serving.http_server import start_http
+from tests.chaos.settings import process_environment
+from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.text.tiny_model import END
+
+SAY = Script(tokens=[END])
+KEY = "an-operator's-key-of-more-than-32-characters"
+UNKNOWN = "–"
+
+
+async def kvbaton(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Run a command; return the exit code, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "cli.main", *arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**process_environment(), "COLUMNS": "160", **environment},
+    )
+    output, errors = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, output.decode(), errors.decode()
+
+
+def admin(cluster: Cluster) -> tuple[str, str]:
+    return "--admin", cluster.service.addresses.admin
+
+
+def row_of(name: str, text: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(name)]
+    return line.split()
+
+
+async def test_the_list_shows_every_worker() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        load = pb.Load(num_running=7, num_waiting=2, kv_cache_usage=0.5, num_leases=3)
+        cluster.workers["decode-0"].stream.report(load)
+        await cluster.until(lambda state: any(worker["num_running"] for worker in state["workers"]))
+        code, output, errors = await kvbaton("workers", *admin(cluster))
+        assert (code, errors) == (0, "")
+        assert output.splitlines()[0].endswith("model tiny · 0 running · 0 waiting · 1 prefill + 1 decode")
+        assert row_of("decode-0", output)[1:6] == ["decode", "serving", "0/256", "7", "2"]
+        assert row_of("prefill-0", output)[1:6] == ["prefill", "serving", "0/256", UNKNOWN, UNKNOWN]
+        assert output.index("prefill-0") < output.index("decode-0")
+        code, output, _ = await kvbaton("workers", *admin(cluster), "--json")
+        assert code == 0
+        listed = {worker["id"]: worker for worker in json.loads(output)["workers"]}
+        assert (listed["decode-0"]["num_leases"], listed["prefill-0"]["num_leases"]) == (3, None)
+        code, output, _ = await kvbaton("top", *admin(cluster), "--once", "--json")
+        assert {worker["id"] for worker in json.loads(output)["workers"]} == set(listed)
+        code, output, errors = await kvbaton("top", *admin(cluster), "--once")
+        assert (code, errors) == (0, "")
+        assert row_of("decode-0", output)[4] == "7"
+
+
+async def test_the_router_is_found_in_a_ready_file(tmp_path: Path) -> None:
+    file = tmp_path / "ready.json"
+    async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
+        address = cluster.service.addresses.admin
+        processes = [{"role": "both", "admin": "127.0.0.1:1"}, {"role": "router", "admin": address}]
+        file.write_text(json.dumps({"processes": processes}))
+        code, output, errors = await kvbaton("workers", "--ready-file", str(file))
+        assert (code, errors) == (0, "") and row_of("both-0", output)
+        code, output, errors = await kvbaton("workers", KVBATON_READY_FILE=str(file))
+        assert (code, errors) == (0, "") and row_of("both-0", output)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("{", "cannot be used"),
+        ("{}", "cannot be used"),
+        ('{"processes": [{"role": "both", "admin": "x"}]}', "names no running router"),
+    ],
+)
+async def test_a_ready_file_without_a_router_is_named(
+    content: str | None, words: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "ready.json"
+    if content is not None:
+        file.write_text(content)
+    code, output, errors = await kvbaton("workers", "--ready-file", str(file))
+    assert (code, output) == (2, "")
+    assert f"ready_file {file}" in errors and words in errors
+
+
+async def test_the_key_is_sent_and_a_wrong_one_is_explained() -> None:
+    async with running_cluster(SAY, (), admin_keys=KEY) as cluster:
+        code, output, errors = await kvbaton("workers", *admin(cluster), KVBATON_ADMIN_KEY=KEY)
+        assert (code, errors) == (0, "") and "no worker is attached" in output
+        for environment in ({}, {"KVBATON_ADMIN_KEY": "another-key"}):
+            code, output, errors = await kvbaton("workers", *admin(cluster), **environment)
+            assert (code, output) == (1, "")
+            assert "admin key" in errors and "KVBATON_ADMIN_KEY" in errors and "another-key" not in errors
+    async with running_cluster(SAY, (), api_keys=KEY) as cluster:
+        code, output, errors = await kvbaton("top", *admin(cluster), "--once", KVBATON_ADMIN_KEY=KEY)
+        assert (code, output) == (1, "") and "set admin_keys_file" in errors
+
+
+@pytest.mark.parametrize("command", [("workers",), ("top", "--once"), ("top",)])
+async def test_no_router_is_one_line(command: Sequence[str]) -> None:
+    code, output, errors = await kvbaton(*command)
+    assert (code, output) == (2, "")
+    assert errors.startswith("kvbaton: no router is named")
+    code, output, errors = await kvbaton(*command, "--admin", "127.0.0.1:1")
+    assert (code, output) == (1, "")
+    assert errors == "kvbaton: no router answers at 127.0.0.1:1: Connect call failed ('127.0.0.1', 1)\n" or (
+        errors == "kvbaton: no router answers at 127.0.0.1:1: Connection refused\n"
+    )
+
+
+async def test_another_service_is_told_apart() -> None:
+    async def hello(_: web.Request) -> web.Response:
+        return web.Response(text="hello")
+
+    app = web.Application()
+    app.router.add_get("/admin/workers", hello)
+    server = await start_http(app, "127.0.0.1:0")
+    try:
+        code, output, errors = await kvbaton("workers", "--admin", server.address)
+    finally:
+        await server.close()
+    assert (code, output) == (1, "")
+    assert f"{server.address} is not the admin port of a router" in errors
+
+
+async def watched(cluster: Cluster, console: Console, **settings: Any) -> "asyncio.Task[None]":
+    given = {"interval_seconds": 0.1, "admin": cluster.service.addresses.admin, **settings}
+    return asyncio.create_task(show_again_and_again(TopSettings(**given), console))
+
+
+async def until_shown(text: str, console: Console) -> None:
+    """Wait until the console's output contains a text, in what it has printed from now on."""
+    file = console.file
+    assert isinstance(file, StringIO)
+    file.truncate(0)
+    async with asyncio.timeout(20):
+        while text not in file.getvalue():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+async def test_top_follows_the_workers_and_survives_the_router(is_terminal: bool) -> None:
+    console = Console(file=StringIO(), force_terminal=is_terminal, width=160, highlight=False)
+    async with running_cluster(SAY, (Role.AGGREGATED,)) as cluster:
+        watching = await watched(cluster, console)
+        await until_shown("both-0", console)
+        await cluster.add(Role.PREFILL, "late")
+        await until_shown("late", console)
+        await cluster.workers["late"].die()
+        async with asyncio.timeout(20):
+            await cluster.service.wait_for_workers(1)
+        assert not watching.done()
+    await until_shown("no router answers", console)
+    await until_shown("both-0", console)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+
+
+async def test_top_prints_a_line_of_json_for_each_reading() -> None:
+    console = Console(file=StringIO(), width=160)
+    async with running_cluster(SAY, ()) as cluster:
+        watching = await watched(cluster, console, as_json=True)
+        await until_shown("\n", console)
+        await until_shown("\n", console)
+        watching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await watching
+    assert isinstance(console.file, StringIO)
+    lines = console.file.getvalue().lstrip("\0").splitlines()
+    assert all(json.loads(line)["workers"] == [] for line in lines)
+
+
+def figures(name: str, role: str, **given: Any) -> dict[str, Any]:
+    names = (
+        *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "prefix_hit_rate"),
+        *("num_leases", "num_fetches", "ttft_seconds", "itl_seconds", "step_seconds", "build"),
+    )
+    own = {"id": name, "role": role, "state": "serving", "num_legs": 3, "max_requests": 256}
+    return {**dict.fromkeys(names), **own, **given}
+
+
+def drawn(width: int, *workers: dict[str, Any]) -> list[str]:
+    console = Console(file=StringIO(), width=width, highlight=False)
+    head = {"version": "1.2.3", "model": None, "num_requests_waiting": 0, "num_requests_running": 0}
+    console.print(pool_view({**head, "workers": list(workers)}, console))
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
+def test_no_figure_is_cut_off_in_a_narrow_terminal(width: int) -> None:
+    """The least important columns are left out instead."""
+    busy = figures(
+        "decode-0",
+        "decode",
+        num_running=12,
+        kv_cache_usage=0.961,
+        itl_seconds=0.0123,
+        queued_prompt_tokens=123456,
+    )
+    lines = drawn(width, figures("prefill-0", "prefill", ttft_seconds=1.25), busy)
+    assert all("…" not in line and len(line) <= width for line in lines[1:])
+    assert "decode-0" in "".join(lines) and "serving" in "".join(lines)
+    if width >= 100:
+        assert {"3/256", "12", "96"} <= set(row_of("decode-0", "\n".join(lines)))
+        assert "1.2 s" in "\n".join(lines) and "12 ms" in "\n".join(lines)
+
+
+def test_control_characters_of_a_worker_are_not_printed() -> None:
+    assert "\x1b" not in "".join(drawn(120, figures("w", "both", build="\x1b[31mred")))
