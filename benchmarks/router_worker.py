@@ -11,8 +11,8 @@ import grpc.aio
 
 from contract.identity import Role, new_boot_id
 from contract.outputs import FinishReason
+from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
 from router.testing.stream import RouterStream
 from router.testing.worker import kv_layout
 from serving.cluster_tls import worker_tls
@@ -138,8 +138,8 @@ async def attached(
         await stream.open(
             tls,
             pb.Registration(
-                protocol_min=1,
-                protocol_max=1,
+                protocol_min=WORKER_PROTOCOL_MAX,
+                protocol_max=WORKER_PROTOCOL_MAX,
                 worker_id=worker_id,
                 boot_id=boot_id,
                 role=role.value,

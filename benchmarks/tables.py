@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine, interference, router, service_speed, steps
+from benchmarks import engine, interference, router, router_decisions, service_speed, steps
 from benchmarks.facts import RESULTS
 
 COLUMNS = 100
@@ -23,6 +23,7 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "service": service_speed.table,
     "interference": interference.table,
     "router": router.table,
+    "decisions": router_decisions.table,
     "steps": steps.table,
 }
 

@@ -1,22 +1,39 @@
 """A bound on the requests that wait for workers, and a share of it for each client."""
 
 from collections import Counter
-from collections.abc import Mapping
 
 from contract.errors import OverloadedError, UnavailableError
 
 
-def has_slot(num_waiting: Mapping[str, int], tenant: str, max_queue: int, num_more: int = 1) -> bool:
-    """Return True if ``num_more`` requests of ``tenant`` may wait, as if they came one after the other.
+class WaitingCounts:
+    """Counts the requests that wait, by client. All reads take the same time, however many clients there are."""
 
-    num_waiting: requests that wait, by client. The queue is ``max_queue`` long. When it is full, a client that holds less
-    than its share (``max_queue`` divided by the clients that wait) is still admitted: another one holds more than its own.
-    Therefore at most ``2 * max_queue`` requests wait, and no client is kept out by the others.
-    """
-    if sum(num_waiting.values()) + num_more <= max_queue:
-        return True
-    clients = {name for name, count in num_waiting.items() if count} | {tenant}
-    return len(clients) > 1 and num_waiting.get(tenant, 0) + num_more <= max_queue // len(clients)
+    def __init__(self) -> None:
+        self.total = 0
+        self._by_client: Counter[str] = Counter()
+
+    def of(self, tenant: str) -> int:
+        """Return how many requests of a client wait."""
+        return self._by_client[tenant]
+
+    def add(self, tenant: str, difference: int) -> None:
+        """Count requests of a client that begin to wait, or with a negative number those that wait no more."""
+        self.total += difference
+        self._by_client[tenant] += difference
+        if not self._by_client[tenant]:
+            del self._by_client[tenant]
+
+    def has_slot(self, tenant: str, max_queue: int, num_more: int = 1) -> bool:
+        """Return True if ``num_more`` requests of ``tenant`` may wait, as if they came one after the other.
+
+        The queue is ``max_queue`` long. When it is full, a client that holds less than its share (``max_queue`` divided by
+        the clients that wait) is still admitted: another one holds more than its own. Therefore at most ``2 * max_queue``
+        requests wait, and no client is kept out by the others.
+        """
+        if self.total + num_more <= max_queue:
+            return True
+        num_clients = len(self._by_client) + (tenant not in self._by_client)
+        return num_clients > 1 and self.of(tenant) + num_more <= max_queue // num_clients
 
 
 class Admission:
@@ -24,7 +41,7 @@ class Admission:
 
     def __init__(self, max_queue: int) -> None:
         self._max_queue = max_queue
-        self._num_waiting: Counter[str] = Counter()
+        self._waiting = WaitingCounts()
         self._refusal: str | None = None
 
     def close(self, reason: str) -> None:
@@ -39,20 +56,18 @@ class Admission:
     @property
     def num_waiting(self) -> int:
         """Requests that hold a slot."""
-        return self._num_waiting.total()
+        return self._waiting.total
 
     def check(self, tenant: str, num_more: int) -> None:
         """Raise OverloadedError if ``num_more`` requests of a client may not wait, UnavailableError after ``close``."""
         if self._refusal is not None:
             raise UnavailableError(self._refusal)
-        if not has_slot(self._num_waiting, tenant, self._max_queue, num_more):
+        if not self._waiting.has_slot(tenant, self._max_queue, num_more):
             raise OverloadedError(
-                f"{self.num_waiting} requests wait for workers ({self._num_waiting[tenant]} of this client), this one makes "
+                f"{self.num_waiting} requests wait for workers ({self._waiting.of(tenant)} of this client), this one makes "
                 f"{num_more} more, and max_queue is {self._max_queue}; try again later"
             )
 
     def count(self, tenant: str, difference: int) -> None:
         """Count requests of a client that begin to wait, or with a negative number those that wait no more."""
-        self._num_waiting[tenant] += difference
-        if not self._num_waiting[tenant]:
-            del self._num_waiting[tenant]
+        self._waiting.add(tenant, difference)

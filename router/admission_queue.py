@@ -5,15 +5,14 @@ its place in a queue when a worker dies.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder, StartRule
 from router.lanes import Entry, Lane, Lanes, WaitingRequest
 from router.legs import Placement
-from router.policy import Pairs, PlacementRequest, WorkerView, awaited, place
+from router.policy import Pairs, PlacementRequest, awaited, place
 from router.registry import Registry
 from router.reservation import Reservation
 from router.role_timeouts import RoleTimeouts
@@ -48,6 +47,7 @@ class AdmissionQueue:
         self._turn = 0
         self._is_due = False
         changes.add_listener(self._admit_soon)
+        changes.add_room_listener(self._on_more_room)
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -92,7 +92,7 @@ class AdmissionQueue:
         is_head = self._lanes.is_head(entry, self._start_rule(self._registry.decoding()))
         return is_head or self._role_timeouts.missing(entry.item.request.least_plan) is not None
 
-    def _start_rule(self, uses: Sequence[Use]) -> StartRule[Lane, WaitingRequest]:
+    def _start_rule(self, use: Use) -> StartRule[Lane, WaitingRequest]:
         """Return the rule by which a client that holds its share, or starts enough already, is overtaken."""
 
         def may_start(entry: Entry) -> bool:
@@ -102,9 +102,13 @@ class AdmissionQueue:
                 return False
             if not request.plan.emits_tokens:  # shares are of the workers that decode
                 return True
-            return self._shares.may_begin(tenant, request.num_choices, request.num_tokens, uses)
+            return self._shares.may_begin(tenant, request.num_choices, request.num_tokens, use)
 
         return may_start
+
+    def _on_more_room(self) -> None:
+        if len(self):
+            self._admit_soon()
 
     def _admit_soon(self) -> None:
         """Admit requests once in the next round of the event loop, however many changes there are until then."""
@@ -115,43 +119,46 @@ class AdmissionQueue:
     def _admit(self) -> None:
         """Admit the next requests of the lanes for as long as there is room."""
         self._is_due = False
-        workers = self._registry.snapshot()
-        self._role_timeouts.update(workers)
-        self._lanes.sort(workers)
-        unreachable = self._unreachable.blocked(self._registry.workers) if len(self) else frozenset()
-        while self._admit_one(workers, unreachable):
-            workers = self._registry.snapshot()
+        self._role_timeouts.update(self._registry.views)
+        self._lanes.sort(self._registry.views)
+        if not len(self):
+            return
+        unreachable = (
+            self._unreachable.blocked(self._registry.workers) if len(self._unreachable) else frozenset()
+        )
+        while len(self) and self._admit_one(unreachable):
+            pass
         if self._role_timeouts.any_expired:
             self._lanes.fail_expired(self._role_timeouts)
 
-    def _admit_one(self, workers: Sequence[WorkerView], unreachable: Pairs) -> bool:
+    def _admit_one(self, unreachable: Pairs) -> bool:
         """Admit the first request that has room. Workers that an earlier one waits for are taken as full."""
-        uses = self._registry.decoding()
-        self._starts.num_workers = len(uses)
-        for entry in self._lanes.heads(self._start_rule(uses)):
+        workers = self._registry.views
+        use = self._registry.decoding()
+        self._starts.num_workers = use.num_workers
+        taken: frozenset[str] = frozenset()
+        before: PlacementRequest | None = None
+        for entry in self._lanes.heads(self._start_rule(use)):
             request = entry.item.request
             if entry.item.reservation.done():
                 self._lanes.discard(entry)
                 return True
             if not entry.lane.workers or self._role_timeouts.missing(entry.lane.plan):
                 continue
-            if placement := place(workers, request, self._turn, unreachable):
+            if before:
+                taken |= awaited(workers, before, taken)
+            if placement := place(workers, request, self._turn, unreachable, taken):
                 self._turn += 1
-                self._lanes.admit(entry, self._reservation(placement, entry, uses))
+                self._lanes.admit(entry, self._reservation(placement, entry, use))
                 return True
-            kept = awaited(workers, request)
-            workers = [_as_full(view) if view.worker_id in kept else view for view in workers]
+            before = request
         return False
 
-    def _reservation(self, placement: Placement, entry: Entry, uses: Sequence[Use]) -> Reservation:
+    def _reservation(self, placement: Placement, entry: Entry, use: Use) -> Reservation:
         """Hold credit for a placement that was just decided on, and count it as a start and as a probe of its pair."""
         tenant = entry.order.tenant
         workers = [self._registry.get(leg.worker) for leg in placement.legs]
         if pair := placement.hand_over:
             self._unreachable.record_probe(*map(self._registry.get, pair))
-        start = self._starts.start(tenant, is_alone=self._shares.is_alone(tenant, uses))
+        start = self._starts.start(tenant, is_alone=self._shares.is_alone(tenant, use))
         return Reservation(placement, workers, entry.item.request, tenant, start)
-
-
-def _as_full(view: WorkerView) -> WorkerView:
-    return replace(view, num_requests=max(view.num_requests, view.max_requests, 1))

@@ -3,16 +3,18 @@
 import asyncio
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
-from contract.membership import Registration
+from contract.membership import Credit, Registration
 from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
-from router.policy import UNLIMITED, WorkerView
+from router.running_shares import Held
 from router.throttling import MAX_PAUSE_SECONDS, Throttle
+from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from wire.membership import load_from_proto
@@ -32,17 +34,23 @@ class AttachedWorker:
 
     Owns the routes of its stream: which leg receives which entries. gone: set when the worker is detached; whatever it
     sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
-    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. on_more_room: called when
-    it may have room that it did not have.
+    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. held: counts what clients
+    hold of all workers that decode. on_change: called when its view has changed, with True if it may have room that it did
+    not have.
     """
 
     def __init__(
-        self, registration: Registration, calls: WorkerCalls, on_more_room: Callable[[], None]
+        self,
+        registration: Registration,
+        calls: WorkerCalls,
+        held: Held,
+        on_change: "Callable[[AttachedWorker, bool], None]",
     ) -> None:
         self.registration = registration
         self.calls = calls
         self.session = secrets.token_hex(8)
-        self.capacity = WorkerCapacity(on_more_room)
+        is_counted = registration.role != Role.PREFILL
+        self.capacity = WorkerCapacity(held if is_counted else None, partial(on_change, self))
         self.gone = asyncio.Event()
         self.is_leaving = False
         self.num_stale_entries = 0
@@ -59,6 +67,16 @@ class AttachedWorker:
     def role(self) -> Role:
         """The role in which it has registered."""
         return Role(self.registration.role)
+
+    @property
+    def has_credit(self) -> bool:
+        """True if it takes requests at all, however many it has now."""
+        return not self.is_leaving and self.capacity.credit.max_requests > 0
+
+    def leave(self) -> None:
+        """Record that one side ends the stream on purpose: it gets no more requests."""
+        self.is_leaving = True
+        self.capacity.grant(Credit())
 
     def bind(self, key: LegKey, receive: Callable[[Event], None]) -> None:
         """Pass the entries of a leg to ``receive``, and a WorkerLostError if the worker is lost."""

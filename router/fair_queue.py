@@ -134,9 +134,15 @@ class FairQueue(Generic[_L, _T]):
 
         may_start: returns False for a client's first request to let other clients overtake it.
         """
+        priorities = self._lanes.get(lane, {})
+        if len(priorities) == 1:
+            (tenants,) = priorities.values()
+            if len(tenants) == 1:
+                (entries,) = tenants.values()
+                return entries[0] if may_start(entries[0]) else None
         firsts = {
             priority: [first for entries in tenants.values() if may_start(first := entries[0])]
-            for priority, tenants in self._lanes.get(lane, {}).items()
+            for priority, tenants in priorities.items()
         }
         if self._is_aged_turn:
             aged = [

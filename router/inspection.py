@@ -22,7 +22,7 @@ class Inspection:
         if self._batches:
             self._metrics.batches.set_files(*await self._batches.gauges())
         tracker = self._path.tracker
-        self._metrics.load.set(tracker.num_waiting, tracker.num_running, self._path.registry.snapshot())
+        self._metrics.load.set(tracker.num_waiting, tracker.num_running, self._path.registry.views)
         return self._metrics
 
     def debug_state(self) -> dict[str, Any]:

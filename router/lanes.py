@@ -1,16 +1,17 @@
 """Waiting requests, sorted by the workers that they fit, and a time limit for those that fit none."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from contract.errors import UnavailableError
 from router.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
 from router.legs import RequestPlan
-from router.policy import PlacementRequest, WorkerView, candidates, missing_role, why_too_long
+from router.policy import PlacementRequest, candidates, missing_role, why_too_long
 from router.registry import Registry
 from router.reservation import Reservation
 from router.role_timeouts import RoleTimeouts
+from router.views import WorkerViews
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class Lanes:
         self._wait_seconds = wait_seconds
         self._on_shortened = on_shortened
         self._queue: FairQueue[Lane, WaitingRequest] = FairQueue()
-        self._sorted_by: list[tuple[object, ...]] | None = None
+        self._sorted_version: int | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def add(self, waiting: WaitingRequest, order: QueueOrder) -> Entry:
         """Queue a request."""
-        return self._queue.add(self._lane_of(waiting, self._registry.snapshot()), order, waiting)
+        return self._queue.add(self._lane_of(waiting, self._registry.views), order, waiting)
 
     def is_head(self, entry: Entry, may_start: StartRule[Lane, WaitingRequest]) -> bool:
         """Return True if the request is the next one of its lane."""
@@ -93,15 +94,11 @@ class Lanes:
                 self.discard(entry)
                 entry.item.fail(timeouts.error(plan))
 
-    def sort(self, workers: Sequence[WorkerView]) -> None:
+    def sort(self, workers: WorkerViews) -> None:
         """Move the requests whose lane has changed, because workers came, left, or take other sizes."""
-        able: list[tuple[object, ...]] = [
-            (view.worker_id, view.role, view.max_length, view.pool_tokens, bool(view.max_requests))
-            for view in workers
-        ]
-        if able == self._sorted_by:
+        if workers.version == self._sorted_version:
             return
-        self._sorted_by = able
+        self._sorted_version = workers.version
         for entry in list(self._queue):
             lane = self._lane_of(entry.item, workers)
             if lane != entry.lane:
@@ -112,11 +109,11 @@ class Lanes:
         for entry in self._queue:
             entry.item.stop_timer()
 
-    def _lane_of(self, waiting: WaitingRequest, workers: Sequence[WorkerView]) -> Lane:
+    def _lane_of(self, waiting: WaitingRequest, workers: WorkerViews) -> Lane:
         """Return the lane of a request. Its timer runs while it fits no worker."""
         request = waiting.request
         found = candidates(workers, request)
-        if found or missing_role(workers, request.least_plan):  # a missing role has its own timeout
+        if found or missing_role(workers.sizes, request.least_plan):  # a missing role has its own timeout
             waiting.stop_timer()
         elif waiting.timer is None and not waiting.reservation.done():
             seconds = 0.0 if request.too_small else self._wait_seconds
@@ -129,8 +126,8 @@ class Lanes:
         request = waiting.request
         if request.may_be_cut and request.max_length:
             waiting.request = replace(request, max_length=0)
-            self._sorted_by = None
+            self._sorted_version = None
             self._on_shortened()
         else:
-            why = why_too_long(self._registry.snapshot(), request)
+            why = why_too_long(self._registry.views, request)
             waiting.fail(UnavailableError(f"no worker is ready: {why}; shorten it, or try again later"))

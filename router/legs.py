@@ -6,6 +6,7 @@ A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attemp
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -96,17 +97,17 @@ class RequestPlan:
     fallback: "RequestPlan | None" = None
     named_roles: tuple[Role, ...] = ()
 
-    @property
+    @cached_property
     def roles(self) -> tuple[Role, ...]:
         """The roles of the legs' workers, in order."""
         return tuple(role for _, role in self.legs)
 
-    @property
+    @cached_property
     def end_roles(self) -> tuple[Role, ...]:
         """The roles of the workers on which the request can end."""
         return self.roles[-1], Role.AGGREGATED
 
-    @property
+    @cached_property
     def emits_tokens(self) -> bool:
         """True if the answer consists of tokens."""
         return LEG_KINDS[self.alone].result is Result.TOKENS

@@ -141,7 +141,7 @@ async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.Work
             case "credit":
                 worker.capacity.grant(credit_from_proto(message.credit))
             case "goodbye":
-                worker.is_leaving = True
+                worker.leave()
                 return
             case other:
                 logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)

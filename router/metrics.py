@@ -11,8 +11,8 @@ from contract.errors import ErrorKind
 from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
-from router.policy import WorkerView
 from router.timings import Timings
+from router.views import WorkerView
 from serving.event_metrics import EventCounter, EventHistogram
 from serving.metrics import PREFIX, ROUTER_METRICS
 

@@ -1,45 +1,25 @@
-"""The choice of workers for a request, and when they have room for it: pure functions over a snapshot.
+"""The choice of workers for a request, and when they have room for it: pure functions over the workers' views.
 
 A request goes to one worker for each leg of its plan, or to one worker that has all roles if that one has less to do. Of
 the candidates for a leg the least loaded one is chosen; equally loaded ones take turns. A worker has room as long as its
 credit, which it reports itself, is not used up. A request is never placed where it does not fit.
+
+A decision looks at the workers of a role in the order of their load, until one has room. What a request fits is decided for
+each size of worker, and not for each worker.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 
 from contract.identity import Role
 from router.legs import GENERATION, Placement, RequestPlan, placed
-
-_FULL = 0.95
-"""Used share of a KV pool from which on it gets no new request: the running ones still grow."""
-UNLIMITED = 2**62
+from router.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full
 
 Pairs = frozenset[tuple[str, str]]
 """Pairs of worker ids, sender first."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerView:
-    """A worker as a policy reads it.
-
-    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit.
-    max_length: tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The other
-    fields are what it reports itself.
-    """
-
-    worker_id: str
-    role: Role
-    num_requests: int = 0
-    num_tokens: int = 0
-    max_requests: int = 0
-    max_tokens: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    kv_cache_usage: float = 0.0
-    max_length: int = UNLIMITED
-    pool_tokens: int = UNLIMITED
+_NONE: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,30 +65,35 @@ class PlacementRequest:
 
 
 def place(
-    workers: Sequence[WorkerView], request: PlacementRequest, turn: int, unreachable: Pairs = frozenset()
+    workers: WorkerViews,
+    request: PlacementRequest,
+    turn: int,
+    unreachable: Pairs = frozenset(),
+    taken: Set[str] = _NONE,
 ) -> Placement | None:
     """Choose the workers of one request; return None while none has room. ``turn`` counts requests, to break ties.
 
     unreachable: pairs that cannot hand over KV now. A decode worker that no prefill worker reaches computes prompts itself.
+    taken: workers whose room an earlier request waits for.
     """
-    able = [worker for worker in workers if fits(worker, request)]
-    plan = _plan_now(workers, able, request)
-    workers = _trusted(able, request)
-    alone = next(iter(_by_load(workers, Role.AGGREGATED, request, turn)), None)
-    chosen = _one_for_each_leg(workers, plan, request, turn, unreachable)
+    sizes = _fitting(workers, request)
+    plan = _plan_now(workers, sizes, request)
+    choice = _Choice(workers, request, plan, sizes, taken)
+    alone = next(choice.by_load(Role.AGGREGATED, turn), None)
+    chosen = _one_for_each_leg(choice, turn, unreachable)
     if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
         legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
         return placed(*legs, num_delivered=request.num_delivered)
     if alone:
         return placed((plan.alone, alone.worker_id), num_delivered=request.num_delivered)
-    if unreached := _unreached(workers, plan, request, turn, unreachable):
+    if unreached := _unreached(choice, turn, unreachable):
         return placed((plan.alone, unreached.worker_id), num_delivered=request.num_delivered)
     return None
 
 
-def fits(worker: WorkerView, request: PlacementRequest) -> bool:
-    """Return True if the worker can take a leg of the request at all, whatever else it has to do now."""
-    if not worker.max_requests or worker.worker_id in request.too_small:
+def fits(worker: WorkerSize, request: PlacementRequest) -> bool:
+    """Return True if workers of this size can take a leg of the request at all, whatever else they have to do now."""
+    if not worker.has_credit:
         return False
     is_prefill = worker.role is Role.PREFILL
     draws_more = request.plan.emits_tokens and not is_prefill
@@ -120,38 +105,42 @@ def fits(worker: WorkerView, request: PlacementRequest) -> bool:
     return most <= worker.max_length
 
 
-def candidates(workers: Iterable[WorkerView], request: PlacementRequest) -> frozenset[str]:
+def candidates(workers: WorkerViews, request: PlacementRequest) -> frozenset[str]:
     """Return the ids of the workers that may take a leg of the request; empty if it could end on none of them."""
     roles = {*request.plan.roles, Role.AGGREGATED}
-    able = [worker for worker in workers if worker.role in roles and fits(worker, request)]
-    if not any(worker.role in request.plan.end_roles for worker in able):
-        return frozenset()
-    return frozenset(worker.worker_id for worker in able)
+    able = [size for size in _fitting(workers, request) if size.role in roles]
+    end_roles = request.plan.end_roles
+    if not any(size.role in end_roles and workers.of_size(size) - request.too_small for size in able):
+        return _NONE
+    found = workers.members(frozenset(able))
+    return found - request.too_small if request.too_small else found
 
 
-def awaited(workers: Sequence[WorkerView], request: PlacementRequest) -> frozenset[str]:
+def awaited(workers: WorkerViews, request: PlacementRequest, taken: Set[str] = _NONE) -> frozenset[str]:
     """Return the ids of the workers that a request without room waits for, so that no later request takes their room.
 
-    These are the workers on which it can end, and those of its earlier legs if none of them has room.
+    These are the workers on which it can end, and those of its earlier legs if none of them has room. taken: workers that
+    count as full.
     """
-    able = [worker for worker in workers if fits(worker, request)]
-    ends = [worker for worker in able if worker.role in request.plan.end_roles]
-    earlier = [worker for worker in able if worker.role in request.plan.roles[:-1]]
-    if any(_has_room(worker, request) for worker in earlier):
-        earlier = []
-    return frozenset(worker.worker_id for worker in (*earlier, *ends))
+    able = _fitting(workers, request)
+    waits = [size for size in able if size.role in request.plan.end_roles]
+    choice = _Choice(workers, request, request.plan, able, taken)
+    earlier = request.plan.roles[:-1]
+    if not any(choice.has_room(ranked) for role in earlier for ranked in workers.ranked(role)):
+        waits += [size for size in able if size.role in earlier]
+    return workers.members(frozenset(waits)) - request.too_small
 
 
-def why_too_long(workers: Iterable[WorkerView], request: PlacementRequest) -> str:
+def why_too_long(workers: WorkerViews, request: PlacementRequest) -> str:
     """Describe why none of the workers can take the request."""
-    most = longest(worker for worker in workers if worker.max_requests)
+    most = longest(size for size in workers.sizes if size.has_credit)
     return (
         f"no attached worker takes {request.least_length} tokens of prompt and answer together; "
         f"the limit is {most or 0} now"
     )
 
 
-def longest(workers: Iterable[WorkerView]) -> int | None:
+def longest(workers: Iterable[WorkerSize]) -> int | None:
     """Return how many tokens prompt and answer may have together on the largest worker or pair; None without any."""
     most: dict[Role, int] = {}
     for worker in workers:
@@ -161,23 +150,102 @@ def longest(workers: Iterable[WorkerView]) -> int | None:
     return max(options, default=None)
 
 
-def is_full(kv_cache_usage: float) -> bool:
-    """Return True if a KV cache takes no further request."""
-    return kv_cache_usage >= _FULL
-
-
-def missing_role(workers: Sequence[WorkerView], plan: RequestPlan = GENERATION) -> str | None:
+def missing_role(workers: Iterable[WorkerSize], plan: RequestPlan = GENERATION) -> str | None:
     """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
-    roles = {worker.role for worker in workers if worker.max_requests}
+    roles = {worker.role for worker in workers if worker.has_credit}
     if Role.AGGREGATED in roles or roles.issuperset(plan.roles):
         return None
     missing = [role.value for role in plan.named_roles or plan.roles if role not in roles]
     return f"no {' and no '.join(missing)} worker is attached"
 
 
-def _plan_now(
-    workers: Sequence[WorkerView], able: Sequence[WorkerView], request: PlacementRequest
-) -> RequestPlan:
+class _Choice:
+    """One decision for a request: which workers may take its legs.
+
+    sizes: the sizes of worker that the request fits. taken: workers that count as full.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerViews,
+        request: PlacementRequest,
+        plan: RequestPlan,
+        sizes: Set[WorkerSize],
+        taken: Set[str],
+    ) -> None:
+        self.plan = plan
+        self._workers = workers
+        self._request = request
+        self._sizes = sizes
+        self._taken = taken
+
+    def able(self, role: Role) -> list[WorkerView]:
+        """Return the workers of a role that can take the request, whether they have room or not."""
+        excluded = self._excluded(role)
+        return [
+            ranked.view
+            for ranked in self._workers.ranked(role)
+            if ranked.size in self._sizes and ranked.view.worker_id not in excluded
+        ]
+
+    def has_room(self, worker: RankedView) -> bool:
+        """Return True if the worker can take the request now."""
+        return (
+            worker.size in self._sizes
+            and worker.view.worker_id not in self._taken
+            and _has_room(worker.view, self._request)
+        )
+
+    def by_load(self, role: Role, turn: int) -> Iterator[WorkerView]:
+        """Yield the workers of a role that have room, least loaded first. Equal ones begin with another one each turn.
+
+        The preferred worker goes before all.
+        """
+        excluded = self._excluded(role)
+        if (preferred := self._preferred(role)) and preferred.worker_id not in excluded:
+            yield preferred
+            excluded |= {preferred.worker_id}
+
+        def may_take(worker: RankedView) -> bool:
+            return worker.view.worker_id not in excluded and self.has_room(worker)
+
+        ranked = self._workers.ranked(role)
+        first = next((number for number, each in enumerate(ranked) if may_take(each)), None)
+        if first is None:
+            return
+        end = bisect_right(ranked, ranked[first].load, lo=first, key=lambda each: each.load)
+        start = first + turn % (end - first)
+        for number in chain(range(start, end), range(first, start), range(end, len(ranked))):
+            if may_take(ranked[number]):
+                yield ranked[number].view
+
+    def _preferred(self, role: Role) -> WorkerView | None:
+        """Return the prefill worker whose cache holds the prompt, if it has this role and room."""
+        prefer = self._request.prefer
+        worker = self._workers.get(prefer) if prefer and role is Role.PREFILL else None
+        return worker.view if worker and worker.size.role is role and self.has_room(worker) else None
+
+    def _excluded(self, role: Role) -> frozenset[str]:
+        """Return the ids of workers that must not take a leg in this role.
+
+        Avoided workers are not excluded if no others have the role, and the others do not suffice without it.
+        """
+        request = self._request
+        if not request.avoid:
+            return request.too_small
+        excluded = request.too_small | request.avoid
+        trusted = [size for size in self._sizes if self._workers.of_size(size) - excluded]
+        if any(size.role is role for size in trusted) or missing_role(trusted, request.plan) is None:
+            return excluded
+        return request.too_small
+
+
+def _fitting(workers: WorkerViews, request: PlacementRequest) -> frozenset[WorkerSize]:
+    """Return the sizes of worker that a request fits."""
+    return frozenset(size for size in workers.sizes if fits(size, request))
+
+
+def _plan_now(workers: WorkerViews, sizes: Set[WorkerSize], request: PlacementRequest) -> RequestPlan:
     """Return the fallback of the request's plan if no worker can take the first leg, for its length or at all.
 
     New requests wait for a worker of that role if none is attached, because one may be starting again.
@@ -186,28 +254,27 @@ def _plan_now(
     if plan.fallback is None:
         return plan
     first = plan.roles[0]
-    is_able = any(worker.role is first for worker in able)
-    is_attached = any(worker.role is first and worker.max_requests for worker in workers)
+    is_able = any(size.role is first and workers.of_size(size) - request.too_small for size in sizes)
+    is_attached = any(size.role is first and size.has_credit for size in workers.sizes)
     falls_back = request.is_local or (not is_able and (request.is_replay or is_attached))
     return plan.fallback if falls_back else plan
 
 
-def _trusted(workers: Sequence[WorkerView], request: PlacementRequest) -> Sequence[WorkerView]:
-    """Return the workers that are not avoided if they suffice without the others, else all."""
-    trusted = [worker for worker in workers if worker.worker_id not in request.avoid]
-    return workers if missing_role(trusted, request.plan) else trusted
-
-
-def _one_for_each_leg(
-    workers: Sequence[WorkerView], plan: RequestPlan, request: PlacementRequest, turn: int, unreachable: Pairs
-) -> tuple[WorkerView, ...] | None:
+def _one_for_each_leg(choice: _Choice, turn: int, unreachable: Pairs) -> tuple[WorkerView, ...] | None:
     """Return the least loaded workers that have room for the legs and reach each other; None without such workers.
 
     The load of a later leg's worker counts more: the request stays there longer.
     """
-    last_first = [_by_load(workers, role, request, turn) for role in reversed(plan.roles)]
-    for chosen in product(*last_first):
-        in_order = chosen[::-1]
+    last_first = choice.plan.roles[::-1]
+    if not unreachable:
+        chosen = []
+        for role in last_first:
+            if (worker := next(choice.by_load(role, turn), None)) is None:
+                return None
+            chosen.append(worker)
+        return tuple(chosen[::-1])
+    for several in product(*(list(choice.by_load(role, turn)) for role in last_first)):
+        in_order = several[::-1]
         pairs = pairwise(worker.worker_id for worker in in_order)
         if unreachable.isdisjoint(pairs):
             return in_order
@@ -221,38 +288,22 @@ def _is_less_busy(
     if plan.prefers_legs:
         return False
     if len(chosen) == 1:
-        return _load(alone, request) < _load(chosen[0], request)
+        avoid = request.avoid
+        one = chosen[0]
+        return (alone.worker_id in avoid, alone.load) < (one.worker_id in avoid, one.load)
     return alone.num_tokens < max(worker.num_tokens for worker in chosen)
 
 
-def _unreached(
-    workers: Sequence[WorkerView], plan: RequestPlan, request: PlacementRequest, turn: int, unreachable: Pairs
-) -> WorkerView | None:
+def _unreached(choice: _Choice, turn: int, unreachable: Pairs) -> WorkerView | None:
     """Return a worker for the last leg that none of the workers which may be chosen for the leg before can reach."""
-    if len(plan.legs) == 1:
+    if len(choice.plan.legs) == 1 or not unreachable:
         return None
-    *_, before, last = plan.roles
-    senders = _of_role(workers, before, request)
-    for worker in _by_load(workers, last, request, turn):
+    *_, before, last = choice.plan.roles
+    senders = choice.able(before)
+    for worker in choice.by_load(last, turn):
         if senders and all((sender.worker_id, worker.worker_id) in unreachable for sender in senders):
             return worker
     return None
-
-
-def _of_role(workers: Sequence[WorkerView], role: Role, request: PlacementRequest) -> list[WorkerView]:
-    able = [worker for worker in workers if worker.role is role]
-    return [worker for worker in able if worker.worker_id not in request.avoid] or able
-
-
-def _by_load(
-    workers: Sequence[WorkerView], role: Role, request: PlacementRequest, turn: int
-) -> list[WorkerView]:
-    """Return the workers of a role that have room, least loaded first. Equal ones begin with another one each turn."""
-    having_room = [worker for worker in _of_role(workers, role, request) if _has_room(worker, request)]
-    ranked = sorted(having_room, key=lambda worker: _load(worker, request))
-    num_equals = sum(_load(worker, request) == _load(ranked[0], request) for worker in ranked)
-    start = turn % num_equals if num_equals else 0
-    return [*ranked[start:num_equals], *ranked[:start], *ranked[num_equals:]]
 
 
 def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
@@ -268,13 +319,3 @@ def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
         return worker.num_tokens < worker.max_tokens
     needed = worker.num_tokens + request.num_tokens
     return needed <= worker.max_tokens and not is_full(worker.kv_cache_usage)
-
-
-def _load(worker: WorkerView, request: PlacementRequest) -> tuple[bool, bool, int, int, float]:
-    return (
-        worker.worker_id in request.avoid,
-        worker.role is Role.PREFILL and worker.worker_id != request.prefer,
-        worker.num_tokens,
-        worker.num_waiting + worker.num_running,
-        round(worker.kv_cache_usage, 2),
-    )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Set
 
 
 class RecentClients:
-    """Owns the time of each client's last request. seconds: how long a client counts as recent after it."""
+    """Owns the time of each client's last request, oldest first. seconds: how long a client counts as recent after it."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -14,11 +14,13 @@ class RecentClients:
 
     def note(self, client: str) -> None:
         """Record a request of a client."""
+        self._noted_at.pop(client, None)
         self._noted_at[client] = self._clock()
 
     @property
     def names(self) -> Set[str]:
         """The clients that count as recent now."""
         since = self._clock() - self._seconds
-        self._noted_at = {name: noted for name, noted in self._noted_at.items() if noted > since}
+        while self._noted_at and self._noted_at[oldest := next(iter(self._noted_at))] <= since:
+            del self._noted_at[oldest]
         return self._noted_at.keys()

@@ -12,8 +12,9 @@ from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
-from router.policy import WorkerView, longest, missing_role
-from router.running_shares import Use
+from router.policy import longest, missing_role
+from router.running_shares import Held, Use
+from router.views import WorkerSize, WorkerViews
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -26,9 +27,9 @@ class WorkerIdTakenError(IncompatiblePeerError):
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is notified when a worker is attached or detached, or may have room that it did not have. The first worker
-    decides which model this router serves, for the router's whole life. memory_seconds: how long the size of a detached
-    worker is remembered: it may be starting again.
+    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, and when it may
+    have room that it did not have. The first worker decides which model this router serves, for the router's whole life.
+    memory_seconds: how long the size of a detached worker is remembered: it may be starting again.
     """
 
     def __init__(
@@ -38,7 +39,10 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._workers: dict[str, AttachedWorker] = {}
-        self._gone: dict[str, tuple[float, WorkerView]] = {}
+        self._views = WorkerViews()
+        self._stale: dict[str, AttachedWorker] = {}
+        self._held = Held()
+        self._gone: dict[str, tuple[float, WorkerSize]] = {}
         self._memory_seconds = memory_seconds
         self._clock = clock
         self._model_fingerprint: str | None = None
@@ -50,21 +54,27 @@ class Registry:
         """The attached workers, oldest first."""
         return list(self._workers.values())
 
-    def snapshot(self) -> list[WorkerView]:
-        """Return the workers as a policy reads them."""
-        return [worker.view() for worker in self._workers.values()]
+    @property
+    def views(self) -> WorkerViews:
+        """The workers as a policy reads them now. Only views of workers that have changed since the last call are made."""
+        if self._stale:
+            for worker in self._stale.values():
+                self._views.put(worker.view())
+            self._stale.clear()
+        return self._views
 
-    def decoding(self) -> list[Use]:
-        """Return the limits of each worker that decodes, and who holds how much of them."""
-        return [worker.capacity.use() for worker in self._workers.values() if worker.role is not Role.PREFILL]
+    def decoding(self) -> Use:
+        """Return the limits of all workers that decode, and who holds how much of them."""
+        credits = self.views.decoding
+        return Use(credits.num_workers, credits.max_requests, credits.max_tokens, self._held)
 
     def get(self, worker_id: str) -> AttachedWorker:
-        """Return a worker of the last snapshot. Call it without an await in between."""
+        """Return a worker of ``views``. Call it without an await in between."""
         return self._workers[worker_id]
 
     def missing(self) -> str | None:
         """Describe which roles no worker has; return None if a request can be placed sooner or later."""
-        return missing_role(self.snapshot(), EMBEDDING if self._embeds_only else GENERATION)
+        return missing_role(self.views.sizes, EMBEDDING if self._embeds_only else GENERATION)
 
     @property
     def embeds_only(self) -> bool:
@@ -73,17 +83,18 @@ class Registry:
 
     def max_model_len(self, otherwise: int) -> int:
         """Return how many tokens a request may have on the largest of the attached workers, or on both of a pair."""
-        return longest(worker.view() for worker in self._workers.values()) or otherwise
+        return longest(self.views.sizes) or otherwise
 
     def recent_max_model_len(self, otherwise: int) -> int:
         """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
-        now = self._clock()
-        self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
-        return longest([*self.snapshot(), *(view for _, view in self._gone.values())]) or otherwise
+        if self._gone:
+            now = self._clock()
+            self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
+        return longest([*self.views.sizes, *(size for _, size in self._gone.values())]) or otherwise
 
     def new_worker(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
         """Make the record of a worker that is not attached yet."""
-        return AttachedWorker(registration, calls, self._changes.notify)
+        return AttachedWorker(registration, calls, self._held, self._on_change)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None if there is none."""
@@ -106,10 +117,12 @@ class Registry:
                 "its own, or stop the other one"
             )
         if former := self._workers.pop(new.worker_id, None):
+            self._forget_view(new.worker_id)
             former.lose(f"it registered again with boot id {new.boot_id}")
         self._model_fingerprint = new.model_fingerprint
         self._embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
+        self._stale[new.worker_id] = worker
         self._gone.pop(new.worker_id, None)
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.notify()
@@ -118,7 +131,8 @@ class Registry:
         """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
-            self._gone[worker.name] = self._clock() + self._memory_seconds, worker.view()
+            self._forget_view(worker.name)
+            self._gone[worker.name] = self._clock() + self._memory_seconds, worker.view().size
             if worker.is_leaving:
                 logger.info("worker %s has left", worker.name)
             else:
@@ -129,8 +143,27 @@ class Registry:
     def dismiss_all(self) -> None:
         """End every worker's stream with a goodbye, since the router stops."""
         for worker in self._workers.values():
-            worker.is_leaving = True
+            worker.leave()
             worker.gone.set()
+
+    def check_integrity(self) -> None:
+        """Check that the views are those of the attached workers, in every order. Raises AssertionError."""
+        assert list(self.views) == [worker.view() for worker in self._workers.values()]
+        self.views.check_integrity()
+
+    def _on_change(self, worker: AttachedWorker, has_more_room: bool) -> None:
+        """Replace the view of a worker before it is read again, and report a change that a request may wait for."""
+        if self._workers.get(worker.name) is worker:
+            self._stale[worker.name] = worker
+            known = self._views.get(worker.name)
+            if worker.has_credit != (known is not None and known.size.has_credit):
+                self._changes.notify()
+        if has_more_room:
+            self._changes.notify_room()
+
+    def _forget_view(self, worker_id: str) -> None:
+        self._stale.pop(worker_id, None)
+        self._views.remove(worker_id)
 
     def _check(self, new: Registration) -> None:
         """Raise an error for a registration that is incomplete, or does not fit the attached workers and their model."""
@@ -149,7 +182,7 @@ class Registry:
             )
         for other in self._workers.values():
             theirs = other.registration.kv_layout
-            differences = layout.differences(theirs) if theirs else []
+            differences = layout.differences(theirs) if theirs and theirs != layout else []
             if differences and other.name != new.worker_id:
                 raise IncompatiblePeerError(
                     f"no KV can be handed over between worker {new.worker_id} (ours) and worker {other.name} "

@@ -31,8 +31,7 @@ class RequestTracker:
     def __init__(self, max_queue: int, metrics: RequestMetrics) -> None:
         self._admission = Admission(max_queue)
         self._metrics = metrics
-        self._requests: set[TrackedRequest] = set()
-        self._num_by_state: Counter[RequestState] = Counter()
+        self._counts: Counter[tuple[RequestState, bool]] = Counter()
         self._on_fewer_unbound: list[Callable[[], None]] = []
         self._on_queued: list[Callable[[], None]] = []
         self._num_held = 0
@@ -116,8 +115,7 @@ class RequestTracker:
     @property
     def num_queued(self) -> int:
         """Requests whose prompt is known and that wait for workers, but for those in the background."""
-        waiting = RequestState.WAITING_FOR_WORKERS
-        return sum(each.state is waiting and not each.is_background for each in self._requests)
+        return self._counts[RequestState.WAITING_FOR_WORKERS, False]
 
     @property
     def num_unbound(self) -> int:
@@ -127,28 +125,29 @@ class RequestTracker:
     @property
     def num_waiting(self) -> int:
         """Requests without a first token yet."""
-        return sum(self._num_by_state[state] for state in _EARLY)
+        return sum(self._num_in(state) for state in _EARLY)
 
     @property
     def num_running(self) -> int:
         """Requests whose answer is being streamed."""
-        return self._num_by_state[RequestState.STREAMING]
+        return self._num_in(RequestState.STREAMING)
 
     def num_by_state(self) -> dict[str, int]:
         """Return how many requests are in each state."""
-        return {state.value: self._num_by_state[state] for state in RequestState}
+        return {state.value: self._num_in(state) for state in RequestState}
+
+    def _num_in(self, state: RequestState) -> int:
+        return self._counts[state, True] + self._counts[state, False]
 
     def _add(self, tracked: TrackedRequest) -> None:
-        self._requests.add(tracked)
-        self._num_by_state[tracked.state] += 1
+        self._counts[tracked.state, tracked.is_background] += 1
         self._admission.count(tracked.tenant, int(tracked.holds_slot))
         self._num_held += not tracked.is_background
         if self._num_held:
             self._idle.clear()
 
     def _remove(self, tracked: TrackedRequest) -> None:
-        self._requests.remove(tracked)
-        self._num_by_state[tracked.state] -= 1
+        self._counts[tracked.state, tracked.is_background] -= 1
         self._admission.count(tracked.tenant, -int(tracked.holds_slot))
         self._num_held -= not tracked.is_background
         if not self._num_held:
@@ -156,8 +155,8 @@ class RequestTracker:
 
     def _on_state(self, tracked: TrackedRequest, before: RequestState, held_slot: bool) -> None:
         """Count a request whose state has changed from ``before``."""
-        self._num_by_state[before] -= 1
-        self._num_by_state[tracked.state] += 1
+        self._counts[before, tracked.is_background] -= 1
+        self._counts[tracked.state, tracked.is_background] += 1
         self._admission.count(tracked.tenant, tracked.holds_slot - held_slot)
         if held_slot and not tracked.holds_slot:
             _call(self._on_fewer_unbound)

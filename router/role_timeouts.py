@@ -1,11 +1,12 @@
 """Time limits for requests that wait for a role which no worker has: one may be starting again."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from contract.errors import UnavailableError
 from router.legs import PLANS, RequestPlan
-from router.policy import WorkerView, missing_role
+from router.policy import missing_role
+from router.views import WorkerViews
 
 
 class RoleTimeouts:
@@ -20,11 +21,15 @@ class RoleTimeouts:
         self._missing: dict[RequestPlan, str | None] = dict.fromkeys(PLANS, "no worker was ever attached")
         self._timers: dict[RequestPlan, asyncio.TimerHandle] = {}
         self._expired: set[RequestPlan] = set()
+        self._version: int | None = None
 
-    def update(self, workers: Sequence[WorkerView]) -> None:
+    def update(self, workers: WorkerViews) -> None:
         """Start the timer of each plan that lacks a role now, and stop the others."""
+        if workers.version == self._version:
+            return
+        self._version = workers.version
         for plan in PLANS:
-            self._missing[plan] = missing = missing_role(workers, plan)
+            self._missing[plan] = missing = missing_role(workers.sizes, plan)
             if missing is None:
                 self._stop(plan)
             elif plan not in self._timers and plan not in self._expired:

@@ -60,7 +60,8 @@ class RoundRobin:
     def _schedule_round(self) -> None:
         """Begin the next round after a pause; at once if one client is alone."""
         loop = asyncio.get_running_loop()
-        is_alone = len(self._recent.names | self._waiting.keys()) < 2
+        names = self._recent.names
+        is_alone = max(len(names), len(self._waiting)) < 2 and len(names | self._waiting.keys()) < 2
         if is_alone:
             loop.call_soon(self._next_round)
         else:

@@ -6,7 +6,7 @@ end, however fair the queue is. While other clients are active, a client that ho
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from router.recent_clients import RecentClients
@@ -17,7 +17,7 @@ RECENT_SECONDS = 10.0
 
 @dataclass
 class Held:
-    """Requests and tokens that run on one worker, by client."""
+    """Requests and tokens that run on workers, by client."""
 
     num_requests: Counter[str] = field(default_factory=Counter)
     num_tokens: Counter[str] = field(default_factory=Counter)
@@ -32,8 +32,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Use:
-    """The credit of one worker, and what is held of it."""
+    """The credit of several workers together, and what is held of it."""
 
+    num_workers: int
     max_requests: int
     max_tokens: int
     held: Held
@@ -50,20 +51,20 @@ class RunningShares:
         """Record a request of a client."""
         self._recent.note(tenant)
 
-    def may_begin(self, tenant: str, num_requests: int, num_tokens: int, uses: Sequence[Use]) -> bool:
+    def may_begin(self, tenant: str, num_requests: int, num_tokens: int, use: Use) -> bool:
         """Return True if a client may begin requests of ``num_tokens`` together beside those that it holds.
 
         That is always true if it holds none, or if it is alone.
         """
-        held_requests = sum(use.held.num_requests[tenant] for use in uses)
-        if not held_requests or self.is_alone(tenant, uses):
+        held_requests = use.held.num_requests[tenant]
+        if not held_requests or self.is_alone(tenant, use):
             return True
-        held_tokens = sum(use.held.num_tokens[tenant] for use in uses)
-        return held_requests + num_requests <= self._max_share * sum(
-            use.max_requests for use in uses
-        ) and held_tokens + num_tokens <= self._max_share * sum(use.max_tokens for use in uses)
+        held_tokens = use.held.num_tokens[tenant]
+        return (
+            held_requests + num_requests <= self._max_share * use.max_requests
+            and held_tokens + num_tokens <= self._max_share * use.max_tokens
+        )
 
-    def is_alone(self, tenant: str, uses: Sequence[Use]) -> bool:
+    def is_alone(self, tenant: str, use: Use) -> bool:
         """Return True if no other client has sent a request lately, or holds one."""
-        others = self._recent.names | {name for use in uses for name in use.held.num_requests}
-        return others <= {tenant}
+        return self._recent.names <= {tenant} and use.held.num_requests.keys() <= {tenant}

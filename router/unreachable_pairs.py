@@ -38,6 +38,9 @@ class UnreachablePairs:
         self._clock = clock
         self._failures: dict[Pair, _Failure] = {}
 
+    def __len__(self) -> int:
+        return len(self._failures)
+
     def record_failure(self, prefill: AttachedWorker, decode: AttachedWorker) -> None:
         """Record that a request failed because one worker could not reach the other."""
         key = (prefill.session, decode.session)

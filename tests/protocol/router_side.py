@@ -6,7 +6,8 @@ from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
 from router.legs import PREFILL, Placement
-from router.policy import PlacementRequest, WorkerView, missing_role, place
+from router.policy import PlacementRequest, missing_role, place
+from router.views import WorkerView, WorkerViews
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
@@ -169,7 +170,7 @@ class RouterSide:
             self._end(request, "answered")
 
     def _bind(self, request: RouterRequest) -> None:
-        views = [self._view(worker) for worker in sorted(self.workers)]
+        views = WorkerViews.of(self._view(worker) for worker in sorted(self.workers))
         wish = PlacementRequest(
             num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
             num_answer_tokens=self.scenario.answers[request.number],
@@ -179,7 +180,7 @@ class RouterSide:
             is_replay=request.num_attempts > 0,
             is_local=request.num_transfer_failures >= MAX_TRANSFER_FAILURES,
         )
-        if missing_role(views, wish.least_plan):
+        if missing_role(views.sizes, wish.least_plan):
             return
         placement = place(views, wish, request.number)
         if placement is not None:

@@ -13,6 +13,7 @@ from contract.membership import Registration
 from router import start_limiter, throttling
 from router.attached_worker import AttachedWorker
 from router.round_robin import RoundRobin
+from router.running_shares import Held
 from router.start_limiter import StartLimiter
 from router.tasks import cooperatively
 from router.testing.script import Script
@@ -210,7 +211,7 @@ class Cancelled:
 async def test_answers_that_end_together_are_cancelled_a_few_at_a_time(is_gone: bool) -> None:
     """Hundreds of cancels must not delay other clients' starts; a worker that leaves meanwhile receives no more cancels."""
     calls: Any = Cancelled()
-    worker = AttachedWorker(Registration(worker_id="d"), calls, lambda: None)
+    worker = AttachedWorker(Registration(worker_id="d"), calls, Held(), lambda *_: None)
     async with asyncio.TaskGroup() as tasks:
         for number in range(20):
             tasks.create_task(worker.cancel((f"r{number}", 0, 0)))

@@ -23,6 +23,7 @@ from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
+from router.running_shares import Held
 from router.start_limiter import StartLimiter
 from router.tasks import TaskSet
 
@@ -46,7 +47,7 @@ class _Calls:
 
 def attached(role: Role) -> AttachedWorker:
     registration = Registration(worker_id=role.value, role=role.value, max_model_len=100)
-    return AttachedWorker(registration, _Calls(), lambda: None)  # type: ignore[arg-type]
+    return AttachedWorker(registration, _Calls(), Held(), lambda *_: None)  # type: ignore[arg-type]
 
 
 def reservation_on(*workers: AttachedWorker) -> Reservation:

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as view_with
 
 from contract.identity import Role
 from router.legs import (
@@ -16,7 +17,8 @@ from router.legs import (
     Placement,
     placed,
 )
-from router.policy import PlacementRequest, WorkerView, missing_role, place
+from router.policy import PlacementRequest, missing_role, place
+from router.views import WorkerView, WorkerViews
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
 WISH = PlacementRequest(num_prompt_tokens=20, num_answer_tokens=10)
@@ -36,7 +38,7 @@ def worker(role: Role, number: int, tokens: int = 0, running: int = 0, usage: fl
 
 
 def chosen(workers: list[WorkerView], wish: PlacementRequest = WISH, turn: int = 0) -> Placement | None:
-    return place(workers, wish, turn)
+    return place(WorkerViews.of(workers), wish, turn)
 
 
 def test_the_pair_goes_before_both_unless_both_have_less_to_do() -> None:
@@ -64,7 +66,7 @@ def test_the_least_loaded_worker_is_taken(workers: list[WorkerView], best: str) 
 
 def test_equally_loaded_workers_take_turns() -> None:
     workers = [*[worker(P, i) for i in range(2)], *[worker(D, i) for i in range(3)]]
-    placements = [place(workers, WISH, turn) for turn in range(6)]
+    placements = [chosen(workers, WISH, turn) for turn in range(6)]
     assert [p and p.worker_of(PREFILL) for p in placements] == ["prefill-0", "prefill-1"] * 3
     assert [p and p.end for p in placements] == ["decode-0", "decode-1", "decode-2"] * 2
 
@@ -75,11 +77,11 @@ def test_equally_loaded_workers_take_turns() -> None:
         (worker(P, 0, tokens=99), worker(D, 0, tokens=70), True),
         (worker(P, 0, tokens=100), worker(D, 0), False),
         (worker(P, 0), worker(D, 0, tokens=71), False),
-        (worker(P, 0), replace(worker(D, 0, tokens=1), num_requests=4), False),
-        (replace(worker(P, 0, tokens=1), num_requests=4), worker(D, 0), False),
+        (worker(P, 0), view_with(worker(D, 0, tokens=1), num_requests=4), False),
+        (view_with(worker(P, 0, tokens=1), num_requests=4), worker(D, 0), False),
         (worker(P, 0), worker(D, 0, tokens=1, usage=0.96), False),
-        (worker(P, 0), replace(worker(D, 0), max_tokens=5), True),
-        (worker(P, 0), replace(worker(D, 0), max_requests=0), False),
+        (worker(P, 0), view_with(worker(D, 0), max_tokens=5), True),
+        (worker(P, 0), view_with(worker(D, 0), max_requests=0), False),
     ],
 )
 def test_a_request_waits_until_the_credits_of_both_reach(
@@ -120,7 +122,7 @@ def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> No
         ([worker(D, 0), worker(P, 0)], None, None),
         ([worker(B, 0)], None, None),
         (
-            [replace(worker(B, 0), max_requests=0)],
+            [view_with(worker(B, 0), max_requests=0)],
             "no prefill and no decode worker",
             "no prefill and no decode worker",
         ),
@@ -129,9 +131,10 @@ def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> No
 def test_what_is_missing_is_named(
     workers: list[WorkerView], missing: str | None, missing_for_replay: str | None
 ) -> None:
+    sizes = WorkerViews.of(workers).sizes
     for found, expected in (
-        (missing_role(workers), missing),
-        (missing_role(workers, RECOMPUTE), missing_for_replay),
+        (missing_role(sizes), missing),
+        (missing_role(sizes, RECOMPUTE), missing_for_replay),
     ):
         assert found == (f"{expected} is attached" if expected else None)
 
@@ -170,4 +173,4 @@ def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> Non
     ],
 )
 def test_what_an_embedding_lacks_is_named(workers: list[WorkerView], missing: str | None) -> None:
-    assert missing_role(workers, EMBEDDING) == missing
+    assert missing_role(WorkerViews.of(workers).sizes, EMBEDDING) == missing

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from contract.errors import OverloadedError
 from contract.outputs import FinishReason
-from router.admission import has_slot
+from router.admission import WaitingCounts
 from router.answer import Delta, Usage
+from router.delivery import Token
 from router.leg_report import LegReport
 from router.metrics import RouterMetrics
-from router.request import GenerationRequest
+from router.request import BACKGROUND_PRIORITY, GenerationRequest
 from router.request_tracker import RequestTracker
+from router.tracked_request import RequestState, TrackedRequest
 
 
 def test_an_answer_that_its_client_still_reads_neither_waits_nor_runs() -> None:
@@ -53,14 +55,16 @@ def test_one_client_does_not_keep_another_out_of_the_queue() -> None:
 def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_queue: int) -> None:
     """M3: at most twice ``max_queue`` wait; a client below its share is always admitted."""
     waiting: Counter[str] = Counter()
+    counts = WaitingCounts()
     for tenant in tenants:
         num_clients = len({name for name in waiting if waiting[name]} | {tenant})
-        if has_slot(waiting, tenant, max_queue):
+        if counts.has_slot(tenant, max_queue):
             waiting[tenant] += 1
+            counts.add(tenant, 1)
         else:
             assert waiting.total() >= max_queue
             assert waiting[tenant] >= max_queue // num_clients or num_clients == 1
-        assert waiting.total() <= 2 * max_queue
+        assert waiting.total() == counts.total <= 2 * max_queue
 
 
 @given(
@@ -72,9 +76,60 @@ def test_the_queue_is_bounded_and_no_client_is_kept_out(tenants: list[str], max_
 def test_many_at_once_are_admitted_as_one_after_the_other(
     before: list[str], tenant: str, num_more: int, max_queue: int
 ) -> None:
-    waiting = Counter(before)
+    at_once = WaitingCounts()
+    one_by_one = WaitingCounts()
+    for name in before:
+        at_once.add(name, 1)
+        one_by_one.add(name, 1)
     is_admitted = True
     for _ in range(num_more):
-        is_admitted &= has_slot(waiting, tenant, max_queue)
-        waiting[tenant] += 1
-    assert has_slot(Counter(before), tenant, max_queue, num_more) is is_admitted
+        is_admitted &= one_by_one.has_slot(tenant, max_queue)
+        one_by_one.add(tenant, 1)
+    assert at_once.has_slot(tenant, max_queue, num_more) is is_admitted
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["open", "queued", "bound", "arrived", "finish", "close", "fail"]),
+            st.integers(0, 5),
+            st.booleans(),
+        ),
+        max_size=40,
+    )
+)
+def test_the_counts_are_those_of_the_requests(events: list[tuple[str, int, bool]]) -> None:
+    """After every event of a request, in any order, no count has to be taken again by looking at all requests."""
+    tracker = RequestTracker(100, RouterMetrics().requests)
+    usage = Usage(num_prompt_tokens=1, num_completion_tokens=0, num_cached_tokens=0)
+    held: list[tuple[ExitStack, TrackedRequest]] = []
+    for event, number, is_background in events:
+        if event == "open":
+            stack = ExitStack()
+            priority = BACKGROUND_PRIORITY if is_background else 0
+            request = GenerationRequest(request_id="a", prompt="x", tenant=f"t{number}", priority=priority)
+            held.append((stack, stack.enter_context(tracker.open(request))))
+        elif number < len(held):
+            stack, tracked = held[number]
+            if event == "finish":
+                tracked.finish(Delta(), FinishReason.STOP, usage, LegReport())
+            elif event == "arrived":
+                tracked.arrived(Delta(tokens=[Token(index=0, token_id=1)]))
+            elif event in ("queued", "bound"):
+                getattr(tracked, event)()
+            else:
+                held.pop(number)[0].close()
+        states = Counter(tracked.state for _, tracked in held)
+        in_front = [tracked for _, tracked in held if not tracked.is_background]
+        assert tracker.num_by_state() == {state.value: states[state] for state in RequestState}
+        assert tracker.num_queued == sum(
+            tracked.state is RequestState.WAITING_FOR_WORKERS for tracked in in_front
+        )
+        assert tracker.num_unbound == sum(tracked.holds_slot for tracked in in_front)
+        assert tracker.num_held == len(in_front)
+        assert tracker.is_idle == (not in_front)
+        assert tracker.num_running == states[RequestState.STREAMING]
+        assert tracker.num_waiting == len(held) - tracker.num_running - states[RequestState.FINISHED]
+    for stack, _ in held:
+        stack.close()
+    assert not any(tracker.num_by_state().values())

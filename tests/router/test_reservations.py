@@ -33,6 +33,7 @@ from router.running_shares import RunningShares
 from router.tasks import TaskSet
 from router.testing.worker import kv_layout
 from router.unreachable_pairs import UnreachablePairs
+from router.views import WorkerView
 from wire.membership import layout_from_proto
 
 REQUEST = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5)
@@ -56,17 +57,35 @@ class Queue:
 
     def __init__(self, max_requests: int = 1) -> None:
         self.num_changes = 0
-        changes = ChangeSignal()
+        self.changes = changes = ChangeSignal()
         self.registry = Registry(changes)
         self.queue = AdmissionQueue(self.registry, changes, UnreachablePairs(), RunningShares(1.0), 30.0)
         self.tasks = TaskSet()
         self.calls: Any = Calls()
         for role in (Role.PREFILL, Role.DECODE):
             self.attach(role).capacity.grant(Credit(max_requests=max_requests, max_tokens=1000))
-        changes.add_listener(self._count)
+        changes.add_room_listener(self._count)
 
     def _count(self) -> None:
         self.num_changes += 1
+
+    def count_passes(self) -> list[None]:
+        """Return a list that gets an item for each pass of the queue from now on."""
+        passes: list[None] = []
+        admit = self.queue._admit
+
+        def counted() -> None:
+            passes.append(None)
+            admit()
+
+        self.queue._admit = counted  # type: ignore[method-assign]
+        return passes
+
+    def known_view(self, worker_id: str) -> WorkerView:
+        """Return the view that was made last, without making a new one."""
+        found = self.registry._views.get(worker_id)
+        assert found
+        return found.view
 
     def attach(self, role: Role) -> AttachedWorker:
         registration = Registration(
@@ -88,7 +107,7 @@ class Queue:
     @property
     def held(self) -> list[tuple[int, int]]:
         """Requests and tokens that count against the credit of each worker."""
-        return [(view.num_requests, view.num_tokens) for view in self.registry.snapshot()]
+        return [(view.num_requests, view.num_tokens) for view in self.registry.views]
 
     async def reserve(
         self, stack: AsyncExitStack, request: PlacementRequest = REQUEST, tenant: str = "a"
@@ -172,15 +191,7 @@ async def test_a_release_admits_the_next_request_in_one_pass(queue: Queue) -> No
         reservation = await queue.reserve(first)
         waiting = asyncio.create_task(queue.reserve(second))
         await next_rounds()
-        passes = 0
-        admit = queue.queue._admit
-
-        def counted() -> None:
-            nonlocal passes
-            passes += 1
-            admit()
-
-        queue.queue._admit = counted  # type: ignore[method-assign]
+        passes = queue.count_passes()
         queue.num_changes = 0
         reservation.release()
         assert queue.num_changes == 2
@@ -189,7 +200,7 @@ async def test_a_release_admits_the_next_request_in_one_pass(queue: Queue) -> No
         assert queue.num_changes == 2
         await next_rounds()
         assert waiting.done()
-        assert passes == 1
+        assert len(passes) == 1
 
 
 @pytest.mark.parametrize("is_before_decision", [True, False])

@@ -21,13 +21,13 @@ def use_of(max_requests: int, max_tokens: int, **held: tuple[int, int]) -> Use:
     found = Held()
     for tenant, (num_requests, num_tokens) in held.items():
         found.add(tenant, num_requests, num_tokens)
-    return Use(max_requests, max_tokens, found)
+    return Use(1, max_requests, max_tokens, found)
 
 
 def test_a_client_alone_may_hold_everything() -> None:
     shares = RunningShares(0.5)
     shares.note("alice")
-    assert shares.may_begin("alice", 1, 1, [use_of(4, 100, alice=(4, 100))])
+    assert shares.may_begin("alice", 1, 1, use_of(4, 100, alice=(4, 100)))
 
 
 @pytest.mark.parametrize(
@@ -41,23 +41,21 @@ def test_a_client_alone_may_hold_everything() -> None:
         ((1, 90), (1, 11), False),
     ],
 )
-def test_requests_and_tokens_of_all_workers_count(
-    held: tuple[int, int], asked: tuple[int, int], expected: bool
-) -> None:
+def test_requests_and_tokens_count(held: tuple[int, int], asked: tuple[int, int], expected: bool) -> None:
     shares = RunningShares(0.5)
     shares.note("bob")
-    assert shares.may_begin("alice", *asked, [use_of(4, 100), use_of(4, 100, alice=held)]) == expected
+    assert shares.may_begin("alice", *asked, use_of(8, 200, alice=held)) == expected
 
 
 def test_a_client_counts_as_present_for_a_while_and_while_it_runs() -> None:
     now = [0.0]
     shares = RunningShares(0.5, lambda: now[0])
     shares.note("bob")
-    alone = [use_of(4, 100, alice=(4, 0))]
+    alone = use_of(4, 100, alice=(4, 0))
     assert not shares.may_begin("alice", 1, 1, alone)
     now[0] = RECENT_SECONDS
     assert shares.may_begin("alice", 1, 1, alone)
-    assert not shares.may_begin("alice", 1, 1, [use_of(4, 100, alice=(4, 0), bob=(1, 0))])
+    assert not shares.may_begin("alice", 1, 1, use_of(4, 100, alice=(4, 0), bob=(1, 0)))
 
 
 @given(
@@ -72,7 +70,7 @@ def test_a_client_that_holds_nothing_may_always_begin(
     shares.note("c")
     for tenant, num_tokens in running:
         held.add(tenant, 1, num_tokens)
-    assert shares.may_begin("c", 1000, 1000, [Use(max_requests, 100, held)])
+    assert shares.may_begin("c", 1000, 1000, Use(1, max_requests, 100, held))
     for tenant, num_tokens in running:
         held.add(tenant, -1, -num_tokens)
     assert not held.num_requests and not held.num_tokens

@@ -112,7 +112,7 @@ class Trio:
                 batch = await run.next()
                 tokens += [token.token_id for token in batch.tokens]
                 reason = batch.finish_reason
-        assert [view.num_requests for view in self.registry.snapshot()] == [0, 0, 0]
+        assert [view.num_requests for view in self.registry.views] == [0, 0, 0]
         return tokens, reason
 
 
@@ -143,7 +143,7 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
             worker = ScriptedWorker(role, address, SECRET, writer, worker_id=name)
             workers.append(await stack.enter_async_context(worker))
         async with asyncio.timeout(10):
-            while not all(view.max_requests for view in registry.snapshot()):
+            while not all(view.max_requests for view in registry.views):
                 await changes.next.wait()
         encode, prefiller, decode = workers
         yield Trio(encode, prefiller, decode, registry, runs, RequestTracker(10, RouterMetrics().requests))

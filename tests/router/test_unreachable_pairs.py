@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +13,11 @@ from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.legs import AGGREGATED, DECODE, PREFILL, placed
-from router.policy import PlacementRequest, WorkerView, place
+from router.policy import PlacementRequest, place
+from router.running_shares import Held
 from router.testing.script import Script
 from router.unreachable_pairs import FIRST_PAUSE_SECONDS, LAST_PAUSE_SECONDS, UnreachablePairs
+from router.views import WorkerView, WorkerViews
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
 from tests.router.test_policy import WISH, worker
@@ -73,7 +76,7 @@ class Clock:
 
 def attached(role: Role, name: str) -> AttachedWorker:
     registration = Registration(worker_id=name, role=role.value, max_model_len=100)
-    return AttachedWorker(registration, None, lambda: None)  # type: ignore[arg-type]
+    return AttachedWorker(registration, None, Held(), lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_one_request_a_pause_tries_the_pair_again() -> None:
@@ -106,7 +109,9 @@ def test_a_worker_that_starts_again_is_another_one() -> None:
 @st.composite
 def pools(draw: st.DrawFn) -> tuple[list[WorkerView], frozenset[tuple[str, str]]]:
     workers = [
-        replace(worker(role, number, tokens=draw(st.sampled_from((0, 0, 40, 99)))), max_length=500)
+        msgspec.structs.replace(
+            worker(role, number, tokens=draw(st.sampled_from((0, 0, 40, 99)))), max_length=500
+        )
         for role, most in ((P, 3), (D, 3), (B, 1))
         for number in range(draw(st.integers(0, most)))
     ]
@@ -121,7 +126,7 @@ def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
     """P6: the ladder as a property: a pair that works, else one that is both, else the decode worker alone."""
     workers, severed = pool
     wish: PlacementRequest = replace(WISH, is_replay=is_replay)
-    placement = place(workers, wish, turn, severed)
+    placement = place(WorkerViews.of(workers), wish, turn, severed)
     by_id = {each.worker_id: each for each in workers}
     if placement is not None:
         assert (placement.worker_of(PREFILL), placement.end) not in severed
@@ -143,8 +148,8 @@ def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
 def test_with_no_pair_left_the_decode_worker_is_alone() -> None:
     workers = [worker(P, 0), worker(D, 0)]
     severed = frozenset({("prefill-0", "decode-0")})
-    assert place(workers, WISH, 0, severed) == placed((AGGREGATED, "decode-0"))
-    assert place([*workers, worker(B, 0)], WISH, 0, severed) == placed((AGGREGATED, "both-0"))
-    assert place([*workers, worker(D, 1)], WISH, 0, severed) == placed(
+    assert place(WorkerViews.of(workers), WISH, 0, severed) == placed((AGGREGATED, "decode-0"))
+    assert place(WorkerViews.of([*workers, worker(B, 0)]), WISH, 0, severed) == placed((AGGREGATED, "both-0"))
+    assert place(WorkerViews.of([*workers, worker(D, 1)]), WISH, 0, severed) == placed(
         (PREFILL, "prefill-0"), (DECODE, "decode-1")
     )

@@ -15,10 +15,11 @@ from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION, PREFILL
-from router.policy import PlacementRequest, WorkerView, candidates, fits, place
+from router.policy import PlacementRequest, candidates, fits, place
 from router.registry import Registry
 from router.testing.script import Script
 from router.testing.worker import kv_layout
+from router.views import WorkerView, WorkerViews
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
@@ -184,6 +185,7 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             boot_id="b",
             role="decode",
             address="a:1",
+            control_address="a:2",
             model_fingerprint="m@float32",
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
@@ -229,27 +231,28 @@ def test_a_request_is_only_placed_where_it_fits(
         is_replay=is_replay,
         plan=EMBEDDING if is_embedding else GENERATION,
     )
-    placement = place(pool, wish, turn)
+    views = WorkerViews.of(pool)
+    placement = place(views, wish, turn)
     by_id = {view.worker_id: view for view in pool}
     if placement is None:
-        decoders = [view for view in pool if view.role is not P and fits(view, wish)]
+        decoders = [view for view in pool if view.role is not P and fits(view.size, wish)]
         is_waiting_for_role = not is_replay and not any(view.role is P for view in pool)
         assert is_embedding or not decoders or (is_waiting_for_role and all(v.role is D for v in decoders))
-        assert not (is_embedding and candidates(pool, wish))
+        assert not (is_embedding and candidates(views, wish))
         return
     end = by_id[placement.end]
     assert (prompt if is_embedding else prompt + answer) <= end.max_length
     assert prompt + (not is_embedding and end.role is not P) <= end.pool_tokens
     if prefill := placement.worker_of(PREFILL):
-        assert fits(by_id[prefill], wish)
+        assert fits(by_id[prefill].size, wish)
         assert prompt + 1 <= by_id[prefill].max_length
-    assert placement.end in candidates(pool, wish)
+    assert placement.end in candidates(views, wish)
 
 
 def test_a_worker_that_refused_is_not_asked_again() -> None:
     wish = PlacementRequest(num_prompt_tokens=5, num_answer_tokens=5, max_length=10)
     pool = [_view(0, B, 50, 50), _view(1, B, 50, 50)]
     for turn in range(4):
-        placement = place(pool, replace(wish, too_small=frozenset({"both-0"})), turn)
+        placement = place(WorkerViews.of(pool), replace(wish, too_small=frozenset({"both-0"})), turn)
         assert placement is not None
         assert placement.end == "both-1"
