@@ -74,7 +74,7 @@ soak: install ## run the chaos tests' large counts once (a quarter of an hour); 
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it computes right, then measure (GPU_PYTHON=python3: without install)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -m gpu tests/gpu $(ARGS)
+	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu $(ARGS)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(BENCH_ARGS)
 
 check: format-check lint types imports sizes language protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run

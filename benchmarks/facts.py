@@ -16,16 +16,19 @@ _PACKAGES = ("torch", "transformers", "tokenizers", "grpcio", "msgspec")
 
 
 def run_facts() -> dict[str, Any]:
-    """Return machine, commit (``-dirty`` with uncommitted changes other than results), date and versions of this run."""
+    """Return machine, commit (``-dirty`` with uncommitted changes other than results), date and versions of this run.
+
+    On a machine without git the commit is "unknown", and a package that is not installed has no version.
+    """
     changes = _git(
         "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"
     )
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _git("describe", "--always") + ("-dirty" if changes else ""),
+        "commit": (_git("describe", "--always") or "unknown") + ("-dirty" if changes else ""),
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system()},
         "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in _PACKAGES},
+        | {name: version for name in _PACKAGES if (version := _version(name))},
     }
 
 
@@ -50,11 +53,20 @@ def read_figures(name: str) -> dict[str, Any]:
     return figures
 
 
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def _git(*arguments: str) -> str:
     here = Path(__file__).parent
-    return subprocess.run(
-        ["git", *arguments], cwd=here, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    try:
+        found = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return found.stdout.strip()
 
 
 def _cpu() -> str:

@@ -1,8 +1,9 @@
 """The engine on one GPU compared with the GPU's limits: decode, prefill, and a hand-over between two processes.
 
-Random weights in the shapes of Llama 3.1 8B and Qwen 2.5 1.5B. Each part writes ``gpu_<part>.json`` when it is done; a
-figure's ``share_of_bound`` refers to a roofline from the ceilings that the same run measured. ``--dry-run`` runs the same
-code on the CPU with a tiny shape; its figures are meaningless.
+Random weights in the shapes of Llama 3.1 8B and Qwen 2.5 1.5B. Each part writes ``gpu_<part>.json``, anew after each row, so
+that a run that is cut short loses the unfinished row only. A figure's ``share_of_bound`` refers to a roofline from the
+ceilings that the same run measured. ``--dry-run`` runs the same code on the CPU with a tiny shape; its figures are
+meaningless.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.facts import run_facts
+from benchmarks.gpu_nixl import reads
 from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
 from benchmarks.gpu_steps import (
     BEST,
@@ -27,13 +29,14 @@ from benchmarks.gpu_steps import (
     timed_steps,
     usable_backends,
 )
+from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "handover")
+PARTS = ("ceilings", "decode", "prefill", "reads", "handover")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run. ceilings: (bytes, width of the product)."""
+    """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each)."""
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
@@ -45,12 +48,16 @@ class Plan:
     num_requests: int
     transports: tuple[str, ...]
     ceilings: tuple[int, int]
+    reads: tuple[int, int]
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), QWEN, (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"), (2**32, 8192)
+    torch.device("cuda", 0), (LLAMA, QWEN), QWEN, (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
+    ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
-DRY = Plan(torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64))
+DRY = Plan(
+    torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
+)
 
 
 def main() -> None:
@@ -58,6 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas")
     parser.add_argument("--models", help="comma-separated names of shapes; unset: all")
+    parser.add_argument(
+        "--backends", help="comma-separated names of attention backends; unset: all that are usable"
+    )
+    parser.add_argument(
+        "--brief", action="store_true", help="decode: only greedy steps, with graphs where possible"
+    )
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU with a tiny shape")
     given = parser.parse_args()
@@ -67,72 +80,111 @@ def main() -> None:
     parts = given.parts.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"unknown part {unknown[0]!r}; choose from {', '.join(PARTS)}")
-    ceilings = measure_ceilings(plan.device, *plan.ceilings)
-    torch.cuda.empty_cache()
-    shapes = [shape for shape in plan.shapes if given.models is None or shape.name in given.models.split(",")]
+    run = Run(plan, given.out, _chosen(given.models), _chosen(given.backends), given.brief)
     for part in parts:
-        _write(given.out, part, plan, ceilings, list(_rows(part, plan, shapes, ceilings)))
+        run.write_each(part, run.rows(part))
 
 
-def _rows(part: str, plan: Plan, shapes: list[ModelShape], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    if part == "handover":
-        from benchmarks.gpu_handover import handovers  # the other parts do not need the services
-
-        given = (plan.handover_shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports)
-        for row in handovers(*given):
-            yield _printed(part, row)
-    if part in ("decode", "prefill"):
-        for shape in shapes:
-            yield from _steps(part, plan, shape, ceilings)
-            gc.collect()
-            torch.cuda.empty_cache()
+def _chosen(names: str | None) -> list[str] | None:
+    return None if names is None else names.split(",")
 
 
-def _steps(part: str, plan: Plan, shape: ModelShape, ceilings: Ceilings) -> Iterator[dict[str, Any]]:
-    works = [Work(batch, 1, plan.context - 1) for batch in plan.batches]
-    works = works if part == "decode" else [plan.prefill]
-    model = RandomModel(shape, plan.device, max(work.length for work in works))
-    caches = model.caches(max(work.num_blocks for work in works))
-    for name in usable_backends(plan.device, shape.head_dim):
-        for work in works:
-            bound = _bound_seconds(part, shape, work, ceilings)
-            for has_graph in (False, True) if _can_capture(part, name, plan.device) else (False,):
-                forward = model.forward_pass(name, work.batch if has_graph else None, caches)
-                for sampling in (BEST, RANDOM) if part == "decode" else (BEST,):
-                    seconds = timed_steps(model, forward, work, caches, plan.num_rounds, sampling)
-                    row = {
-                        "model": shape.name,
-                        "backend": name,
-                        "graphs": has_graph,
-                        "temperature": sampling.temperature,
-                        "batch": work.batch,
-                        "length": work.length,
-                    }
-                    yield _printed(part, row | figures_of(seconds, bound, work.batch * work.num_tokens))
-                forward.close()
+class Run:
+    """One run of the program. Facts and ceilings are measured first, and are in every file."""
+
+    def __init__(
+        self, plan: Plan, out: Path, models: list[str] | None, backends: list[str] | None, is_brief: bool
+    ) -> None:
+        self._plan = plan
+        self._out = out
+        self._shapes = [shape for shape in plan.shapes if models is None or shape.name in models]
+        self._backends = backends
+        self._is_brief = is_brief
+        is_cuda = plan.device.type == "cuda"
+        device = torch.cuda.get_device_name(plan.device) if is_cuda else plan.device.type
+        self._head: dict[str, Any] = {**run_facts(), "device": device}
+        self._ceilings = measure_ceilings(plan.device, *plan.ceilings)
+        self._head["ceilings"] = asdict(self._ceilings)
+        torch.cuda.empty_cache()
+
+    def write_each(self, part: str, rows: Iterator[dict[str, Any]]) -> None:
+        """Measure the rows of a part, and write what is known after each."""
+        known = list[dict[str, Any]]()
+        self._write(part, known)
+        for row in rows:
+            short = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
+            print(part, json.dumps(short), flush=True)
+            known.append(row)
+            self._write(part, known)
+
+    def rows(self, part: str) -> Iterator[dict[str, Any]]:
+        """Measure a part, row by row."""
+        plan = self._plan
+        if part == "reads":
+            yield from reads(plan.device, *plan.reads)
+        if part == "handover":
+            from benchmarks.gpu_handover import handovers  # the other parts do not need the services
+
+            given = (
+                plan.handover_shape,
+                plan.device,
+                plan.prefill.length,
+                plan.num_requests,
+                plan.transports,
+            )
+            yield from handovers(*given)
+        if part in ("decode", "prefill"):
+            for shape in self._shapes:
+                yield from self._steps(part, shape)
+                gc.collect()
+                torch.cuda.empty_cache()
+
+    def _write(self, part: str, rows: list[dict[str, Any]]) -> None:
+        self._out.mkdir(parents=True, exist_ok=True)
+        path = self._out / f"gpu_{part}.json"
+        unfinished = path.with_suffix(".part")
+        unfinished.write_text(json.dumps({**self._head, "rows": rows}, indent=2) + "\n")
+        unfinished.replace(path)
+
+    def _steps(self, part: str, shape: ModelShape) -> Iterator[dict[str, Any]]:
+        plan = self._plan
+        works = [Work(batch, 1, plan.context - 1) for batch in plan.batches]
+        works = works if part == "decode" else [plan.prefill]
+        model = RandomModel(shape, plan.device, max(work.length for work in works))
+        caches = model.caches(max(work.num_blocks for work in works))
+        usable = usable_backends(plan.device, shape.head_dim, shape.num_heads // shape.num_kv_heads)
+        for name in [name for name in usable if self._backends is None or name in self._backends]:
+            for work in works:
+                bound = _bound_seconds(part, shape, work, self._ceilings)
+                for has_graph in self._graphs(part, name):
+                    forward = model.forward_pass(name, work.batch if has_graph else None, caches)
+                    for sampling in self._samplings(part):
+                        steps = timed_steps(model, forward, work, caches, plan.num_rounds, sampling)
+                        row = {
+                            "model": shape.name,
+                            "backend": name,
+                            "graphs": has_graph,
+                            "temperature": sampling.temperature,
+                            "batch": work.batch,
+                            "length": work.length,
+                        }
+                        row |= figures_of(steps.seconds, bound, work.batch * work.num_tokens)
+                        yield row | {"kernels": steps.kernels}
+                    forward.close()
+
+    def _graphs(self, part: str, backend: str) -> tuple[bool, ...]:
+        """Return whether to measure with graphs, without, or both."""
+        if part != "decode" or backend == "torch" or self._plan.device.type != "cuda":
+            return (False,)
+        return (True,) if self._is_brief else (True, False)
+
+    def _samplings(self, part: str) -> tuple[SamplingParams, ...]:
+        return (BEST, RANDOM) if part == "decode" and not self._is_brief else (BEST,)
 
 
 def _bound_seconds(part: str, shape: ModelShape, work: Work, ceilings: Ceilings) -> float:
     bound = shape.decode_seconds if part == "decode" else shape.prefill_seconds
     return bound(work.batch, work.length, ceilings)
-
-
-def _can_capture(part: str, backend: str, device: torch.device) -> bool:
-    return part == "decode" and backend != "torch" and device.type == "cuda"
-
-
-def _printed(part: str, row: dict[str, Any]) -> dict[str, Any]:
-    short = {name: value for name, value in row.items() if not isinstance(value, list | dict)}
-    print(part, json.dumps(short), flush=True)
-    return row
-
-
-def _write(out: Path, part: str, plan: Plan, ceilings: Ceilings, rows: list[dict[str, Any]]) -> None:
-    is_cuda = plan.device.type == "cuda"
-    device = torch.cuda.get_device_name(plan.device) if is_cuda else plan.device.type
-    out.mkdir(parents=True, exist_ok=True)
-    figures = {**run_facts(), "device": device, "ceilings": asdict(ceilings), "rows": rows}
-    (out / f"gpu_{part}.json").write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

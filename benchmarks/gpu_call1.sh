@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Call 1 of 3 on a lent GPU, at most 7 minutes: is it right? Results in $OUT: parts, log, facts.json, junit.xml, gpu_ceilings.json.
+# Call 1 of 2 on a rented GPU, at most 8 minutes: is it right, and is KV read from device to device?
+# Results in $OUT: log, facts.json, tests.xml, gpu_decode.json, gpu_reads.json.
 cd "$(dirname "$0")/.." && source benchmarks/gpu_common.sh
 
-part 30 driver nvidia-smi -q
-part 60 facts python3 -m benchmarks.gpu_facts "$OUT/facts.json"
-part 60 ceilings python3 -m benchmarks.gpu --parts ceilings --out "$OUT"
-part 180 kernels python3 -m pytest -q -m gpu tests/gpu/test_cuda_attention.py tests/gpu/test_cuda_fused.py --timeout 120 -k "not flashinfer_sees" --junitxml "$OUT/kernels.xml"
-part 120 goldens python3 -m pytest -q -m gpu tests/gpu/test_cuda_goldens.py --timeout 110 --junitxml "$OUT/goldens.xml"
+part 30 facts "$python" -m benchmarks.gpu_facts "$OUT/facts.json"
+part 170 tests "${tests[@]}" tests/gpu ${GPU_TEST_ARGS:-} --junitxml "$OUT/tests.xml"
+part 100 decode "${bench[@]}" --parts decode --models llama-3.1-8b,tiny --backends flashinfer,triton,torch --brief
+part 100 reads "${bench[@]}" --parts reads
 exit "$failed"

@@ -1,10 +1,9 @@
 #!/usr/bin/env bash
-# Call 2 of 3 on a lent GPU, at most 8 minutes: how fast? Results in $OUT: parts, log, gpu_*.json by model.
+# Call 2 of 2 on a rented GPU, at most 8 minutes: how fast is it, and does it serve?
+# Results in $OUT: log, gpu_decode.json, gpu_prefill.json, gpu_handover.json.
 cd "$(dirname "$0")/.." && source benchmarks/gpu_common.sh
 
-for model in llama-3.1-8b qwen2.5-1.5b; do
-    mkdir -p "$OUT/$model"
-    part 140 "decode-$model" python3 -m benchmarks.gpu --parts decode --models "$model" --out "$OUT/$model"
-    part 80 "prefill-$model" python3 -m benchmarks.gpu --parts prefill --models "$model" --out "$OUT/$model"
-done
+part 80 prefill "${bench[@]}" --parts prefill --backends flashinfer,triton,torch
+part 200 handover "${bench[@]}" --parts handover
+part 160 decode "${bench[@]}" --parts decode --backends flashinfer,triton,torch
 exit "$failed"

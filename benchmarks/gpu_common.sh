@@ -1,25 +1,33 @@
-# What each call on a lent machine begins with; sourced from the repository's root.
+# What each call on a rented machine begins with; sourced from the repository's root.
 # OUT: where results go. .whl/: wheels that the machine lacks, and kernels.zip, FlashInfer's modules built beforehand.
+# DRY_RUN=1: the same calls on a machine without a GPU, with a tiny shape.
 set -uo pipefail
 export OUT=${OUT:-$PWD/.gpu-out} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
+python=${PYTHON:-python3}
 mkdir -p "$OUT"
 
 if compgen -G '.whl/*.whl' >/dev/null; then
-    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || exit 1
+    "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target /tmp/site .whl/*.whl || exit 1
     export PYTHONPATH=/tmp/site:$PWD
 fi
 if [[ -f .whl/kernels.zip ]]; then
-    python3 -m zipfile -e .whl/kernels.zip /tmp/site/flashinfer/data || exit 1
+    "$python" -m zipfile -e .whl/kernels.zip /tmp/site/flashinfer/data || exit 1
+    export FLASHINFER_DISABLE_JIT=1 # a module that was not built beforehand is an error, not minutes of compiling
 fi
 
+dry=${DRY_RUN:+--dry-run}
+marker=${DRY_RUN:+not }gpu
+bench=("$python" -m benchmarks.gpu $dry --out "$OUT")
+tests=("$python" -m pytest -c tests/gpu/alone.ini --rootdir . -q -p no:cacheprovider -m "$marker")
+
 failed=0
-# part SECONDS NAME COMMAND...: runs it, logs it, notes its exit status (124: too long), and goes on.
+# part SECONDS NAME COMMAND...: runs it, logs it and its exit status (124: too long), and goes on.
 part() {
-    local limit=$1 name=$2 status
+    local limit=$1 name=$2 status start=$SECONDS
     shift 2
     echo "== $name" | tee -a "$OUT/log"
     timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$OUT/log"
     status=${PIPESTATUS[0]}
-    echo "$name $status" | tee -a "$OUT/parts"
+    echo "== $name: exit status $status after $((SECONDS - start)) s" | tee -a "$OUT/log"
     ((status == 0)) || failed=1
 }

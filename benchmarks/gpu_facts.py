@@ -3,6 +3,7 @@
 import json
 import platform
 import shutil
+import subprocess
 import sys
 from importlib.metadata import distributions
 from pathlib import Path
@@ -16,6 +17,7 @@ _PACKAGES = (
     "flashinfer",
     "triton",
     "nixl_cu13",
+    "pytest",
     "transformers",
     "safetensors",
     "pytest_asyncio",
@@ -23,9 +25,12 @@ _PACKAGES = (
     "zmq",
 )
 
+_QUESTIONS = (("-q",), ("nvlink", "-s"), ("topo", "-m"))
+_MAX_OUTPUT = 20_000
+
 
 def gpu_facts() -> dict[str, Any]:
-    """Return the device, the versions and the installed packages; imports only torch."""
+    """Return the device, the versions, the installed packages and the driver's answers; imports only torch."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -33,6 +38,7 @@ def gpu_facts() -> dict[str, Any]:
         "nvcc": shutil.which("nvcc"),
         "installed": {name: is_installed(name) for name in _PACKAGES},
         "versions": {each.name: each.version for each in distributions()},
+        "driver": {" ".join(each): _output_of("nvidia-smi", *each) for each in _QUESTIONS},
     }
     if torch.cuda.is_available():
         properties: Any = torch.cuda.get_device_properties(0)
@@ -45,6 +51,14 @@ def gpu_facts() -> dict[str, Any]:
             "free_bytes": free,
         }
     return facts
+
+
+def _output_of(*command: str) -> str:
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return f"no answer: {error}"
+    return (found.stdout + found.stderr).strip()[:_MAX_OUTPUT]
 
 
 if __name__ == "__main__":

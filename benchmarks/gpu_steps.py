@@ -15,7 +15,7 @@ from benchmarks.gpu_shapes import Ceilings, ModelShape
 from contract.errors import SettingError
 from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
-from engine.attention.choice import choose_backend
+from engine.attention.choice import Needs, choose_backend
 from engine.compute.batch import InputBatch
 from engine.compute.forward import ForwardPass, fused
 from engine.compute.forward_graphs import CudaRecorder, GraphedForward
@@ -33,6 +33,9 @@ BEST = SamplingParams(temperature=0.0)
 RANDOM = SamplingParams(temperature=0.8, top_p=0.95)
 _DEVIATION = 0.02
 _NUM_WARM_UPS = 3
+_NUM_PROFILED = 3
+_MAX_KERNELS = 16
+_MAX_KERNEL_NAME = 100
 _BACKENDS = ("flashinfer", "triton", "torch")
 
 
@@ -125,6 +128,14 @@ class RandomModel:
         return graphed
 
 
+@dataclass(frozen=True)
+class StepTimes:
+    """The seconds of each step, and what the device spent a step on; see ``kernels_of``."""
+
+    seconds: list[float]
+    kernels: list[dict[str, Any]]
+
+
 def timed_steps(
     model: RandomModel,
     forward: ForwardPass,
@@ -132,8 +143,8 @@ def timed_steps(
     caches: Sequence[Tensor],
     num_rounds: int,
     sampling: SamplingParams = BEST,
-) -> list[float]:
-    """Return the seconds of three times ``num_rounds`` complete steps; each ends with its tokens on the host."""
+) -> StepTimes:
+    """Time three times ``num_rounds`` complete steps; each ends with its tokens on the host."""
     inputs = work.inputs(model.shape.vocab_size)
     last = torch.from_numpy(inputs.query_start_loc[1:].astype(np.int64) - 1).to(model.device)
     rows = [SamplingRow(sampling, (), work.length, 0)] * work.batch
@@ -147,7 +158,30 @@ def timed_steps(
             raise AssertionError("the model's logits are not numbers")
 
     with torch.inference_mode():
-        return seconds_of(step, 3 * num_rounds)
+        seconds = seconds_of(step, 3 * num_rounds)
+        return StepTimes(seconds, kernels_of(step, model.device))
+
+
+def kernels_of(run: Callable[[], object], device: torch.device) -> list[dict[str, Any]]:
+    """Return the kernels of a run that took the device longest: their number and microseconds; none on the CPU."""
+    if device.type != "cuda":
+        return []
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(_NUM_PROFILED):
+            run()
+    found: list[Any] = [each for each in profile.key_averages() if each.self_device_time_total > 0]
+    found.sort(key=lambda each: -each.self_device_time_total)
+    rows = [
+        {
+            "name": each.key[:_MAX_KERNEL_NAME],
+            "count": each.count / _NUM_PROFILED,
+            "us": each.self_device_time_total / _NUM_PROFILED,
+        }
+        for each in found
+    ]
+    rest = sum(row["us"] for row in rows[_MAX_KERNELS:])
+    return [*rows[:_MAX_KERNELS], {"name": "all others", "us": rest}]
 
 
 def seconds_of(run: Callable[[], object], num_rounds: int) -> list[float]:
@@ -200,12 +234,12 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def usable_backends(device: torch.device, head_dim: int) -> list[str]:
-    """Return the backends that compute bfloat16 here, fastest first."""
+def usable_backends(device: torch.device, head_dim: int, group: int = 1) -> list[str]:
+    """Return the backends that compute bfloat16 here, fastest first. group: query heads per KV head."""
     usable = []
     for name in _BACKENDS:
         try:
-            usable.append(choose_backend(name, device, "bfloat16", head_dim))
+            usable.append(choose_backend(name, device, Needs("bfloat16", head_dim, group)))
         except SettingError as error:
             print(f"not measured: {error}", flush=True)
     return usable

@@ -22,6 +22,7 @@ from wire.legs import (
 )
 from wire.model_files import piece_to_proto
 from worker.lifecycle import LegCall
+from worker.model_files import model_files
 from worker.pooling import pooling_of
 from worker.worker import Worker
 
@@ -84,7 +85,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
         """Stream the small files of the model folder."""
-        async for name, data in self._worker.model_files():
+        async for name, data in model_files(self._worker.model_folder):
             yield piece_to_proto(name, data)
 
     async def _accept(self, request: EngineRequest, task: pb.Task) -> None:

@@ -13,16 +13,21 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import LayerShape
+from engine.attention.choice import Needs
 from engine.attention.pages import Pages, pages_of
+from engine.attention.planning import PlannedWrapper
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
 from engine.compute.inputs import PreparedInputs
+from engine.compute.profiling import profile_inputs
 from engine.compute.staging import on_device
+from engine.kv_cache.memory import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 256 * 2**20
 _DECODE_GROUPS = (1, 2, 3, 4)
 """Query heads per KV head for which the decode kernel is taken; others run on tensor cores (it has none for 5, 6 and 7)."""
 _LAYOUT = "HND"
+_TRIAL_BLOCK = 16
 
 
 class FlashInferBackend:
@@ -30,7 +35,7 @@ class FlashInferBackend:
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Tensor] = {}
-        self._wrappers: dict[tuple[str, LayerShape, int], Any] = {}
+        self._wrappers: dict[tuple[str, LayerShape, int], PlannedWrapper] = {}
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> "FlashInferStep":
         """See AttentionBackend."""
@@ -48,17 +53,18 @@ class FlashInferBackend:
             self._workspaces[device] = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return self._workspaces[device]
 
-    def wrapper(self, kind: str, shape: LayerShape, group: int, device: torch.device) -> Any:
+    def wrapper(self, kind: str, shape: LayerShape, group: int, device: torch.device) -> PlannedWrapper:
         """Return the wrapper for layers of this shape. kind: decode or prefill."""
         key = (kind, shape, group)
         if key not in self._wrappers:
             workspace = self.workspace(device)
             if kind == "decode":
-                self._wrappers[key] = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                     workspace, _LAYOUT, use_tensor_cores=group not in _DECODE_GROUPS
                 )
             else:
-                self._wrappers[key] = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+            self._wrappers[key] = _planned(wrapper)
         return self._wrappers[key]
 
 
@@ -70,7 +76,7 @@ class FlashInferStep:
         inputs: PreparedInputs,
         block_size: int,
         device: torch.device,
-        wrapper: Callable[[str, LayerShape, int, torch.device], Any],
+        wrapper: Callable[[str, LayerShape, int, torch.device], PlannedWrapper],
     ) -> None:
         self._inputs = inputs
         self._block_size = block_size
@@ -78,7 +84,7 @@ class FlashInferStep:
         self._slots, self._num_cleared = on_device(
             [inputs.slot_mapping, num_cleared_behind(inputs, block_size)], device
         )
-        self._planned: dict[LayerShape, Any] = {}
+        self._planned: dict[LayerShape, PlannedWrapper] = {}
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
@@ -93,10 +99,9 @@ class FlashInferStep:
             return step.attend(shape, query, key, value, None)
         if shape not in self._planned:
             self._planned[shape] = self._plan(shape, query, cache)
-        output: Tensor = self._planned[shape].run(query.contiguous(), cache)
-        return output
+        return self._planned[shape].run(query.contiguous(), cache)
 
-    def _plan(self, shape: LayerShape, query: Tensor, cache: Tensor) -> Any:
+    def _plan(self, shape: LayerShape, query: Tensor, cache: Tensor) -> PlannedWrapper:
         group = query.shape[1] // cache.shape[2]
         pages = pages_of(self._inputs, self._block_size, self._inputs.num_reqs)
         if self._inputs.max_query_len == 1:
@@ -132,7 +137,7 @@ class FlashInferDecode:
         self._max_blocks = max_blocks
         ones = torch.ones(num_reqs, dtype=torch.int32)
         self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)
-        self._planned: dict[LayerShape, tuple[Any, Tensor, Tensor]] = {}
+        self._planned: dict[LayerShape, tuple[PlannedWrapper, Tensor, Tensor]] = {}
 
     def refill(self, inputs: PreparedInputs) -> None:
         """See StaticDecode. Plans every kind of layer that has attended, outside the graph."""
@@ -162,22 +167,43 @@ class FlashInferDecode:
         if shape not in self._planned:
             lengths = (self._num_reqs + 1, self._num_reqs * self._max_blocks, self._num_reqs)
             starts, indices, last = (self._slots.new_zeros(length) for length in lengths)
-            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                self._workspace,
-                _LAYOUT,
-                use_cuda_graph=True,
-                use_tensor_cores=query.shape[1] // cache.shape[2] not in _DECODE_GROUPS,
-                paged_kv_indptr_buffer=starts,
-                paged_kv_indices_buffer=indices,
-                paged_kv_last_page_len_buffer=last,
+            wrapper = _planned(
+                flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                    self._workspace,
+                    _LAYOUT,
+                    use_cuda_graph=True,
+                    use_tensor_cores=query.shape[1] // cache.shape[2] not in _DECODE_GROUPS,
+                    paged_kv_indptr_buffer=starts,
+                    paged_kv_indices_buffer=indices,
+                    paged_kv_last_page_len_buffer=last,
+                )
             )
             plan_decode(wrapper, self._pages, shape, query, cache)
             self._planned[shape] = (wrapper, query[:0].clone(), cache)
-        output: Tensor = self._planned[shape][0].run(query.contiguous(), cache)
-        return output
+        return self._planned[shape][0].run(query.contiguous(), cache)
 
 
-def plan_decode(wrapper: Any, pages: Pages, shape: LayerShape, query: Tensor, cache: Tensor) -> None:
+def try_out(device: torch.device, needs: Needs) -> None:
+    """Attend with tiny batches, as this model does: what cannot be loaded or compiled raises an exception here."""
+    backend = FlashInferBackend()
+    dtype = TORCH_DTYPES[needs.dtype]
+    cache = torch.zeros(1, 2, 1, _TRIAL_BLOCK, needs.head_dim, dtype=dtype, device=device)
+    for window in needs.windows:
+        shape = LayerShape(needs.head_dim**-0.5, window)
+        for num_tokens in (2, 1):  # by the prefill kernel, and by the decode kernel
+            query = torch.zeros(num_tokens, needs.group, needs.head_dim, dtype=dtype, device=device)
+            step = backend.plan(profile_inputs([num_tokens]), _TRIAL_BLOCK, device)
+            step.attend(shape, query, query, query, cache).cpu()
+
+
+def _planned(wrapper: Any) -> PlannedWrapper:
+    cuda: Any = torch.cuda
+    return PlannedWrapper(wrapper, cuda.Event())
+
+
+def plan_decode(
+    wrapper: PlannedWrapper, pages: Pages, shape: LayerShape, query: Tensor, cache: Tensor
+) -> None:
     """Plan rows of one token each; only the heads and number formats of query and cache matter."""
     wrapper.plan(
         pages.starts,

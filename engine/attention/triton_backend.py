@@ -22,6 +22,10 @@ from engine.compute.staging import on_device
 NUM_SPLITS = 16
 SHORTEST_SPLIT = 256
 QUERY_TILE = 128
+_STAGES_AHEAD = 5
+"""From five stages on Triton keeps further tiles of KV in flight: with fewer, which the loads of the block table and then of
+the tiles themselves take up, it waits for each tile before it computes."""
+DECODE_LAUNCH = {"num_warps": 4, "num_stages": _STAGES_AHEAD}
 _LEAST_ROWS = 16
 NO_SLOT = -1
 
@@ -136,6 +140,7 @@ class TritonStep:
             precision=precision_of(cache.dtype),
             **sizes,
             **splits,
+            **DECODE_LAUNCH,
         )
         rows = (tensors.decodes, tensors.query_starts, tensors.seq_lens)
         triton_kernels.combine_kernel[num_heads, num_rows](
@@ -274,7 +279,8 @@ def sizes_of(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     dims = _power_of_two(head_dim)
     is_wide = dtype == torch.float32 or dims > 256
     tokens, tile = (32, 16) if is_wide else (128, 64) if dims <= 128 else (64, 32)
-    launch = {"num_warps": 8 if tokens == QUERY_TILE else 4, "num_stages": 2 if is_wide else 3}
+    num_stages = _STAGES_AHEAD if dims <= 128 else 3
+    launch = {"num_warps": 8 if tokens == QUERY_TILE else 4, "num_stages": num_stages}
     return {
         "head_dim": head_dim, "dims": dims, "tokens": tokens, "parts": QUERY_TILE // tokens, "tile": tile, **launch
     }  # fmt: skip

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, create_backend
-from engine.attention.choice import choose_backend
+from engine.attention.choice import Needs, choose_backend
 from engine.compute.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
@@ -79,7 +79,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     """
     model = loaded.model
     config = loaded.config
-    name = choose_backend(settings.attention_backend, device, loaded.info.dtype, config.head_dim)
+    name = choose_backend(settings.attention_backend, device, _needs_of(loaded))
     backend = create_backend(name)
     draw = _draw_on(device, settings, loaded.info.vocab_size)
     plain = PlainForward(model, backend, settings.block_size, device, draw)
@@ -97,6 +97,15 @@ def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> Lan
     from engine.fused.decoder import FusedDecoder
 
     return FusedDecoder(model, config)
+
+
+def _needs_of(loaded: LoadedModel) -> Needs:
+    """Return what the model needs of attention. A model of transformers shows it only when it runs: no group, no window."""
+    config = loaded.config
+    if not isinstance(config, DecoderConfig):
+        return Needs(loaded.info.dtype, config.head_dim)
+    group = config.num_heads // config.num_kv_heads
+    return Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
 
 
 def _on_cuda(

@@ -6,7 +6,7 @@ from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
 from engine.compute.inputs import PreparedInputs
 from engine.models.info import ModelInfo
-from engine.outputs import NewRequestData, SchedulerOutput
+from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 
 _WARM_UP_ID = "warm-up"
 
@@ -39,9 +39,12 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
     )
 
 
-def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int) -> list[SchedulerOutput]:
-    """Return the steps of a dummy request in the null block, up to its end."""
-    num_tokens = min(2, model.max_model_len, max_num_batched_tokens)
+def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int) -> list[SchedulerOutput]:
+    """Return the steps of a dummy request in the null block, up to its end: a prompt, and a token more if there is room.
+
+    So the kernels of both kinds of steps are compiled before the first request. max_length: of any request, in tokens.
+    """
+    num_tokens = min(2, max_length, max_num_batched_tokens)
     dummy = NewRequestData(
         req_id=_WARM_UP_ID,
         prompt_token_ids=[0] * num_tokens,
@@ -51,8 +54,16 @@ def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int) -> list[Schedul
         num_computed_tokens=0,
         num_prompt_tokens=num_tokens,
     )
-    counts = {_WARM_UP_ID: num_tokens}
-    return [
-        SchedulerOutput([dummy], num_scheduled_tokens=counts, total_num_scheduled_tokens=num_tokens),
-        SchedulerOutput(finished_req_ids={_WARM_UP_ID}),
-    ]
+    prompt = SchedulerOutput(
+        [dummy], num_scheduled_tokens={_WARM_UP_ID: num_tokens}, total_num_scheduled_tokens=num_tokens
+    )
+    steps = [prompt]
+    if model.has_head and num_tokens < max_length:
+        known = CachedRequestData([_WARM_UP_ID], [False], [], [([],)], [num_tokens])
+        answer = SchedulerOutput(
+            scheduled_cached_reqs=known,
+            num_scheduled_tokens={_WARM_UP_ID: 1},
+            total_num_scheduled_tokens=1,
+        )
+        steps.append(answer)
+    return [*steps, SchedulerOutput(finished_req_ids={_WARM_UP_ID})]

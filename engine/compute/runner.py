@@ -155,8 +155,10 @@ class ModelRunner:
         return config.layout
 
     def warm_up(self) -> None:
-        """Run one step of a dummy request in the null block, which is zeroed again, and capture graphs."""
-        for scheduled in warm_up_steps(self.model_info, self._settings.max_num_batched_tokens):
+        """Run the steps of a dummy request in the null block, which is zeroed again, and capture graphs."""
+        max_length = _ready(self._batch, "initialize_from_config").token_table.shape[1]
+        most = self._settings.max_num_batched_tokens
+        for scheduled in warm_up_steps(self.model_info, most, max_length):
             self.execute_model(scheduled)
         self.memory.pool[0] = 0
         self._model.forward.capture(self.memory.layers)

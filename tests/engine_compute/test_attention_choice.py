@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from contract.errors import SettingError
-from engine.attention.choice import choose_backend
+from engine.attention.choice import Needs, choose_backend, why_flashinfer_fails
 from engine.attention.pages import pages_of
 from engine.settings import EngineSettings
 from tests.attention_cases import Case
@@ -17,6 +17,10 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 def having(*packages: str) -> Callable[[str], bool]:
     return packages.__contains__
+
+
+def works(_device: torch.device, _needs: Needs) -> str | None:
+    return None
 
 
 @pytest.mark.parametrize(
@@ -34,7 +38,7 @@ def having(*packages: str) -> Callable[[str], bool]:
 def test_auto_chooses_by_device_dtype_and_packages(
     device: torch.device, dtype: str, head_dim: int, packages: tuple[str, ...], name: str
 ) -> None:
-    assert choose_backend("auto", device, dtype, head_dim, having(*packages)) == name
+    assert choose_backend("auto", device, Needs(dtype, head_dim), having(*packages), works) == name
 
 
 @pytest.mark.parametrize(
@@ -50,12 +54,41 @@ def test_an_unusable_backend_is_rejected_with_a_reason(
     setting: str, device: torch.device, dtype: str, packages: tuple[str, ...], reason: str
 ) -> None:
     with pytest.raises(SettingError, match=f"attention_backend is '{setting}', but .*{reason}"):
-        choose_backend(setting, device, dtype, 128, having(*packages))
+        choose_backend(setting, device, Needs(dtype, 128), having(*packages), works)
 
 
 def test_an_explicit_backend_is_used() -> None:
     for name in ("flashinfer", "triton", "torch"):
-        assert choose_backend(name, CUDA, "bfloat16", 128, having("triton", "flashinfer")) == name
+        packages = having("triton", "flashinfer")
+        assert choose_backend(name, CUDA, Needs("bfloat16", 128), packages, works) == name
+
+
+def test_auto_announces_why_flashinfer_fails_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """The package is there, and its kernels can neither be loaded nor compiled."""
+    needs = Needs("bfloat16", 128, 7, frozenset({None, 500}))
+    tried = list[tuple[torch.device, Needs]]()
+
+    def fails(device: torch.device, given: Needs) -> str | None:
+        tried.append((device, given))
+        return "it does not work here: RuntimeError: nvcc is missing"
+
+    packages = having("triton", "flashinfer")
+    with caplog.at_level("INFO"):
+        assert choose_backend("auto", CUDA, needs, packages, fails) == "triton"
+    assert "attention by triton (not flashinfer: it does not work here: RuntimeError: nvcc" in caplog.text
+    with pytest.raises(SettingError, match=r"'flashinfer', but it does not work here: .*nvcc is missing"):
+        choose_backend("flashinfer", CUDA, needs, packages, fails)
+    assert tried == [(CUDA, needs)] * 2
+    assert choose_backend("triton", CUDA, needs, packages, fails) == "triton"
+    assert choose_backend("auto", CUDA, Needs("float32", 128), packages, fails) == "triton"
+    assert len(tried) == 2
+
+
+def test_a_library_that_cannot_be_imported_is_a_reason() -> None:
+    """Here FlashInfer, Triton or the device is missing."""
+    reason = why_flashinfer_fails(CUDA, Needs("bfloat16", 128))
+    assert reason is not None
+    assert reason.startswith("it does not work here: ")
 
 
 def test_an_unknown_backend_is_rejected() -> None:

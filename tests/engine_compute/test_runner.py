@@ -18,7 +18,7 @@ from engine.compute.device import resolve_device
 from engine.compute.runner import ModelRunner
 from engine.connector import KVMemory, LayerWatch, SingleRankConnector
 from engine.executors.executor import create_executor
-from engine.outputs import SchedulerOutput
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampling.sampler import Samples, sample
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
@@ -68,6 +68,26 @@ class RecordingConnector:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path / "model", "llama", seed=11)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "most", "counts"), [(256, 64, [2, 1]), (2, 64, [2]), (256, 1, [1, 1])]
+)
+def test_the_warm_up_computes_a_prompt_and_an_answer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, max_length: int, most: int, counts: list[int]
+) -> None:
+    """Otherwise the first answer waits for kernels to be compiled."""
+    computed = list[int]()
+    execute = ModelRunner.execute_model
+
+    def counting(runner: ModelRunner, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        computed.append(scheduled.total_num_scheduled_tokens)
+        return execute(runner, scheduled)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", counting)
+    driver = Driver(folder, max_model_len=max_length, max_num_batched_tokens=most, max_num_seqs=1)
+    assert computed == [*counts, 0]
+    assert not driver.runner.memory.pool.any()
 
 
 def test_a_chunk_samples_no_token(folder: Path) -> None:

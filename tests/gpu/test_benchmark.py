@@ -3,13 +3,19 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.facts import run_facts
+from benchmarks.gpu import DRY, Run
+from benchmarks.gpu_nixl import read_protocols
 from benchmarks.gpu_shapes import LLAMA, QWEN, Ceilings, ModelShape
 from tests.chaos.settings import process_environment
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 H200 = Ceilings(copy=4.3e12, read=4.3e12, matmul=790e12)
 
 
@@ -34,32 +40,85 @@ def test_bounds_of_a_prefill(shape: ModelShape, milliseconds: float) -> None:
 
 @pytest.mark.slow
 @pytest.mark.e2e
-def test_a_dry_run_writes_every_part(tmp_path: Path) -> None:
-    """The whole run, hand-over included, with a tiny shape on the CPU."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--out", str(tmp_path)]
-    result = subprocess.run(
-        command, env=process_environment(), capture_output=True, text=True, timeout=100, check=False
-    )
-    assert result.returncode == 0, result.stderr
+@pytest.mark.timeout(300)
+def test_the_calls_write_every_part(tmp_path: Path) -> None:
+    """Both calls, hand-over included, with a tiny shape on the CPU."""
+    for number in (1, 2):
+        environment = process_environment() | {
+            "DRY_RUN": "1",
+            "OUT": str(tmp_path),
+            "PYTHON": sys.executable,
+            "GPU_TEST_ARGS": "-k bounds",
+        }
+        script = BENCHMARKS / f"gpu_call{number}.sh"
+        result = subprocess.run(
+            ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=200, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
     parts = {
         part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "handover")
+        for part in ("decode", "prefill", "reads", "handover")
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
     decodes = [(row["batch"], row["temperature"]) for row in parts["decode"]["rows"]]
     assert decodes == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
     assert all(row["share_of_bound"] > 0 for part in ("decode", "prefill") for row in parts[part]["rows"])
+    (read,) = parts["reads"]["rows"]
+    assert read["is_right"], read
     (handover,) = parts["handover"]["rows"]
     assert "error" not in handover, handover
     assert handover["ttft_ms"] > 0
+    assert "8 passed" in (tmp_path / "log").read_text()
+    assert json.loads((tmp_path / "facts.json").read_text())["torch"]
 
 
-@pytest.mark.parametrize("name", ["gpu_common", "gpu_call1", "gpu_call2", "gpu_call3"])
+def test_rows_are_written_one_by_one(tmp_path: Path) -> None:
+    """A run that is killed in the middle keeps what it has measured."""
+    run = Run(DRY, tmp_path, None, None, is_brief=False)
+    rows = run.rows("decode")
+    seen = []
+
+    def watched() -> Iterator[dict[str, Any]]:
+        for row in rows:
+            seen.append(len(json.loads((tmp_path / "gpu_decode.json").read_text())["rows"]))
+            yield row
+
+    run.write_each("decode", watched())
+    assert seen == [0, 1, 2, 3]
+    assert len(json.loads((tmp_path / "gpu_decode.json").read_text())["rows"]) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["gpu_decode.json"]
+
+
+def test_facts_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run_facts()["commit"] == "unknown"
+
+
+def test_protocols_of_reads_are_found_in_the_log() -> None:
+    """Only those of reads count: small messages go over TCP on every machine."""
+    log = """
+[1.1] [vm:1:0]   +-----+
+[1.1] [vm:1:0]   | reader self cfg#0                     |
+[1.1] [vm:1:0]   | active message by ucp_am_send* from host memory |
+[1.1] [vm:1:0]   | 0..inf | short | tcp/lo |
+[1.1] [vm:1:0]   | reader self cfg#1 |
+[1.1] [vm:1:0]   | remote memory read by ucp_get*(multi) into cuda/GPU0 memory from cuda |
+[1.1] [vm:1:0]   |   Range    | Description | Config |
+[1.1] [vm:1:0]   |          0 | no data fetch | |
+[1.1] [vm:1:0]   |     1..inf | zero-copy | cuda_ipc/cuda |
+"""
+    heading = "remote memory read by ucp_get*(multi) into cuda/GPU0 memory from cuda"
+    assert read_protocols(log) == {heading: ["1..inf: zero-copy: cuda_ipc/cuda"]}
+
+
+@pytest.mark.parametrize("name", ["gpu_common", "gpu_call1", "gpu_call2"])
 def test_the_device_scripts_are_valid(name: str) -> None:
     """Each part of a call has a time limit."""
-    script = Path(__file__).parents[2] / "benchmarks" / f"{name}.sh"
+    script = BENCHMARKS / f"{name}.sh"
     subprocess.run(["bash", "-n", str(script)], check=True)
-    lines = [line for line in script.read_text().splitlines() if "python3 -m" in line]
-    known = ("part ", "python3 -m pip", "python3 -m zipfile")
-    assert all(line.strip().startswith(known) for line in lines)
+    lines = [
+        line.strip() for line in script.read_text().splitlines() if "bench[@]" in line or "tests[@]" in line
+    ]
+    assert all(line.startswith("part ") for line in lines)
+    assert bool(lines) is (name != "gpu_common")

@@ -2,15 +2,17 @@
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from contract.errors import SettingError
 from engine.attention.backend import create_backend
-from engine.attention.choice import choose_backend
+from engine.attention.choice import Needs, choose_backend
 from engine.compute.forward_graphs import CudaRecorder
-from tests.attention_cases import Case, assert_equals_torch, assert_replays_are_right
+from engine.compute.inputs import PreparedInputs
+from tests.attention_cases import Case, assert_close, assert_equals_torch, assert_replays_are_right, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -33,7 +35,7 @@ def backends(dtype: str, head_dim: int) -> list[str]:
     usable = []
     for name in NAMES:
         try:
-            usable.append(choose_backend(name, CUDA, dtype, head_dim))
+            usable.append(choose_backend(name, CUDA, Needs(dtype, head_dim)))
         except SettingError as error:
             logging.getLogger(__name__).warning("not tested: %s", error)
     assert "triton" in usable
@@ -98,3 +100,47 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     alone = replace(together, work=together.work[:1]).inputs(together.max_len)
     own = backend.plan(replace(alone, block_table=inputs.block_table[:1]), together.block_size, CUDA)
     assert torch.equal(own.attend(together.shape, query[:1], key[:1], value[:1], pool[:, 1]), batch[:1])
+
+
+@pytest.mark.parametrize("num_chunks", [1, 5])
+def test_steps_may_be_launched_long_before_they_run(num_chunks: int) -> None:
+    """Chunks of a prompt whose outputs are not read: the host plans all of them while the device is busy with other work."""
+    whole = Case(num_heads=32, num_kv_heads=8, head_dim=128, dtype=HALF, work=((0, 1280),))
+    inputs = whole.inputs()
+    expected, _ = reference(whole, inputs)
+    query, key, value = (states.to(CUDA) for states in whole.states(inputs))
+    for name in backends("bfloat16", 128):
+        backend = create_backend(name)
+        for _ in range(20):
+            pool = whole.pool(inputs).to(CUDA)
+            keep_busy()
+            outputs = []
+            for chunk, start, end in chunks_of(whole, inputs, num_chunks):
+                step = backend.plan(chunk, whole.block_size, CUDA)
+                step.store(key[start:end], value[start:end], pool[:, 1])
+                own = (query[start:end], key[start:end], value[start:end])
+                outputs.append(step.attend(whole.shape, *own, pool[:, 1]))
+            assert_close(torch.cat(outputs).cpu(), expected)
+
+
+def chunks_of(whole: Case, inputs: PreparedInputs, num_chunks: int) -> list[tuple[PreparedInputs, int, int]]:
+    """Divide a step of one prompt into equal steps; return each with its first token and the one behind its last."""
+    size = inputs.num_tokens // num_chunks
+    found = []
+    for start in range(0, inputs.num_tokens, size):
+        end = start + size
+        alone = replace(whole, work=((start, size),)).inputs(whole.max_len)
+        own = replace(
+            alone,
+            block_table=inputs.block_table,
+            block_numbers=inputs.block_numbers[start:end],
+            slot_mapping=inputs.slot_mapping[start:end],
+        )
+        found.append((own, start, end))
+    return found
+
+
+def keep_busy() -> None:
+    """Launch work of some milliseconds: what is launched behind it begins late."""
+    cuda: Any = torch.cuda
+    cuda._sleep(30_000_000)

@@ -17,7 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention import triton_kernels as attention
-from engine.attention.triton_backend import NUM_SPLITS, SHORTEST_SPLIT, precision_of, sizes_of
+from engine.attention.triton_backend import (
+    DECODE_LAUNCH,
+    NUM_SPLITS,
+    SHORTEST_SPLIT,
+    precision_of,
+    sizes_of,
+)
 from engine.fused import triton_kernels as fused
 from engine.fused.rows import num_warps_of
 
@@ -32,11 +38,16 @@ WARP_SIZE = 32
 
 
 def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) -> dict[str, Any]:
-    """Return the bytes of shared memory and stack (spilled registers), and which instructions for speed are used."""
+    """Return the bytes of shared memory and stack (spilled registers), and which instructions for speed are used.
+
+    in_flight: the copies into shared memory that may be unfinished while a tile is computed.
+    """
     sizes = sizes_of(dtype, head_dim)
     options = {}
     if kernel is attention.prefill_kernel:
         options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
+    elif kernel is attention.decode_kernel:
+        options = dict(DECODE_LAUNCH)
     elif kernel is fused.norm_kernel:
         options = {"num_warps": num_warps_of(HIDDEN)}
     constants = {
@@ -69,6 +80,7 @@ def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) 
         "stack": _stack(result.asm["cubin"]),
         "tensor_cores": len(re.findall("mma.sync|wgmma.mma_async", result.asm["ptx"])),
         "copies_ahead": len(re.findall("cp.async.cg", result.asm["ptx"])),
+        "in_flight": max(map(int, re.findall(r"async_wait.*num = (\d+)", result.asm["ttgir"])), default=0),
     }
 
 

@@ -35,4 +35,6 @@ def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
         assert kernel["stack"] < STACK_BYTES, kernel
         if kernel["kernel"] in ("prefill_kernel", "decode_kernel"):
             assert kernel["copies_ahead"], kernel
+            has_room = kernel["kernel"] == "decode_kernel" or kernel["head_dim"] <= 128
+            assert (kernel["in_flight"] > 0) == has_room, kernel
             assert kernel["tensor_cores"] or kernel["dtype"] == "fp32", kernel

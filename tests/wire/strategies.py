@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -160,7 +160,15 @@ loads = st.builds(
     prefix_cache_queries=st.none() | UINT64,
     prefix_cache_hits=st.none() | UINT64,
 )
-credits = st.builds(Credit, max_requests=UINT32, max_tokens=UINT64)
+credits = st.builds(
+    Credit,
+    max_requests=UINT32,
+    max_tokens=UINT64,
+    is_draining=st.booleans(),
+    drain_seconds=DOUBLES,
+    is_empty=st.booleans(),
+)
+drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
 hand_offs = st.tuples(
     st.builds(
         HandOff,

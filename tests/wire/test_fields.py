@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -203,7 +203,11 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
         pb.Welcome(protocol=1, router_id="router", session="s"),
     ),
     (LOAD, LOAD_MESSAGE),
-    (Credit(max_requests=1, max_tokens=2), pb.Credit(max_requests=1, max_tokens=2)),
+    (
+        Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
+        pb.Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
+    ),
+    (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),
     (OUTPUT, OUTPUT_MESSAGE),
