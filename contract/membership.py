@@ -71,8 +71,18 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     """Limits the work that a worker accepts at once; the default is none.
 
     max_requests: legs that may be bound to it. max_tokens: tokens of all these legs. A decode leg must fit; a prefill leg
-    may be bound while the sum is below the limit.
+    may be bound while the sum is below the limit. is_draining: the worker drains; drain_seconds: the time until the legs
+    that are left are taken away from it. is_empty: a draining worker holds no leg and lends no KV any more.
     """
 
     max_requests: int = 0
     max_tokens: int = 0
+    is_draining: bool = False
+    drain_seconds: float = 0.0
+    is_empty: bool = False
+
+
+class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a worker to drain. deadline_seconds: the time for its legs; None: the worker's own ``drain_seconds``."""
+
+    deadline_seconds: float | None = None

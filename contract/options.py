@@ -52,6 +52,14 @@ class PeerOptions(Options):
     got no CPU time for as long."""
 
 
+class DrainOptions(Options):
+    """The settings of the planned end of a process."""
+
+    drain_seconds: float = Field(default=30.0, ge=0)
+    """Time for running requests after SIGTERM or Ctrl-C. Those of a worker continue on other workers then; those of a router
+    end with an error. A second signal: at once."""
+
+
 class PartSettings(Options):
     """The settings of one part of a process. Raises SettingError with the name, the value and the allowed range.
 

@@ -16,7 +16,16 @@ from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
 from engine.connector import ConnectorFactory
 from engine.hosting.delivery import Delivery
-from engine.hosting.messages import Abort, AbortRequest, AddRequest, Call, FromEngine, Shutdown, ToEngine
+from engine.hosting.messages import (
+    Abort,
+    AbortRequest,
+    AddRequest,
+    Call,
+    FromEngine,
+    Shutdown,
+    ToEngine,
+    UntilFree,
+)
 from engine.hosting.process import EngineProcess
 from engine.hosting.running import EnginePlan
 from engine.hosting.thread import EngineThread
@@ -74,6 +83,12 @@ class EngineClient(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call a utility of the core: "stats", "debug_state", "counters", "reset_prefix_cache", "check_integrity", "pid"."""
+
+    async def until_free(self) -> None:
+        """Wait until no request is live and no KV is lent, and all outputs before that moment were delivered.
+
+        Raises UnavailableError when the engine is gone.
+        """
 
     async def shutdown(self) -> None:
         """End the engine and what it runs. May be called twice."""
@@ -169,6 +184,13 @@ class StreamingClient:
         result = self._delivery.expect_result(call_id)
         self._link.send(Call(call_id, method, [msgspec.to_builtins(each) for each in args]))
         return await result
+
+    async def until_free(self) -> None:
+        """See EngineClient."""
+        call_id = next(self._call_ids)
+        is_free = self._delivery.expect_result(call_id)
+        self._link.send(UntilFree(call_id))
+        await is_free
 
     async def shutdown(self) -> None:
         """See EngineClient."""

@@ -53,12 +53,7 @@ def local_processes(
     if not settings.keeps_files:
         given.pop("files_dir", None)
     router = _router_command(settings, shared, given)
-    drain_seconds = float(given.get("drain_seconds", settings.drain_seconds))
-    specs = [
-        ProcessSpec(
-            ROUTER, Role.ROUTER, router, env=_environment(Role.ROUTER, given), drain_seconds=drain_seconds
-        )
-    ]
+    specs = [_spec(ROUTER, Role.ROUTER, router, given, settings)]
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}
         flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
@@ -66,8 +61,26 @@ def local_processes(
             worker = f"{role.value}-{index}"
             cores_flag = _without({"cores": next(own_cores, None)}, given)
             command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
-            specs.append(ProcessSpec(worker, role, command, needs=(ROUTER,), env=_environment(role, given)))
+            specs.append(_spec(worker, role, command, given, settings))
     return specs
+
+
+def _spec(
+    name: str,
+    role: Role,
+    command: Callable[[Mapping[str, Facts]], list[str]],
+    given: Mapping[str, Any],
+    settings: LocalSettings,
+) -> ProcessSpec:
+    """Return the spec of one process. given: what the settings file has for its role."""
+    return ProcessSpec(
+        name,
+        role,
+        command,
+        needs=() if role is Role.ROUTER else (ROUTER,),
+        env=_environment(role, given),
+        drain_seconds=float(given.get("drain_seconds", settings.drain_seconds)),
+    )
 
 
 def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
@@ -106,7 +119,7 @@ def _router_command(
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
-        own = {**shared, **options, "drain_seconds": settings.drain_seconds, "files_dir": files_dir}
+        own = {**shared, **options, "files_dir": files_dir}
         return _python(Role.ROUTER, {**_without({**own, **addresses}, given), **earlier})
 
     return command

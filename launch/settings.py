@@ -80,8 +80,6 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """JSON file with all addresses, written when the service is ready."""
     secret_file: Path | None = None
     """File with the cluster's secret; unset: a new one for these processes."""
-    drain_seconds: float = Field(default=30.0, ge=0)
-    """Time for running requests to finish after SIGTERM or Ctrl-C; then they end with an error. A second signal: at once."""
     files_dir: Path | None = None
     """Folder of /v1/files and /v1/batches; unset: both are disabled, as they always are in run, chat and batch."""
 

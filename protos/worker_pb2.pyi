@@ -347,6 +347,50 @@ class EmbedLegRequest(_message.Message):
 Global___EmbedLegRequest: _TypeAlias = EmbedLegRequest  # noqa: Y015
 
 @_typing.final
+class HandOffRequest(_message.Message):
+    """The order to hand off a choice. The KV of its prompt and of all tokens of its answer but the newest is lent under
+    transfer_id, and the newest token is sent with it, as if a prefill leg of next_attempt had computed them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The router's id of the request."""
+    attempt: _builtins.int
+    """The attempt that runs."""
+    choice: _builtins.int
+    """Index of the choice."""
+    transfer_id: _builtins.str
+    """Name of the hand-over, made by the router."""
+    next_attempt: _builtins.int
+    """The attempt that continues the answer. A cancel of it ends the lease."""
+    deadline_seconds: _builtins.float
+    """Seconds within which the worker must begin; later it refuses (DEADLINE_EXCEEDED)."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        next_attempt: _builtins.int = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "next_attempt", b"next_attempt", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffRequest: _TypeAlias = HandOffRequest  # noqa: Y015
+
+@_typing.final
 class CancelRequest(_message.Message):
     """The request to stop."""
 
@@ -667,19 +711,31 @@ class Credit(_message.Message):
 
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    IS_DRAINING_FIELD_NUMBER: _builtins.int
+    DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    IS_EMPTY_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
     max_tokens: _builtins.int
     """Tokens of all these legs: a decode leg must fit; a prefill leg may be bound while the sum is below."""
+    is_draining: _builtins.bool
+    """The worker drains: max_requests is 0, and legs that are bound continue."""
+    drain_seconds: _builtins.float
+    """Seconds from now on after which the router takes the legs that are left away from a draining worker."""
+    is_empty: _builtins.bool
+    """A draining worker holds no leg and lends no KV any more."""
     def __init__(
         self,
         *,
         max_requests: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
+        is_draining: _builtins.bool = ...,
+        drain_seconds: _builtins.float = ...,
+        is_empty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -787,6 +843,7 @@ class TokenEntry(_message.Message):
     ERROR_PARAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The router's id of the request."""
     choice: _builtins.int
@@ -807,6 +864,8 @@ class TokenEntry(_message.Message):
     """Message for users."""
     error_param: _builtins.str
     """The invalid field of the request; empty if there is none."""
+    handed_over: _builtins.bool
+    """The leg's last entry after HandOff: the KV of all tokens before first_index but the last one is lent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -845,10 +904,11 @@ class TokenEntry(_message.Message):
         error_param: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "num_cached_tokens", b"num_cached_tokens", "stop_reason", b"stop_reason", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "handed_over", b"handed_over", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
@@ -947,6 +1007,47 @@ class WorkerMessage(_message.Message):
 Global___WorkerMessage: _TypeAlias = WorkerMessage  # noqa: Y015
 
 @_typing.final
+class Drain(_message.Message):
+    """The request to drain: the worker accepts no new legs, and answers with a Credit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    deadline_seconds: _builtins.float
+    """Time for the legs that are bound; unset: the worker's own drain_seconds. An earlier deadline stays."""
+    def __init__(
+        self,
+        *,
+        deadline_seconds: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_seconds", b"_deadline_seconds", "deadline_seconds", b"deadline_seconds"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_seconds", b"_deadline_seconds", "deadline_seconds", b"deadline_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__deadline_seconds: _TypeAlias = _typing.Literal["deadline_seconds"]  # noqa: Y015
+    _WhichOneofArgType__deadline_seconds: _TypeAlias = _typing.Literal["_deadline_seconds", b"_deadline_seconds"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__deadline_seconds) -> _WhichOneofReturnType__deadline_seconds | None: ...
+
+Global___Drain: _TypeAlias = Drain  # noqa: Y015
+
+@_typing.final
+class Undrain(_message.Message):
+    """The request to end a drain: the worker accepts legs again. A worker that was stopped by a signal ignores it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Undrain: _TypeAlias = Undrain  # noqa: Y015
+
+@_typing.final
 class RouterMessage(_message.Message):
     """A message from the router to a worker."""
 
@@ -954,21 +1055,29 @@ class RouterMessage(_message.Message):
 
     WELCOME_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    UNDRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def undrain(self) -> Global___Undrain: ...
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        drain: Global___Drain | None = ...,
+        undrain: Global___Undrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "message", b"message", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "undrain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

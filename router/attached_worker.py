@@ -8,19 +8,17 @@ from typing import Any
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
-from contract.membership import Credit, Registration
+from contract.membership import Credit, DrainOrder, Registration
 from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
+from router.leg_routes import LegKey, LegRoutes
 from router.running_shares import Held
 from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
-from wire.membership import load_from_proto
-
-LegKey = tuple[str, int, int]
-"""(request id, attempt, choice)"""
+from wire.membership import drain_to_proto, load_from_proto
 
 _MAX_CANCELS = 4
 """Cancels that are sent to one worker at a time.
@@ -36,7 +34,7 @@ class AttachedWorker:
     sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
     for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. held: counts what clients
     hold of all workers that decode. on_change: called when its view has changed, with True if it may have room that it did
-    not have.
+    not have. outbox: messages to the worker itself; None ends the stream.
     """
 
     def __init__(
@@ -52,10 +50,10 @@ class AttachedWorker:
         is_counted = registration.role != Role.PREFILL
         self.capacity = WorkerCapacity(held if is_counted else None, partial(on_change, self))
         self.gone = asyncio.Event()
+        self.outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self.is_leaving = False
-        self.num_stale_entries = 0
         self.latency = WorkerLatency()
-        self._receivers: dict[LegKey, Callable[[Event], None]] = {}
+        self._routes = LegRoutes()
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
     @property
@@ -80,11 +78,11 @@ class AttachedWorker:
 
     def bind(self, key: LegKey, receive: Callable[[Event], None]) -> None:
         """Pass the entries of a leg to ``receive``, and a WorkerLostError if the worker is lost."""
-        self._receivers[key] = receive
+        self._routes.bind(key, receive)
 
     def unbind(self, key: LegKey) -> None:
         """Drop whatever else the worker sends for a leg. Does nothing the second time."""
-        self._receivers.pop(key, None)
+        self._routes.unbind(key)
 
     async def cancel(self, key: LegKey) -> None:
         """Cancel a leg on the worker, after earlier cancels and unless the worker is gone by then. Raises KvbatonError."""
@@ -98,20 +96,25 @@ class AttachedWorker:
     def deliver(self, step: pb.StepOutput) -> None:
         """Pass the entries of one step to their legs. Entries of older attempts and unknown requests are dropped."""
         self.latency.note_step(len(step.entries), self.capacity.load.num_running)
-        for entry in step.entries:
-            receive = self._receivers.get((entry.request_id, entry.attempt, entry.choice))
-            if receive and not self.gone.is_set():
-                receive(entry)
-            else:
-                self.num_stale_entries += 1
+        if self.gone.is_set():
+            self._routes.drop(step.entries)
+        else:
+            self._routes.deliver(step.entries)
         if step.HasField("load"):
             self.capacity.report_load(load_from_proto(step.load))
 
     def lose(self, reason: str) -> None:
         """Detach the worker: every leg that is bound to it receives a WorkerLostError."""
         self.gone.set()
-        for receive in list(self._receivers.values()):
-            receive(WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
+        self._routes.fail(lambda: WorkerLostError(f"worker {self.name} was lost with the request: {reason}"))
+
+    def drain(self, order: DrainOrder) -> None:
+        """Send the worker the request to drain. It answers with its credit."""
+        self.outbox.put_nowait(pb.RouterMessage(drain=drain_to_proto(order)))
+
+    def undrain(self) -> None:
+        """Send the worker the request to serve again."""
+        self.outbox.put_nowait(pb.RouterMessage(undrain=pb.Undrain()))
 
     def view(self) -> WorkerView:
         """Return the worker as a policy reads it."""
@@ -147,9 +150,11 @@ class AttachedWorker:
             "kv_cache_usage": capacity.load.kv_cache_usage,
             "max_requests": capacity.credit.max_requests,
             "max_tokens": capacity.credit.max_tokens,
+            "is_draining": capacity.credit.is_draining,
+            "is_empty": capacity.credit.is_empty,
             "num_legs": capacity.num_requests,
             "num_leg_tokens": capacity.num_tokens,
-            "num_stale_entries": self.num_stale_entries,
+            "num_stale_entries": self._routes.num_stale_entries,
         }
 
 

@@ -84,6 +84,18 @@ class Attempt:
         self._settle()
         self._output.close()
 
+    def leave(self, worker: AttachedWorker, error: KvbatonError, *, only_unstarted: bool) -> bool:
+        """Fail with ``error`` if a leg is bound to this worker; return whether one was.
+
+        only_unstarted: leave every leg alone but the last one, and that one too if it has emitted tokens.
+        """
+        for leg in self.legs:
+            is_movable = not only_unstarted or (leg is self.legs.last and leg.is_awaited)
+            if leg.worker is worker and self.legs.is_open(leg) and is_movable:
+                self._receive(leg, error)
+                return True
+        return False
+
     def next(self) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 

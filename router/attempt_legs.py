@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
-from router.attached_worker import AttachedWorker, LegKey
+from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 from router.capacity import CreditHold
 from router.inbox import Event
+from router.leg_routes import LegKey
 from router.legs import LegKind, Transfer
 from router.reservation import Reservation
 from router.tasks import TaskSet

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from router.attached_worker import AttachedWorker, LegKey
+from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.inbox import Event
+from router.leg_routes import LegKey
 from router.legs import LegKind, LegPlan, Result
 
 logger = logging.getLogger(__name__)

@@ -5,12 +5,14 @@
 3. After two failed hand-overs in a row a decode worker computes the prompt.
 4. A worker that rejected the request because of its length is not tried again; a larger one is.
 5. After ``max_replays`` failures in a row the client receives the last error.
+
+A leg that a draining worker gives up is no failure: other workers continue, and none is avoided for it.
 """
 
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError, UnavailableError
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
-from router.leg_failure import Failure
+from router.leg_failure import Failure, WorkerDrainedError
 from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import RouterExhaustedError
 
@@ -83,6 +85,8 @@ class Failures:
         self.last = error
         hand_over = attempt.legs.hand_over
         self.prefer = hand_over[0].name if hand_over else None
+        if isinstance(error, WorkerDrainedError):
+            return
         if isinstance(error, RouterExhaustedError):
             self._num_own_failures += 1
             return

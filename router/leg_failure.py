@@ -4,12 +4,16 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from contract.errors import DeadlineError, KvbatonError
+from contract.errors import DeadlineError, KvbatonError, WorkerLostError
 from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 
 _FIRST_TOKEN_SECONDS = 1.0
 """The time for which a leg's failure waits for an earlier leg's token, which may end the answer."""
+
+
+class WorkerDrainedError(WorkerLostError):
+    """A worker drains, and has given a leg up: it begins again on another worker, and nothing has failed."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from msgspec import structs
 from contract.errors import KvbatonError, WorkerLostError, error_from_kind
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
-from router.attached_worker import LegKey
 from router.bound_leg import Leg
+from router.leg_routes import LegKey
 from router.legs import Result, Transfer
 from router.prepared_request import PreparedRequest
 

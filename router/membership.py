@@ -14,6 +14,7 @@ from contract.membership import Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
+from router.evacuation import Evacuation
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
@@ -32,6 +33,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     def __init__(
         self,
         registry: Registry,
+        evacuation: Evacuation,
         router_id: str,
         tls: ClusterTls,
         accept_timeout_seconds: float,
@@ -39,6 +41,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     ) -> None:
         self._wait_seconds = _PEER_TIMEOUTS * peer_timeout_seconds
         self._registry = registry
+        self._evacuation = evacuation
         self._router_id = router_id
         self._tls = tls
         self._accept_timeout = accept_timeout_seconds
@@ -70,11 +73,47 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
                 welcome = Welcome(protocol=protocol, router_id=self._router_id, session=worker.session)
                 yield pb.RouterMessage(welcome=welcome_to_proto(welcome))
-                await _read_until_gone(worker, request_iterator)
+                async for message in self._orders(worker, request_iterator):
+                    yield message
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
             finally:
+                self._evacuation.worker_gone(worker)
                 self._registry.detach(worker, "its stream closed")
+
+    async def _orders(
+        self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
+    ) -> AsyncIterator[pb.RouterMessage]:
+        """Read the worker's stream until the worker is gone, and yield what is sent to the worker meanwhile."""
+        reading = asyncio.create_task(self._read(worker, messages), name=f"read the stream of {worker.name}")
+        gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
+        for task in (reading, gone):
+            task.add_done_callback(lambda _: worker.outbox.put_nowait(None))
+        try:
+            while (message := await worker.outbox.get()) is not None:
+                yield message
+        finally:
+            reading.cancel()
+            gone.cancel()
+            await asyncio.wait({reading, gone})
+        if not reading.cancelled() and (error := reading.exception()):
+            raise error
+
+    async def _read(self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in messages:
+            match message.WhichOneof("message"):
+                case "step":
+                    worker.deliver(message.step)
+                case "load":
+                    worker.capacity.report_load(load_from_proto(message.load))
+                case "credit":
+                    worker.capacity.grant(credit_from_proto(message.credit))
+                    self._evacuation.credit_changed(worker)
+                case "goodbye":
+                    worker.leave()
+                    return
+                case other:
+                    logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
 
     async def _wait_for_id(self, registration: Registration) -> None:
         """Wait for a while until another process with the same worker id is detached."""
@@ -116,32 +155,3 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     except TimeoutError:
         first = pb.WorkerMessage()
     return registration_from_proto(first.registration)
-
-
-async def _read_until_gone(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-    reading = asyncio.create_task(_read_messages(worker, messages), name=f"read the stream of {worker.name}")
-    gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
-    try:
-        await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        reading.cancel()
-        gone.cancel()
-        await asyncio.wait({reading, gone})
-    if not reading.cancelled() and (error := reading.exception()):
-        raise error
-
-
-async def _read_messages(worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
-    async for message in messages:
-        match message.WhichOneof("message"):
-            case "step":
-                worker.deliver(message.step)
-            case "load":
-                worker.capacity.report_load(load_from_proto(message.load))
-            case "credit":
-                worker.capacity.grant(credit_from_proto(message.credit))
-            case "goodbye":
-                worker.leave()
-                return
-            case other:
-                logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)

@@ -28,6 +28,7 @@ class RouterMetrics(Collector):
         self.load = LoadMetrics(self._registry)
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
+        self.drains = DrainMetrics(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, without the times of their creation."""
@@ -119,6 +120,19 @@ class _Times:
         self._prefill.observe(timings.prefill)
         self._transfer.observe(timings.transfer)
         self._decode.observe(timings.first_decode_step + timings.decode)
+
+
+class DrainMetrics:
+    """The drains of workers."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._drains = _counter(registry, "drains_total", "result")
+        self._seconds = _histogram(registry, "drain_seconds", _LONG)
+
+    def ended(self, result: str, seconds: float) -> None:
+        """Count a drain. result: empty, moved, undone or lost."""
+        self._drains.labels(result).inc()
+        self._seconds.observe(seconds)
 
 
 class BatchMetrics:

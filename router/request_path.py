@@ -37,7 +37,7 @@ class RequestPath:
             self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        runs = RequestRuns(self.queue, unreachable, self.tasks, unread, settings.max_replays)
+        self.runs = RequestRuns(self.queue, unreachable, self.tasks, unread, settings.max_replays)
         preparer = RequestPreparer(
             self.models,
             self.registry,
@@ -45,7 +45,7 @@ class RequestPath:
             TenantRules(settings.shared_prefix_cache, settings.max_priority),
             settings.request_timeout_seconds,
         )
-        self.pipeline = Pipeline(self.models, preparer, self.tracker, runs)
+        self.pipeline = Pipeline(self.models, preparer, self.tracker, self.runs)
 
     @property
     def missing(self) -> str | None:

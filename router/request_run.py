@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from contract.errors import KvbatonError, UnavailableError
 from contract.identity import Role
 from router.admission_queue import AdmissionQueue
+from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
 from router.attempt_legs import AttemptLegs
 from router.delivery import TokenBatch
@@ -38,7 +39,7 @@ class RequestRuns:
 
     max_replays: attempts in a row that may fail without a token of a last leg (tokens of prefill legs prove nothing about
     the hand-over). unread: bounds what waits in the router because clients do not read. kinds: the kinds of leg that
-    placements name.
+    placements name. open_runs: the runs whose block has not ended.
     """
 
     queue: AdmissionQueue
@@ -47,6 +48,7 @@ class RequestRuns:
     unread: UnreadBytes
     max_replays: int
     kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
+    open_runs: "set[RequestRun]" = field(default_factory=set)
 
     @contextmanager
     def open(
@@ -60,9 +62,11 @@ class RequestRuns:
         prompt = _PromptRuns()
         for choice, each in enumerate(tracked):
             prompt.runs.append(RequestRun(self, prompt, request.of_choice(choice), each, unread))
+        self.open_runs.update(prompt.runs)
         try:
             yield prompt.runs
         finally:
+            self.open_runs.difference_update(prompt.runs)
             for run in prompt.runs:
                 run.close()
 
@@ -103,6 +107,11 @@ class RequestRun:
         self._attempt = None
         if attempt:
             attempt.close()
+
+    def leave(self, worker: AttachedWorker, error: KvbatonError, *, only_unstarted: bool = False) -> bool:
+        """Fail the attempt that runs with ``error`` if it has a leg on this worker; see ``Attempt.leave``."""
+        attempt = self._attempt
+        return attempt is not None and attempt.leave(worker, error, only_unstarted=only_unstarted)
 
     async def next(self) -> TokenBatch:
         """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure."""

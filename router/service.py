@@ -10,6 +10,7 @@ from router.admin_access import AdminAccess
 from router.batch_setup import build_batches
 from router.client_access import client_access
 from router.draining import Drain
+from router.evacuation import Evacuation
 from router.inspection import Inspection
 from router.metrics import RouterMetrics
 from router.model_source import ModelSource
@@ -57,7 +58,8 @@ class RouterService:
         self._settings = settings
         metrics = RouterMetrics()
         self._path = RequestPath(settings, metrics.requests)
-        self._worker_port = WorkerPort(self._path.registry, settings)
+        evacuation = Evacuation(self._path.registry, self._path.runs, self._path.changes, metrics.drains)
+        self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
         self._drain = Drain(
             self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 
 from contract.errors import SettingError
+from contract.options import DrainOptions
 from router.batches.quota import FolderLimits
 from router.limits import MAX_PROMPTS
 from serving.http_connections import HttpLimits
@@ -35,7 +36,7 @@ def _listed(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-class RouterSettings(Settings):
+class RouterSettings(DrainOptions, Settings):
     """The addresses, the model and the limits of a router."""
 
     http: Address = "127.0.0.1:8000"
@@ -127,8 +128,6 @@ class RouterSettings(Settings):
     cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
     """Time for which a client may read nothing of an answer; then its connection is closed and its request cancelled."""
-    drain_seconds: float = Field(default=30.0, ge=0)
-    """Time for running answers to end when the router is stopped; then, or at a second signal, they end with an error."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence on a worker's connection after which it counts as dead."""
     files_dir: Path | None = None

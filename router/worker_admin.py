@@ -1,13 +1,23 @@
-"""The admin API about workers: ``GET /admin/workers``."""
+"""The admin API about workers: ``GET /admin/workers``, and ``POST /admin/workers/ID/drain`` and ``/undrain``."""
 
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
 
+from contract.errors import NotFoundError, UnavailableError
+from contract.membership import DrainOrder
 from router.admin_access import AdminAccess
+from router.attached_worker import AttachedWorker
 from router.request_path import RequestPath
 from router.worker_facts import worker_facts
+from serving.query import seconds_in
+
+_ANSWER_SECONDS = 5.0
+"""The time in which a worker answers an order with its credit."""
 
 
 class WorkerAdmin:
@@ -19,10 +29,53 @@ class WorkerAdmin:
 
     def routes(self) -> list[web.RouteDef]:
         """Return all paths."""
-        return [web.get("/admin/workers", self._access.guard(self._list))]
+        guard = self._access.guard
+        return [
+            web.get("/admin/workers", guard(self._list)),
+            web.post("/admin/workers/{id}/drain", guard(self._drain)),
+            web.post("/admin/workers/{id}/undrain", guard(self._undrain)),
+        ]
 
     async def _list(self, _: web.Request) -> web.Response:
         return web.json_response(self._facts())
+
+    async def _drain(self, request: web.Request) -> web.Response:
+        """Send the order to drain: 200 once the worker is empty or gone, 202 if it is not within ``wait`` seconds."""
+        worker = self._worker_of(request)
+        deadline = seconds_in(request, "deadline")
+        wait = seconds_in(request, "wait") or 0.0
+        worker.drain(DrainOrder(deadline_seconds=deadline))
+        capacity = worker.capacity
+        await self._until_answered(worker, lambda: capacity.credit.is_draining)
+        is_empty = await self._within(wait, lambda: capacity.credit.is_empty or worker.gone.is_set())
+        return web.json_response(worker_facts(worker), status=200 if is_empty else 202)
+
+    async def _undrain(self, request: web.Request) -> web.Response:
+        """Send the order to serve again: 200 once the worker does. Raises UnavailableError if it is stopping."""
+        worker = self._worker_of(request)
+        worker.undrain()
+        await self._until_answered(worker, lambda: not worker.capacity.credit.is_draining)
+        return web.json_response(worker_facts(worker))
+
+    def _worker_of(self, request: web.Request) -> AttachedWorker:
+        name = request.match_info["id"]
+        for worker in self._path.registry.workers:
+            if worker.name == name:
+                return worker
+        raise NotFoundError(f"no worker {name!r} is attached")
+
+    async def _until_answered(self, worker: AttachedWorker, is_true: Callable[[], bool]) -> None:
+        """Wait for the worker's new credit. Raises UnavailableError without one."""
+        if not await self._within(_ANSWER_SECONDS, lambda: is_true() or worker.gone.is_set()):
+            raise UnavailableError(f"worker {worker.name} does not do so: it is stopping, or does not answer")
+
+    async def _within(self, seconds: float, is_true: Callable[[], bool]) -> bool:
+        """Wait until this is true; return False after ``seconds``."""
+        if not is_true():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._path.wait_until(is_true)
+        return is_true()
 
     def _facts(self) -> dict[str, Any]:
         path = self._path

@@ -9,10 +9,15 @@ from router.attached_worker import AttachedWorker
 
 
 class WorkerState(StrEnum):
-    """The state of an attached worker: STARTING until its first credit, LEAVING once a side has ended its stream."""
+    """The state of an attached worker: STARTING until its first credit, LEAVING once a side has ended its stream.
+
+    EMPTY: it drains, holds no leg and lends no KV.
+    """
 
     STARTING = "starting"
     SERVING = "serving"
+    DRAINING = "draining"
+    EMPTY = "empty"
     LEAVING = "leaving"
 
 
@@ -20,6 +25,8 @@ def state_of(worker: AttachedWorker) -> WorkerState:
     """Return the state of an attached worker."""
     if worker.is_leaving:
         return WorkerState.LEAVING
+    if worker.capacity.credit.is_draining:
+        return WorkerState.EMPTY if worker.capacity.credit.is_empty else WorkerState.DRAINING
     return WorkerState.SERVING if worker.capacity.credit.max_requests else WorkerState.STARTING
 
 

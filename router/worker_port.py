@@ -6,6 +6,7 @@ import grpc
 import grpc.aio
 
 from protos import worker_pb2_grpc
+from router.evacuation import Evacuation
 from router.membership import MembershipServicer
 from router.registry import Registry
 from router.settings import RouterSettings
@@ -17,8 +18,9 @@ from serving.grpc_server import start_grpc
 class WorkerPort:
     """Owns the server between ``start`` and ``stop``. Raises SettingError without a usable cluster secret."""
 
-    def __init__(self, registry: Registry, settings: RouterSettings) -> None:
+    def __init__(self, registry: Registry, evacuation: Evacuation, settings: RouterSettings) -> None:
         self._registry = registry
+        self._evacuation = evacuation
         self._settings = settings
         self._tls = router_tls(settings.read_secret())
         self._server: grpc.aio.Server | None = None
@@ -29,6 +31,7 @@ class WorkerPort:
         self._server = grpc.aio.server(options=internal_server_options(peer_timeout, max_connections))
         servicer = MembershipServicer(
             self._registry,
+            self._evacuation,
             f"router-{secrets.token_hex(4)}",
             self._tls,
             self._settings.accept_timeout_seconds,

@@ -68,6 +68,8 @@ ROUTER_METRICS = {
     "request_errors_total": "Requests that ended with an error, by kind.",
     "request_replays_total": "Failed attempts that were followed by another, by error kind.",
     "request_local_recomputes_total": "Replays whose prompt a decode worker computed.",
+    "drains_total": "Drains of workers, by result: empty, moved (legs were left at the deadline), undone or lost.",
+    "drain_seconds": "Time from the beginning of a worker's drain to its result.",
     "num_batches": "Stored batches, by status.",
     "num_file_bytes": "Bytes of stored files, with uploads and results of open batches.",
     "batch_requests_total": "Requests of batches, by outcome: completed, failed, expired, retried or preempted.",

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from contract.layout import KVLayout
-from contract.membership import Credit, Load, Registration, Welcome
+from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
 from protos import worker_pb2 as pb
 
 _LoadFigure = Literal[
@@ -136,9 +136,33 @@ def load_from_proto(message: pb.Load) -> Load:
 
 def credit_to_proto(credit: Credit) -> pb.Credit:
     """Translate the credit of a worker."""
-    return pb.Credit(max_requests=credit.max_requests, max_tokens=credit.max_tokens)
+    return pb.Credit(
+        max_requests=credit.max_requests,
+        max_tokens=credit.max_tokens,
+        is_draining=credit.is_draining,
+        drain_seconds=credit.drain_seconds,
+        is_empty=credit.is_empty,
+    )
 
 
 def credit_from_proto(message: pb.Credit) -> Credit:
     """Translate the credit of a worker."""
-    return Credit(max_requests=message.max_requests, max_tokens=message.max_tokens)
+    return Credit(
+        max_requests=message.max_requests,
+        max_tokens=message.max_tokens,
+        is_draining=message.is_draining,
+        drain_seconds=message.drain_seconds,
+        is_empty=message.is_empty,
+    )
+
+
+def drain_to_proto(order: DrainOrder) -> pb.Drain:
+    """Translate the request to drain."""
+    return pb.Drain(deadline_seconds=order.deadline_seconds)
+
+
+def drain_from_proto(message: pb.Drain) -> DrainOrder:
+    """Translate the request to drain."""
+    return DrainOrder(
+        deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None
+    )

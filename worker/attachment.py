@@ -18,15 +18,23 @@ class Attachment:
     """One Attach call. Owns the messages that the router has not read yet.
 
     session: the router's name for this stream; empty until the router accepts the worker. has_router_left: the router has
-    sent goodbye. num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
+    sent goodbye. credit: returns what the router may bind now. on_order: receives all messages about the worker itself.
+    num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
     """
 
-    def __init__(self, registration: pb.Registration, credit: pb.Credit, max_unread_bytes: int) -> None:
+    def __init__(
+        self,
+        registration: pb.Registration,
+        credit: Callable[[], pb.Credit],
+        on_order: Callable[[pb.RouterMessage], None],
+        max_unread_bytes: int,
+    ) -> None:
         self.session = ""
         self.has_router_left = False
         self.num_unread_bytes = 0
         self._registration = registration
         self._credit = credit
+        self._on_order = on_order
         self._max_unread_bytes = max_unread_bytes
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._call: Any = None
@@ -62,9 +70,11 @@ class Attachment:
             logger.info("attached to router %s", welcome.router_id)
             self.session = welcome.session
             on_accepted()
-            self.send(pb.WorkerMessage(credit=self._credit))
+            self.send(pb.WorkerMessage(credit=self._credit()))
         elif message.HasField("goodbye"):
             self.has_router_left = True
+        else:
+            self._on_order(message)
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         yield pb.WorkerMessage(registration=self._registration)

@@ -9,10 +9,15 @@ from contract.identity import Role
 
 
 class WorkerState(StrEnum):
-    """STARTING: no router has accepted the worker yet. LEFT: it accepts nothing more, and its process ends."""
+    """The states of a worker.
+
+    STARTING: no router has accepted the worker yet. DRAINING: legs that are bound continue, and no new ones are. LEFT: it
+    accepts nothing more, and its process ends.
+    """
 
     STARTING = "starting"
     SERVING = "serving"
+    DRAINING = "draining"
     LEFT = "left"
 
 
@@ -35,19 +40,41 @@ _SERVED: Mapping[Role, frozenset[LegCall]] = MappingProxyType(
 
 
 class Lifecycle:
-    """Owns the state and the role of one worker: STARTING → SERVING → LEFT."""
+    """Owns the state and the role of one worker: STARTING → SERVING ⇄ DRAINING → LEFT.
+
+    is_stopping: the worker's process is to end, so that a drain cannot be undone.
+    """
 
     def __init__(self, role: Role) -> None:
         self.role = role
         self.state = WorkerState.STARTING
+        self.is_stopping = False
+
+    @property
+    def is_draining(self) -> bool:
+        """True from the beginning of a drain until it is undone, or the worker leaves."""
+        return self.state is WorkerState.DRAINING
 
     def attached(self) -> None:
         """Record that a router has accepted the worker."""
         if self.state is WorkerState.STARTING:
             self.state = WorkerState.SERVING
 
+    def drain(self) -> None:
+        """Begin to drain. Raises UnavailableError if the worker has left."""
+        self.check_open()
+        self.state = WorkerState.DRAINING
+
+    def undrain(self) -> None:
+        """Serve again; does nothing without a drain. Raises UnavailableError if the process is to end."""
+        if self.is_stopping:
+            raise UnavailableError("the worker is stopping; its drain cannot be undone")
+        if self.is_draining:
+            self.state = WorkerState.SERVING
+
     def leave(self) -> None:
         """Accept nothing more, for good."""
+        self.is_stopping = True
         self.state = WorkerState.LEFT
 
     def serves(self, call: LegCall) -> bool:
@@ -55,6 +82,9 @@ class Lifecycle:
         return call in _SERVED[self.role]
 
     def check_open(self) -> None:
-        """Raise UnavailableError if the worker accepts no leg because its process ends."""
+        """Raise UnavailableError if the worker accepts no leg because its process ends.
+
+        A draining worker accepts legs: its router may have sent them before it received the credit of the drain.
+        """
         if self.state is WorkerState.LEFT:
             raise UnavailableError("the worker is stopping")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from contract.options import Options
+from contract.options import DrainOptions, Options
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 
@@ -20,7 +20,7 @@ class DeviceOptions(Options):
 
 
 # Help texts list the fields of the last base first.
-class WorkerOptions(TransferOptions, EngineOptions, DeviceOptions):
+class WorkerOptions(DrainOptions, TransferOptions, EngineOptions, DeviceOptions):
     """Everything that a user can set about how workers run."""
 
     max_queued_tokens: int | None = Field(default=None, ge=1)

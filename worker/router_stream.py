@@ -48,21 +48,24 @@ class RouterStream:
     """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled.
 
     max_unread_bytes: limit of the messages that wait for a router that does not read; above it the router counts as lost.
-    on_lost: called when a stream that was open has ended.
+    credit: returns what the router may bind now. on_lost: called when a stream that was open has ended. on_order: receives
+    the router's messages about the worker itself.
     """
 
     def __init__(
         self,
         router: RouterAddress,
         registration: pb.Registration,
-        credit: pb.Credit,
+        credit: Callable[[], pb.Credit],
         on_lost: Callable[[], Awaitable[None]],
+        on_order: Callable[[pb.RouterMessage], None],
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._router = router
         self._registration = registration
         self._credit = credit
         self._on_lost = on_lost
+        self._on_order = on_order
         self._max_unread_bytes = max_unread_bytes
         self._attachment = self._new_attachment()
         self._attached = asyncio.Event()
@@ -141,7 +144,7 @@ class RouterStream:
         return "the router closed the stream"
 
     def _new_attachment(self) -> Attachment:
-        return Attachment(self._registration, self._credit, self._max_unread_bytes)
+        return Attachment(self._registration, self._credit, self._on_order, self._max_unread_bytes)
 
     def _on_accepted(self) -> None:
         self._attached.set()

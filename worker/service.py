@@ -23,6 +23,7 @@ from serving.metrics import EngineCollector
 from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.cores import run_on
+from worker.drain_admin import DrainAdmin
 from worker.loop_watch import LoopWatch
 from worker.niceness import set_niceness
 from worker.registration import WorkerIdentity
@@ -42,7 +43,7 @@ async def serve_both(settings: WorkerSettings, on_ready: OnReady) -> None:
 
 
 async def serve_worker(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
-    """Run a worker until SIGTERM or SIGINT; ``on_ready`` gets its addresses once a router is attached.
+    """Run a worker until SIGTERM or SIGINT, and drain it then; ``on_ready`` gets its addresses once a router is attached.
 
     Ends the process if its event loop hangs. Raises KvbatonError when the engine cannot start or dies, or when
     the router refuses the worker.
@@ -65,11 +66,22 @@ async def _serve_until_stopped(role: Role, settings: WorkerSettings, on_ready: O
                 await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
             if run.done():
                 run.result()
-            await worker.leave()
+            await _stop(worker, run, stopped.at_once)
         finally:
             for task in (run, ready, stop):
                 task.cancel()
             await asyncio.gather(run, ready, stop, return_exceptions=True)
+
+
+async def _stop(worker: Worker, run: asyncio.Task[None], at_once: asyncio.Event) -> None:
+    """Drain the worker and let it leave. Raises UnavailableError if its engine dies meanwhile."""
+    stop = asyncio.create_task(worker.stop(at_once))
+    try:
+        await asyncio.wait({run, stop}, return_when=asyncio.FIRST_COMPLETED)
+        (stop if stop.done() else run).result()
+    finally:
+        stop.cancel()
+        await asyncio.wait({stop})
 
 
 @asynccontextmanager
@@ -100,8 +112,10 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
     admin = AdminServer(
         settings.admin,
         missing=worker.missing,
+        not_ready=lambda: worker.drain.reason,
         state=worker.debug_state,
         metrics=_metrics(worker),
+        routes=DrainAdmin(worker).routes(),
     )
     async with AsyncExitStack() as stack:
         bound = await start_grpc(

@@ -2,25 +2,24 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from contract.errors import CancelledError, InvalidRequestError, KvbatonError, UnavailableError
-from contract.model_folder import MAX_TOKENIZER_BYTES, read_bytes
-from contract.requests import EngineRequest
+from contract.errors import CancelledError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
+from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
 from protos import worker_pb2 as pb
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.process_facts import facts_of
-from text.model_card import MODEL_FILES
 from wire.membership import credit_to_proto, load_to_proto, registration_to_proto
 from wire.tokens import step_to_proto
+from worker.draining import Drain
 from worker.early_cancels import EarlyCancels
 from worker.lifecycle import Lifecycle
 from worker.load_reports import LoadReports
+from worker.orders import carry_out
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_stream import RouterAddress, RouterStream
 from worker.settings import WorkerSettings
@@ -28,7 +27,6 @@ from worker.settings import WorkerSettings
 logger = logging.getLogger(__name__)
 
 GOODBYE_SECONDS = 1.0
-_CHUNK_BYTES = 2**20
 
 
 class Worker:
@@ -39,6 +37,9 @@ class Worker:
         self.engine = engine
         self.lifecycle = Lifecycle(identity.role)
         self._settings = settings
+        self.drain = Drain(
+            self.lifecycle, engine, lambda: self.num_requests, self._send_credit, settings.drain_seconds
+        )
         self._stream: RouterStream | None = None
         self._running = asyncio.Event()
         self._accepted: dict[str, EngineRequest] = {}
@@ -83,8 +84,9 @@ class Worker:
         self._stream = RouterStream(
             RouterAddress(self._settings.router, self.tls, self._settings.peer_timeout_seconds),
             registration_to_proto(registration),
-            credit_to_proto(credit_of(self.identity, self._settings, self.engine)),
+            self._credit,
             self.abort_all,
+            lambda message: carry_out(message, self.drain),
         )
         self._running.set()
         ended_by: list[BaseException] = []
@@ -99,8 +101,14 @@ class Worker:
         if ended_by:  # Python 3.11.2 wraps an error that is raised inside except* in a group again
             raise ended_by[0]
 
+    async def stop(self, at_once: asyncio.Event) -> None:
+        """Drain, and leave when nothing is left or at ``at_once``."""
+        await self.drain.stop(at_once)
+        await self.leave()
+
     async def leave(self) -> None:
         """Abort everything and send goodbye to the router, so that it does not count this worker as lost."""
+        self.drain.close()
         self.lifecycle.leave()
         await self.abort_all()
         if self._stream:
@@ -134,8 +142,15 @@ class Worker:
             )
         await self.engine.add_request(request)
         self._accepted.update(dict.fromkeys(request.keys, request))
+        self.drain.leg_accepted()
         for choice in cancelled:
             await self.engine.abort(request.request_id, request.attempt, choice)
+
+    async def hand_off(self, order: HandOff, seconds: float) -> None:
+        """Hand a choice off while it decodes; see ``EngineClient.hand_off``. Its lease may outlive every request here."""
+        if order.key not in self._accepted:
+            raise NotFoundError(f"worker {self.identity.worker_id} does not have request {order.key}")
+        await self.engine.hand_off(order, seconds)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Abort a choice of a request (None: all) up to ``attempt``; a cancel of an unknown request is remembered."""
@@ -163,13 +178,12 @@ class Worker:
             **state,
         }
 
-    async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield the model's small files in pieces (name, bytes to append), for a router without the folder."""
-        for name in MODEL_FILES:
-            path = self._settings.model / name
-            data = await asyncio.to_thread(read_bytes, path, MAX_TOKENIZER_BYTES) or b""
-            for start in range(0, len(data), _CHUNK_BYTES):
-                yield name, data[start : start + _CHUNK_BYTES]
+    def _credit(self) -> pb.Credit:
+        return credit_to_proto(self.drain.credit(credit_of(self.identity, self._settings, self.engine)))
+
+    def _send_credit(self) -> None:
+        if self._stream:
+            self._stream.send(pb.WorkerMessage(credit=self._credit()))
 
     async def _note_attached(self, stream: RouterStream) -> None:
         await stream.wait_attached()

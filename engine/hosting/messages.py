@@ -38,6 +38,12 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     args: list[Any]
 
 
+class UntilFree(msgspec.Struct, frozen=True, tag="until_free"):
+    """Send a CallResult with this id once no request is live and no KV is lent."""
+
+    call_id: int
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """End the engine; no later message is read."""
 
@@ -46,7 +52,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Answer with Progress, and make every working thread increment its count."""
 
 
-ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Shutdown
+ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | UntilFree | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

@@ -69,6 +69,10 @@ class Load:
         """Return whether a request has not finished."""
         return bool(self._live.by_key)
 
+    def is_free(self) -> bool:
+        """Return whether no request is live, no output waits, and no KV is lent to other engines."""
+        return not (self._live.by_key or self._live.outbox or self._remote_kv.leases)
+
     def has_finished_requests(self) -> bool:
         """Return whether the runner still keeps a request that has finished."""
         return bool(self._live.finished_req_ids)

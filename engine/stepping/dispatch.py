@@ -16,6 +16,7 @@ from engine.hosting.messages import (
     Ping,
     Shutdown,
     ToEngine,
+    UntilFree,
 )
 from engine.mailbox import Mailbox
 
@@ -39,6 +40,7 @@ class Dispatcher:
         self.num_dispatched = 0
         self._core = core
         self._emit = emit
+        self._waits_until_free: list[int] = []
 
     def dispatch(self, item: Item) -> None:
         """Apply one message. Raises an exception that is sent as one."""
@@ -52,6 +54,8 @@ class Dispatcher:
                 self._core.abort_request(request_id, attempt, choice)
             case Call():
                 self._emit(self._call(item))
+            case UntilFree(call_id):
+                self._waits_until_free.append(call_id)
             case Ping():
                 pass  # it has been counted
             case Shutdown():
@@ -60,6 +64,14 @@ class Dispatcher:
                 raise item
             case _:
                 self._core.request_step()
+
+    def answer_until_free(self) -> None:
+        """Answer every ``UntilFree`` if the core holds nothing for others. To be called when all outputs are sent."""
+        if self._waits_until_free and self._core.scheduler.load.is_free():
+            waits = self._waits_until_free
+            self._waits_until_free = []
+            for call_id in waits:
+                self._emit(CallResult(call_id))
 
     def _call(self, call: Call) -> CallResult:
         try:

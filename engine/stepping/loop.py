@@ -85,6 +85,7 @@ class StepLoop:
     def _wait(self, seconds: float) -> bool:
         """Process the messages that come within ``seconds``, all that are there with the first; return whether any came."""
         self._send()
+        self._dispatcher.answer_until_free()
         try:
             self._dispatcher.dispatch(self._inbox.get(seconds))
         except Empty:

@@ -41,6 +41,11 @@ class RouterStream:
                 await self._call.details(),
             )
 
+    async def next_order(self) -> pb.RouterMessage:
+        """Return the router's next message about the worker itself."""
+        message: pb.RouterMessage = await self._call.read()
+        return message
+
     async def close(self) -> None:
         """Close the connection at once, as a crash does. Does nothing if it is closed."""
         if self._channel:

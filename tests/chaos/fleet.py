@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import socket
@@ -102,6 +103,25 @@ class Fleet:
         """Kill a process with SIGKILL, but not its children, which must detect it. Returns when it is dead."""
         os.kill(self.children[name].pid, signal.SIGKILL)
         await self.children[name].wait()
+
+    async def terminate(self, name: str, *, is_twice: bool = False) -> int:
+        """Send SIGTERM to a process, and once more a moment later if ``is_twice``; return its exit code."""
+        hurry = asyncio.Event()
+        if is_twice:
+            asyncio.get_running_loop().call_later(0.3, hurry.set)
+        return await self.children[name].stop(120.0, hurry)
+
+    async def order(self, worker: str, path: str) -> tuple[int, dict[str, Any]]:
+        """POST to the router's admin API about a worker; return status and body."""
+        url = f"http://{self.facts[ROUTER]['admin']}/admin/workers/{worker}/{path}"
+        async with aiohttp.ClientSession() as session, session.post(url) as response:
+            return response.status, await response.json()
+
+    async def drains(self) -> dict[str, int]:
+        """Return the number of ended drains by result, since the router's start."""
+        text = await read_metrics(self.facts[ROUTER]["admin"])
+        found = re.findall(r'^kvbaton_drains_total\{result="(\w+)"\} ([\d.]+)$', text, re.M)
+        return {result: int(float(value)) for result, value in found}
 
     async def restart(self, name: str) -> None:
         """Start an ended process again, with the same flags."""

@@ -18,6 +18,7 @@ from contract.sampling import SamplingParams
 from protos import worker_pb2_grpc
 from router.admission_queue import AdmissionQueue
 from router.change_signal import ChangeSignal
+from router.evacuation import Evacuation
 from router.fair_queue import QueueOrder
 from router.inbox import UnreadBytes
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
@@ -127,7 +128,15 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
-        MembershipServicer(registry, "router-0", cluster, 5.0, 3.0), server
+        MembershipServicer(
+            registry,
+            Evacuation(registry, runs, changes, RouterMetrics().drains),
+            "router-0",
+            cluster,
+            5.0,
+            3.0,
+        ),
+        server,
     )
     address = await start_grpc(
         server, "127.0.0.1:0", param="internal", credentials=cluster.server_credentials

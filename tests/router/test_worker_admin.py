@@ -13,6 +13,7 @@ from protos import worker_pb2 as pb
 from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing.script import Script
+from router.testing.worker import ScriptedWorker
 from tests.private_files import write_private
 from tests.router.cluster import PAIR, SECRET, Cluster, running_cluster
 from tests.text.tiny_model import END, word_id
@@ -174,3 +175,76 @@ async def test_the_states_of_a_worker() -> None:
         async with asyncio.timeout(20):
             await cluster.service.wait_for_workers(0)
         assert await workers_of(cluster) == {}
+
+
+async def ordered(cluster: Cluster, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+    url = f"http://{cluster.service.addresses.admin}/admin/workers/{path}"
+    async with cluster.session.post(url, headers=headers) as response:
+        return response.status, await response.json()
+
+
+async def obey(worker: ScriptedWorker, credit: pb.Credit) -> pb.RouterMessage:
+    """Answer the router's next order to this worker with a credit; return the order."""
+    order = await worker.stream.next_order()
+    worker.stream.grant(credit)
+    return order
+
+
+async def test_an_operator_drains_a_worker_and_waits_until_it_is_empty() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = cluster.workers["decode-0"]
+        drained = asyncio.create_task(ordered(cluster, "decode-0/drain?deadline=7&wait=60"))
+        order = await obey(worker, pb.Credit(is_draining=True, drain_seconds=7))
+        assert order.drain.deadline_seconds == 7
+        await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]))
+        assert (await workers_of(cluster))["decode-0"]["state"] == "draining"
+        assert not drained.done()
+        worker.stream.grant(pb.Credit(is_draining=True, is_empty=True))
+        status, facts = await drained
+        assert (status, facts["id"], facts["state"]) == (200, "decode-0", "empty")
+        undrained = asyncio.create_task(ordered(cluster, "decode-0/undrain"))
+        order = await obey(worker, pb.Credit(max_requests=256, max_tokens=2**20))
+        assert order.HasField("undrain")
+        status, facts = await undrained
+        assert (status, facts["state"]) == (200, "serving")
+
+
+async def test_a_drain_that_takes_longer_than_the_wait_goes_on() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        draining = asyncio.create_task(ordered(cluster, "prefill-0/drain?wait=0.05"))
+        order = await obey(cluster.workers["prefill-0"], pb.Credit(is_draining=True, drain_seconds=30))
+        assert not order.drain.HasField("deadline_seconds")
+        status, facts = await draining
+        assert (status, facts["state"]) == (202, "draining")
+
+
+async def test_a_worker_that_leaves_ends_the_wait() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = cluster.workers["prefill-0"]
+        draining = asyncio.create_task(ordered(cluster, "prefill-0/drain?wait=60"))
+        await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        await worker.die()
+        assert (await draining)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "text"),
+    [
+        ("nobody/drain", 404, "no worker 'nobody' is attached"),
+        ("nobody/undrain", 404, "no worker 'nobody' is attached"),
+        ("decode-0/drain?wait=long", 400, "wait is 'long'"),
+        ("decode-0/drain?deadline=-1", 400, "deadline is '-1'"),
+    ],
+)
+async def test_a_wrong_order_is_refused_with_the_reason(path: str, status: int, text: str) -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        found, answer = await ordered(cluster, path)
+        assert found == status
+        assert text in answer["error"]["message"]
+
+
+async def test_orders_need_the_admin_key() -> None:
+    async with running_cluster(HELLO, PAIR, api_keys=CLIENT, admin_keys=ADMIN) as cluster:
+        for name in ("drain", "undrain"):
+            for headers in (None, bearer(CLIENT)):
+                assert (await ordered(cluster, f"decode-0/{name}", headers))[0] == 401

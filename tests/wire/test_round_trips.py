@@ -20,6 +20,8 @@ from wire.legs import (
     decode_to_proto,
     embed_from_proto,
     embed_to_proto,
+    hand_off_from_proto,
+    hand_off_to_proto,
     prefill_from_proto,
     prefill_to_proto,
     source_from_proto,
@@ -28,6 +30,8 @@ from wire.legs import (
 from wire.membership import (
     credit_from_proto,
     credit_to_proto,
+    drain_from_proto,
+    drain_to_proto,
     layout_from_proto,
     layout_to_proto,
     load_from_proto,
@@ -87,6 +91,7 @@ CODECS = (
     Codec(pb.DecodeRequest, strategies.decodes, _leg(decode_to_proto), decode_from_proto),
     _embed_codec(PoolingParams("last", normalize=True)),
     _embed_codec(PoolingParams("mean", normalize=False)),
+    Codec(pb.HandOffRequest, strategies.hand_offs, lambda it: hand_off_to_proto(*it), hand_off_from_proto),
     Codec(pb.CancelRequest, strategies.cancels, lambda it: cancel_to_proto(*it), cancel_from_proto),
     Codec(pb.ModelFile, strategies.pieces, lambda it: piece_to_proto(*it), piece_from_proto),
     Codec(pb.Registration, strategies.registrations, registration_to_proto, registration_from_proto),
@@ -94,12 +99,13 @@ CODECS = (
     Codec(pb.Welcome, strategies.welcomes, welcome_to_proto, welcome_from_proto),
     Codec(pb.Load, strategies.loads, load_to_proto, load_from_proto),
     Codec(pb.Credit, strategies.credits, credit_to_proto, credit_from_proto),
+    Codec(pb.Drain, strategies.drains, drain_to_proto, drain_from_proto),
     Codec(pb.PositionLogprobs, strategies.logprobs, logprobs_to_proto, logprobs_from_proto),
     Codec(pb.LegTimings, strategies.timings, timings_to_proto, timings_from_proto),
     Codec(pb.TokenEntry, strategies.outputs, output_to_proto, output_from_proto),
     Codec(pb.StepOutput, strategies.steps, lambda it: step_to_proto(*it), _read_step),
 )
-EMPTY = {"Accepted", "GetModelFilesRequest", "Goodbye"}
+EMPTY = {"Accepted", "GetModelFilesRequest", "Goodbye", "Undrain"}
 ENVELOPES = {"WorkerMessage", "RouterMessage"}
 """They hold one of the others; the stream that reads them asks which."""
 

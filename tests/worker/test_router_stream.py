@@ -49,6 +49,10 @@ class LeavingRouter(worker_pb2_grpc.MembershipServicer):
             await asyncio.Event().wait()
 
 
+def ignore(_: pb.RouterMessage) -> None:
+    """Do nothing."""
+
+
 def address_of(address: str) -> RouterAddress:
     return RouterAddress(address, worker_tls(SECRET, "w", "b"), 3.0)
 
@@ -63,7 +67,7 @@ async def streaming(
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', router_tls(SECRET).server_credentials)}"
     await server.start()
     stream = RouterStream(
-        address_of(address), pb.Registration(), pb.Credit(), on_lost, max_unread_bytes=2**20
+        address_of(address), pb.Registration(), pb.Credit, on_lost, ignore, max_unread_bytes=2**20
     )
     run = asyncio.create_task(stream.run())
     try:
@@ -148,7 +152,7 @@ async def test_another_program_on_the_routers_port_receives_nothing(
         lost.put_nowait(None)
 
     registration = pb.Registration(worker_id="w", boot_id="b")
-    stream = RouterStream(address_of(address), registration, pb.Credit(), on_lost)
+    stream = RouterStream(address_of(address), registration, pb.Credit, on_lost, ignore)
     run = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(40):
@@ -179,7 +183,7 @@ async def test_a_worker_whose_router_was_never_authenticated_ends_with_the_reaso
     async def on_lost() -> None:
         raise AssertionError("it was never attached")
 
-    stream = RouterStream(address_of(address), pb.Registration(), pb.Credit(), on_lost)
+    stream = RouterStream(address_of(address), pb.Registration(), pb.Credit, on_lost, ignore)
     try:
         with pytest.raises(IncompatiblePeerError, match="does not prove that it holds"):
             async with asyncio.timeout(20):

@@ -1,0 +1,124 @@
+"""Takes the legs of draining workers to other workers, so that no request waits for, or fails with, a worker that ends.
+
+1. A worker drains: its credit is nothing, so no leg is bound to it any more. Legs on which an answer is to end, and which
+   have emitted nothing there, begin again on another worker if there is one. All others continue.
+2. At the worker's deadline each leg that is left begins again on another worker, behind the tokens that were delivered.
+3. The worker reports that it is empty, or is gone.
+
+A leg that begins again is a replay (law 5) without a failure: it does not count as one of those that a request survives.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from router.attached_worker import AttachedWorker
+from router.change_signal import ChangeSignal
+from router.leg_failure import WorkerDrainedError
+from router.metrics import DrainMetrics
+from router.registry import Registry
+from router.request_run import RequestRuns
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Drain:
+    """A drain that is on. timer: for its deadline. were_moved: legs were left at the deadline."""
+
+    began: float
+    timer: asyncio.TimerHandle | None = None
+    were_moved: bool = False
+    is_empty: bool = False
+
+    def stop_timer(self) -> None:
+        if self.timer:
+            self.timer.cancel()
+            self.timer = None
+
+
+class Evacuation:
+    """Owns the drains of attached workers that are on. clock: seconds, for metrics.
+
+    ``changes`` is notified when a worker drains, or is empty.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        runs: RequestRuns,
+        changes: ChangeSignal,
+        metrics: DrainMetrics,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._changes = changes
+        self._metrics = metrics
+        self._clock = clock
+        self._drains: dict[AttachedWorker, _Drain] = {}
+
+    def credit_changed(self, worker: AttachedWorker) -> None:
+        """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
+        credit = worker.capacity.credit
+        if not credit.is_draining:
+            self._end(worker, "undone")
+        elif worker not in self._drains:
+            self._begin(worker)
+        if (drain := self._drains.get(worker)) is None:
+            return
+        drain.stop_timer()
+        self._changes.notify()
+        if credit.is_empty and not drain.is_empty:
+            self._record(drain, "moved" if drain.were_moved else "empty")
+        drain.is_empty = credit.is_empty
+        if not credit.is_empty and not drain.were_moved:
+            drain.timer = asyncio.get_running_loop().call_later(
+                credit.drain_seconds, self.move_legs, worker, "its time to drain is over"
+            )
+
+    def worker_gone(self, worker: AttachedWorker) -> None:
+        """End the drain of a worker that is detached, if one is on."""
+        self._end(worker, "lost")
+
+    def move_legs(self, worker: AttachedWorker, why: str) -> None:
+        """Begin all legs that are bound to a worker again on other workers, at once."""
+        text = f"worker {worker.name} has given the request up: {why}"
+        num_moved = sum(run.leave(worker, WorkerDrainedError(text)) for run in list(self._runs.open_runs))
+        if num_moved:
+            logger.info("%d answers leave worker %s: %s", num_moved, worker.name, why)
+        if drain := self._drains.get(worker):
+            drain.were_moved = True
+
+    def _begin(self, worker: AttachedWorker) -> None:
+        credit = worker.capacity.credit
+        logger.info(
+            "worker %s drains: its %d legs have %.1f s",
+            worker.name,
+            worker.capacity.num_requests,
+            credit.drain_seconds,
+        )
+        self._drains[worker] = _Drain(self._clock())
+        if self._has_other(worker):
+            text = f"worker {worker.name} drains, and has not begun to decode the request"
+            for run in list(self._runs.open_runs):
+                run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
+
+    def _has_other(self, worker: AttachedWorker) -> bool:
+        """Return True if another worker has the role of this one and accepts legs."""
+        return any(
+            other is not worker and other.role is worker.role and other.has_credit
+            for other in self._registry.workers
+        )
+
+    def _end(self, worker: AttachedWorker, result: str) -> None:
+        drain = self._drains.pop(worker, None)
+        if drain:
+            drain.stop_timer()
+            if not drain.is_empty:
+                self._record(drain, result)
+
+    def _record(self, drain: _Drain, result: str) -> None:
+        self._metrics.ended(result, self._clock() - drain.began)

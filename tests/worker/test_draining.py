@@ -1,0 +1,271 @@
+"""The drain of one worker between a real router and a fake engine, by each of its triggers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import pytest
+
+from contract.errors import UnavailableError
+from contract.identity import Role
+from contract.membership import DrainOrder
+from engine.client import InProcessClient
+from engine.testing.fakes import start_fake_executor
+from kv_transfer.connector import TransferFactory
+from protos import worker_pb2 as pb
+from router.attached_worker import AttachedWorker
+from tests.engine_scheduling.stepping import fake_settings
+from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg, worker_settings
+from worker.drain_admin import _is_local
+from worker.lifecycle import WorkerState
+
+
+async def attached(it: Running) -> AttachedWorker:
+    await it.router.wait_for_workers(1)
+    (worker,) = it.router._path.registry.workers
+    return worker
+
+
+async def until(is_true: Callable[[], object]) -> None:
+    async with asyncio.timeout(10):
+        while not is_true():
+            await asyncio.sleep(0.005)
+
+
+async def by_code(it: Running) -> None:
+    it.worker.drain.begin()
+
+
+async def by_router(it: Running) -> None:
+    (await attached(it)).drain(DrainOrder())
+
+
+async def by_admin_port(it: Running) -> None:
+    status, state = await post(it, "/drain")
+    assert (status, state["state"]) == (202, "draining")
+
+
+async def post(it: Running, path: str) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{await admin_of(it)}{path}") as response,
+    ):
+        return response.status, await response.json()
+
+
+async def get(it: Running, path: str) -> tuple[int, Any]:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{await admin_of(it)}{path}") as response,
+    ):
+        return response.status, await response.json()
+
+
+async def admin_of(it: Running) -> str:
+    return (await attached(it)).registration.admin_address
+
+
+@pytest.mark.parametrize("trigger", [by_code, by_router, by_admin_port])
+async def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(tmp_path: Path, trigger: Any) -> None:
+    """One path for every trigger: no credit, not ready, healthy, and empty when its last leg has ended."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        full = view.capacity.credit
+        await it.call("Decode", waiting_leg())
+        await trigger(it)
+        await until(lambda: view.capacity.credit.is_draining)
+        credit = view.capacity.credit
+        assert (credit.max_requests, credit.max_tokens, credit.is_empty) == (0, 0, False)
+        assert 25 < credit.drain_seconds <= 30
+        status, body = await get(it, "/ready")
+        assert (status, body["reason"]) == (503, "the worker is draining")
+        assert (await get(it, "/health"))[0] == 200
+        assert it.worker.num_requests == 1
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await until(lambda: view.capacity.credit.is_empty)
+        assert it.worker.lifecycle.state is WorkerState.DRAINING
+        it.worker.drain.undo()
+        await until(lambda: view.capacity.credit == full)
+        assert (await get(it, "/ready"))[0] == 200
+        await it.call("Decode", waiting_leg("other"))
+        assert it.worker.num_requests == 1
+
+
+async def test_the_router_and_the_admin_port_can_undo_a_drain(tmp_path: Path) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        for undo in (lambda: view.undrain(), None):
+            it.worker.drain.begin()
+            await until(lambda: view.capacity.credit.is_empty)
+            if undo:
+                undo()
+            else:
+                assert await post(it, "/undrain") == (200, {**state_of(it), "state": "serving"})
+            await until(lambda: view.capacity.credit.max_requests)
+
+
+def state_of(it: Running) -> dict[str, Any]:
+    return {"worker_id": "w", "state": "draining", "is_empty": False, "num_requests": 0}
+
+
+async def test_a_worker_that_attaches_while_it_drains_gets_nothing(tmp_path: Path) -> None:
+    """A router that comes back must not bind legs to it."""
+    async with running(Role.DECODE, tmp_path) as it:
+        first = await attached(it)
+        it.worker.drain.begin()
+        await until(lambda: first.capacity.credit.is_empty)
+        first.gone.set()
+        await until(lambda: it.router._path.registry.workers not in ([], [first]))
+        second = await attached(it)
+        await until(lambda: second.capacity.credit.is_draining)
+        assert (second.capacity.credit.max_requests, second.capacity.credit.is_empty) == (0, True)
+
+
+async def test_a_leg_that_was_sent_before_the_drain_was_known_is_served(tmp_path: Path) -> None:
+    """It is accepted, and the worker is empty again only when it has ended."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        it.worker.drain.begin()
+        await until(lambda: view.capacity.credit.is_empty)
+        await it.call("Decode", waiting_leg())
+        await until(lambda: not view.capacity.credit.is_empty)
+        assert not it.worker.drain.is_empty
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await until(lambda: view.capacity.credit.is_empty)
+
+
+async def test_the_earliest_deadline_counts(tmp_path: Path) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        drain = it.worker.drain
+        drain.begin(8.0)
+        drain.begin(20.0)
+        assert 7 < drain.seconds_left <= 8
+        drain.begin(3.0)
+        assert 2 < drain.seconds_left <= 3
+        drain.undo()
+        drain.begin(20.0)
+        assert 19 < drain.seconds_left <= 20
+
+
+async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Path) -> None:
+    """SIGTERM: the goodbye follows the last token, and the drain cannot be undone."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await it.call("Decode", waiting_leg())
+        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
+        await until(lambda: view.capacity.credit.is_draining)
+        with pytest.raises(UnavailableError, match="cannot be undone"):
+            it.worker.drain.undo()
+        assert (await post(it, "/undrain"))[0] == 503
+        view.undrain()
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        async with asyncio.timeout(10):
+            await stopping
+        assert view.is_leaving and it.worker.lifecycle.state is WorkerState.LEFT
+        with pytest.raises(UnavailableError, match="stopping"):
+            it.worker.drain.begin()
+
+
+async def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await it.call("Decode", waiting_leg())
+        at_once = asyncio.Event()
+        stopping = asyncio.create_task(it.worker.stop(at_once))
+        await until(lambda: view.capacity.credit.is_draining)
+        at_once.set()
+        async with asyncio.timeout(5):
+            await stopping
+        assert view.is_leaving
+        await until_accepted(it, 0)
+
+
+async def test_a_dead_engine_ends_the_wait(tmp_path: Path) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg())
+        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
+        await until(lambda: it.worker.drain.reason)
+        await it.worker.engine.shutdown()
+        async with asyncio.timeout(10):
+            await stopping
+
+
+async def test_the_admin_port_waits_for_an_empty_worker(tmp_path: Path) -> None:
+    """A hook that runs before the worker is stopped needs one call."""
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg())
+        status, state = await post(it, "/drain?wait=0.05&deadline=9")
+        assert (status, state["num_requests"], state["is_empty"]) == (202, 1, False)
+        assert 8 < it.worker.drain.seconds_left <= 9
+        waiting = asyncio.create_task(post(it, "/drain?wait=60"))
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        async with asyncio.timeout(10):
+            status, state = await waiting
+        assert (status, state["num_requests"], state["is_empty"]) == (200, 0, True)
+
+
+@pytest.mark.parametrize("query", ["wait=soon", "wait=-1", "deadline=nan", "deadline=inf", "wait=1e99"])
+async def test_a_time_that_is_none_is_refused_and_drains_nothing(tmp_path: Path, query: str) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        status, body = await post(it, f"/drain?{query}")
+        assert status == 400
+        assert "give seconds" in body["error"]["message"]
+        assert it.worker.drain.reason is None
+
+
+@pytest.mark.parametrize(
+    ("client", "called", "is_local"),
+    [
+        ("127.0.0.1", "127.0.0.1", True),
+        ("127.0.0.9", "127.0.0.1", True),
+        ("::1", "::1", True),
+        ("10.0.0.5", "10.0.0.5", True),
+        ("10.0.0.5", "10.0.0.6", False),
+        ("2001:db8::1", "2001:db8::2", False),
+    ],
+)
+def test_other_machines_cannot_drain_a_worker(client: str, called: str, is_local: bool) -> None:
+    """The admin port of a container may be reachable for others, and has no key."""
+    names = {"peername": (client, 1), "sockname": (called, 2)}
+    request: Any = SimpleNamespace(transport=SimpleNamespace(get_extra_info=names.get))
+    assert _is_local(request) is is_local
+
+
+@asynccontextmanager
+async def lending(folder: Path) -> AsyncIterator[Running]:
+    """Run a prefill worker with a real connector, whose leases expire soon."""
+    settings = worker_settings(folder, "127.0.0.1:1").model_copy(
+        update={"lease_seconds": 0.5, "peer_timeout_seconds": 0.5}
+    )
+    factory = TransferFactory(settings.transfer(Role.PREFILL, "w", "boot"))
+
+    class LendingClient(InProcessClient):
+        """Starts its engine with the connector of above."""
+
+        @classmethod
+        async def start(cls, settings: Any, connector_factory: Any = None, **options: Any) -> Any:
+            return await InProcessClient.start(fake_settings(), factory, start=start_fake_executor)
+
+    async with running(Role.PREFILL, folder, LendingClient) as it:
+        yield it
+
+
+async def test_a_prefill_worker_is_empty_when_nobody_can_read_its_kv_any_more(tmp_path: Path) -> None:
+    """Its leg ends with the first token, long before the decode worker has read the prompt's KV."""
+    async with lending(tmp_path) as it:
+        view = await attached(it)
+        await it.call("Prefill", pb.PrefillRequest(task=task(), transfer_id="t"))
+        await until_accepted(it, 0)
+        it.worker.drain.begin()
+        await until(lambda: view.capacity.credit.is_draining)
+        leases = (await it.worker.debug_state())["leases"]
+        assert leases and not it.worker.drain.is_empty
+        await until(lambda: view.capacity.credit.is_empty)
+        assert (await it.worker.debug_state())["leases"] == []
