@@ -347,6 +347,50 @@ class EmbedLegRequest(_message.Message):
 Global___EmbedLegRequest: _TypeAlias = EmbedLegRequest  # noqa: Y015
 
 @_typing.final
+class HandOffRequest(_message.Message):
+    """The order to hand off a choice. The KV of its prompt and of all tokens of its answer but the newest is lent under
+    transfer_id, and the newest token is sent with it, as if a prefill leg of next_attempt had computed them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The router's id of the request."""
+    attempt: _builtins.int
+    """The attempt that runs."""
+    choice: _builtins.int
+    """Index of the choice."""
+    transfer_id: _builtins.str
+    """Name of the hand-over, made by the router."""
+    next_attempt: _builtins.int
+    """The attempt that continues the answer. A cancel of it ends the lease."""
+    deadline_seconds: _builtins.float
+    """Seconds within which the worker must begin; later it refuses (DEADLINE_EXCEEDED)."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        next_attempt: _builtins.int = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "next_attempt", b"next_attempt", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffRequest: _TypeAlias = HandOffRequest  # noqa: Y015
+
+@_typing.final
 class CancelRequest(_message.Message):
     """The request to stop."""
 
@@ -835,6 +879,7 @@ class TokenEntry(_message.Message):
     ERROR_PARAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The router's id of the request."""
     choice: _builtins.int
@@ -855,6 +900,8 @@ class TokenEntry(_message.Message):
     """Message for users."""
     error_param: _builtins.str
     """The invalid field of the request; empty if there is none."""
+    handed_over: _builtins.bool
+    """The leg's last entry after HandOff: the KV of all tokens before first_index but the last one is lent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -893,10 +940,11 @@ class TokenEntry(_message.Message):
         error_param: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "num_cached_tokens", b"num_cached_tokens", "stop_reason", b"stop_reason", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "handed_over", b"handed_over", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015

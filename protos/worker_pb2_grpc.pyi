@@ -76,6 +76,11 @@ class WorkerStub:
     """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
     Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]
     """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+    HandOff: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]
+    """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+    handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+    after any other error but UNAVAILABLE, it is left as it was.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
@@ -92,6 +97,11 @@ class WorkerAsyncStub(WorkerStub):
     """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
     Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+    HandOff: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+    handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+    after any other error but UNAVAILABLE, it is left as it was.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
@@ -123,6 +133,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
         """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+
+    @_abc_1.abstractmethod
+    def HandOff(
+        self,
+        request: _worker_pb2.HandOffRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
+        """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+        handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+        after any other error but UNAVAILABLE, it is left as it was.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 from contract.layout import KVLayout
 from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from tests.wire.test_round_trips import CODECS
@@ -81,6 +81,7 @@ OUTPUT = EngineOutput(
     prompt_logprobs=[LOGPROBS, LOGPROBS],
     timings=TIMINGS,
     pooled=[0.5, -0.5],
+    handed_over=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -98,9 +99,14 @@ OUTPUT_MESSAGE = pb.TokenEntry(
     prompt_logprobs=[LOGPROBS_MESSAGE, LOGPROBS_MESSAGE],
     timings=TIMINGS_MESSAGE,
     pooled=[0.5, -0.5],
+    handed_over=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
+)
+HAND_OFF = HandOff(request_id="r", attempt=1, choice=2, transfer_id="t", next_attempt=3)
+HAND_OFF_MESSAGE = pb.HandOffRequest(
+    request_id="r", attempt=1, choice=2, transfer_id="t", next_attempt=3, deadline_seconds=0.5
 )
 REPORTED: dict[str, Any] = {
     "num_running": 1,
@@ -209,6 +215,7 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),
     (OUTPUT, OUTPUT_MESSAGE),
+    ((HAND_OFF, 0.5), HAND_OFF_MESSAGE),
     (([OUTPUT], LOAD), pb.StepOutput(entries=[OUTPUT_MESSAGE], load=LOAD_MESSAGE)),
 )
 
