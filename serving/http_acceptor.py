@@ -26,8 +26,11 @@ _REFUSAL = (
 _TLS_CLOSE_SECONDS = 5.0
 
 
-async def listen(host: str, port: int) -> list[socket.socket]:
-    """Return listening sockets for every address of ``host``, all on one port. Raises OSError."""
+async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """Return listening sockets for every address of ``host``, all on one port. Raises OSError.
+
+    is_shared: other processes of this user may listen there too; the system distributes connections among them.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -37,6 +40,8 @@ async def listen(host: str, port: int) -> list[socket.socket]:
             opened = socket.socket(family, kind, protocol)
             sockets.append(opened)
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound_port = sockets[0].getsockname()[1] or port

@@ -42,6 +42,7 @@ class GrpcPort:
                 handshake_seconds=settings.header_timeout_seconds,
                 idle_seconds=settings.idle_timeout_seconds,
                 call_seconds=settings.request_timeout_seconds,
+                is_shared=settings.reuse_port,
             ),
         )
         servicer = InferenceServicer(self._path, self._clients, settings.client_stall_seconds)

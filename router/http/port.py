@@ -32,6 +32,7 @@ class HttpPort:
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=tls.context if tls else None,
             limits=self._settings.http_limits(max_connections),
+            is_shared=self._settings.reuse_port,
         )
         return self._server.address
 
