@@ -96,12 +96,19 @@ class HttpAcceptor:
         """Begin to accept."""
         self._resume()
 
-    def close(self) -> None:
-        """Stop accepting and listening; open connections stay."""
+    def stop_listening(self) -> None:
+        """Accept the connections that wait already, and none after them; open ones stay. Does nothing the second time."""
+        if not self._is_paused:
+            for listening in self.sockets:
+                self.accept_from(listening, at_most=_BACKLOG)
         self._pause()
         self._book.call_when_room(lambda: None)
         for listening in self.sockets:
             listening.close()
+
+    def close(self) -> None:
+        """Stop accepting and listening; open connections stay, and those that are being opened end."""
+        self.stop_listening()
         for opening in self._openings:
             opening.cancel()
 
@@ -126,9 +133,9 @@ class HttpAcceptor:
         if retry_seconds is not None:
             self._retry = self._loop.call_later(retry_seconds, self._resume)
 
-    def accept_from(self, listening: Listening) -> None:
+    def accept_from(self, listening: Listening, at_most: int = _ACCEPTS_AT_ONCE) -> None:
         """Accept the connections that wait at a listening socket; called by the event loop."""
-        for _ in range(_ACCEPTS_AT_ONCE):
+        for _ in range(at_most):
             if not self._book.make_room():
                 self._pause(EVICTION_AGE_SECONDS if self._book.num_waiting else None)
                 return

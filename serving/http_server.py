@@ -29,6 +29,10 @@ class HttpServer:
         """Block until no request is being answered."""
         await self.connections.until_answered()
 
+    def stop_listening(self) -> None:
+        """Accept no further connection; open ones continue."""
+        self.acceptor.stop_listening()
+
     async def close(self) -> None:
         """Stop listening, end open connections, run the application's clean-up."""
         self.acceptor.close()

@@ -36,6 +36,11 @@ class HttpPort:
         )
         return self._server.address
 
+    def stop_listening(self) -> None:
+        """Accept no further connection; open ones continue. Does nothing before ``start``."""
+        if self._server:
+            self._server.stop_listening()
+
     async def wait_answered(self) -> None:
         """Block until no request is being answered."""
         if self._server:

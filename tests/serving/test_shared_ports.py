@@ -1,5 +1,7 @@
 """Two routers of one user on one port: both get connections, and the end of one leaves the other's as they are."""
 
+import asyncio
+import socket
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -111,3 +113,20 @@ async def test_grpc_connections_go_to_both_and_after_the_end_of_one_to_the_other
     finally:
         await first.stop(None)
         await second.stop(None)
+
+
+async def test_a_listener_that_stops_keeps_its_connections_and_leaves_new_ones_to_the_other() -> None:
+    """A client that has connected gets its answer, whether or not the process has accepted the connection."""
+    async with AsyncExitStack() as stack:
+        first = await serving("first", "127.0.0.1:0")
+        stack.push_async_callback(first.close)
+        host, port = first.address.split(":")
+        early = socket.create_connection((host, int(port)))  # the event loop does not run meanwhile
+        stack.callback(early.close)
+        early.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        first.stop_listening()
+        second = await serving("second", first.address)
+        stack.push_async_callback(second.close)
+        assert {await ask(second.address) for _ in range(ENOUGH // 4)} == {"second"}
+        answer = await asyncio.to_thread(early.makefile("rb").read)
+        assert answer.endswith(b"first")
