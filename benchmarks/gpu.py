@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.facts import run_facts
 from benchmarks.gpu_nixl import reads
-from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
+from benchmarks.gpu_shapes import LLAMA, LLAMA_PART, QWEN, TINY, Ceilings, ModelShape
 from benchmarks.gpu_steps import (
     BEST,
     RANDOM,
@@ -31,7 +31,7 @@ from benchmarks.gpu_steps import (
 )
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "reads", "handover")
+PARTS = ("ceilings", "decode", "prefill", "reads", "service", "handover")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Plan:
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
-    handover_shape: ModelShape
+    handover_shapes: tuple[ModelShape, ...]
     batches: tuple[int, ...]
     context: int
     prefill: Work
@@ -52,11 +52,11 @@ class Plan:
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), QWEN, (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
+    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
     ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
 DRY = Plan(
-    torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
+    torch.device("cpu"), (TINY,), (TINY,), (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
 )
 
 
@@ -122,17 +122,17 @@ class Run:
         plan = self._plan
         if part == "reads":
             yield from reads(plan.device, *plan.reads)
-        if part == "handover":
-            from benchmarks.gpu_handover import handovers  # the other parts do not need the services
+        if part == "service":
+            from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
 
-            given = (
-                plan.handover_shape,
-                plan.device,
-                plan.prefill.length,
-                plan.num_requests,
-                plan.transports,
-            )
-            yield from handovers(*given)
+            yield from same_answers(plan.device, plan.transports)
+        if part == "handover":
+            from benchmarks.gpu_handover import handovers
+
+            for shape in plan.handover_shapes:
+                yield from handovers(
+                    shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports
+                )
         if part in ("decode", "prefill"):
             for shape in self._shapes:
                 yield from self._steps(part, shape)

@@ -64,6 +64,10 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
             legs.pop((request.request_id, request.attempt, request.choice), None)
         return pb.Accepted()
 
+    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Reject the call: nothing is moved."""
+        raise NotImplementedError
+
     async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Reject the call: no client asks for embeddings."""
         raise NotImplementedError

@@ -186,8 +186,8 @@ class Task(_message.Message):
     deadline_seconds: _builtins.float
     """Seconds until the request ends with an error, in any state."""
     session: _builtins.str
-    """Session of the Attach stream on which the tokens are expected; a worker that has a newer session rejects the call.
-    Unset: the open session.
+    """Session of the Attach stream on which the tokens are expected; a worker on which it is not open rejects the call.
+    Unset: the only open session.
     """
     num_choices: _builtins.int
     """Number of answers to this prompt, beginning with choice; unset: one."""
@@ -345,6 +345,50 @@ class EmbedLegRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EmbedLegRequest: _TypeAlias = EmbedLegRequest  # noqa: Y015
+
+@_typing.final
+class HandOffRequest(_message.Message):
+    """The order to hand off a choice. The KV of its prompt and of all tokens of its answer but the newest is lent under
+    transfer_id, and the newest token is sent with it, as if a prefill leg of next_attempt had computed them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    CHOICE_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NEXT_ATTEMPT_FIELD_NUMBER: _builtins.int
+    DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """The router's id of the request."""
+    attempt: _builtins.int
+    """The attempt that runs."""
+    choice: _builtins.int
+    """Index of the choice."""
+    transfer_id: _builtins.str
+    """Name of the hand-over, made by the router."""
+    next_attempt: _builtins.int
+    """The attempt that continues the answer. A cancel of it ends the lease."""
+    deadline_seconds: _builtins.float
+    """Seconds within which the worker must begin; later it refuses (DEADLINE_EXCEEDED)."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        attempt: _builtins.int = ...,
+        choice: _builtins.int = ...,
+        transfer_id: _builtins.str = ...,
+        next_attempt: _builtins.int = ...,
+        deadline_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "next_attempt", b"next_attempt", "request_id", b"request_id", "transfer_id", b"transfer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HandOffRequest: _TypeAlias = HandOffRequest  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
@@ -659,8 +703,8 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """The work that a worker accepts from this router at a time. It is sent directly after Welcome, and when it changes.
-    Before that, and while max_requests is 0, no leg is bound to the worker.
+    """The work that a worker accepts from this router at a time: its share of what the worker accepts from all its routers. It is
+    sent directly after Welcome, and when it changes. Before that, and while max_requests is 0, no leg is bound to the worker.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -669,6 +713,7 @@ class Credit(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     IS_EMPTY_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
@@ -678,6 +723,10 @@ class Credit(_message.Message):
     """The worker drains: max_requests is 0, and legs that are bound continue."""
     drain_seconds: _builtins.float
     """Seconds from now on after which the router takes the legs that are left away from a draining worker."""
+    number: _builtins.int
+    """Counts the credits of this stream, from 1; the router repeats it in CreditUse. While max_requests is 0 in a credit with a
+    number and without is_draining, other routers hold all that the worker accepts.
+    """
     is_empty: _builtins.bool
     """A draining worker holds no leg and lends no KV any more."""
     def __init__(
@@ -687,15 +736,46 @@ class Credit(_message.Message):
         max_tokens: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
         drain_seconds: _builtins.float = ...,
+        number: _builtins.int = ...,
         is_empty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
+class CreditUse(_message.Message):
+    """The answer to each Credit that has a number: what the router holds. The worker gives no other router what this one may still use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the last credit received."""
+    num_requests: _builtins.int
+    """Legs that are bound to the worker, or will be."""
+    num_tokens: _builtins.int
+    """Tokens of these legs."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreditUse: _TypeAlias = CreditUse  # noqa: Y015
 
 @_typing.final
 class PositionLogprobs(_message.Message):
@@ -799,6 +879,7 @@ class TokenEntry(_message.Message):
     ERROR_PARAM_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    HANDED_OVER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The router's id of the request."""
     choice: _builtins.int
@@ -819,6 +900,8 @@ class TokenEntry(_message.Message):
     """Message for users."""
     error_param: _builtins.str
     """The invalid field of the request; empty if there is none."""
+    handed_over: _builtins.bool
+    """The leg's last entry after HandOff: the KV of all tokens before first_index but the last one is lent."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -857,10 +940,11 @@ class TokenEntry(_message.Message):
         error_param: _builtins.str = ...,
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
+        handed_over: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "num_cached_tokens", b"num_cached_tokens", "stop_reason", b"stop_reason", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "handed_over", b"handed_over", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
@@ -1008,6 +1092,7 @@ class RouterMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CREDIT_USE_FIELD_NUMBER: _builtins.int
     UNDRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
@@ -1016,6 +1101,8 @@ class RouterMessage(_message.Message):
     @_builtins.property
     def drain(self) -> Global___Drain: ...
     @_builtins.property
+    def credit_use(self) -> Global___CreditUse: ...
+    @_builtins.property
     def undrain(self) -> Global___Undrain: ...
     def __init__(
         self,
@@ -1023,13 +1110,14 @@ class RouterMessage(_message.Message):
         welcome: Global___Welcome | None = ...,
         goodbye: Global___Goodbye | None = ...,
         drain: Global___Drain | None = ...,
+        credit_use: Global___CreditUse | None = ...,
         undrain: Global___Undrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "undrain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "credit_use", "undrain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

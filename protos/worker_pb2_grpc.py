@@ -47,8 +47,8 @@ class MembershipServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-        counts as dead.
+        """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+        worker whose stream closes counts as dead. A worker has one stream to each of its routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -127,6 +127,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
+        self.HandOff = channel.unary_unary(
+                '/kvbaton.v1.Worker/HandOff',
+                request_serializer=protos_dot_worker__pb2.HandOffRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
+                _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/kvbaton.v1.Worker/Cancel',
                 request_serializer=protos_dot_worker__pb2.CancelRequest.SerializeToString,
@@ -164,6 +169,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HandOff(self, request, context):
+        """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+        handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+        after any other error but UNAVAILABLE, it is left as it was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Cancel(self, request, context):
         """Stop a request and free everything that it holds. Unknown ids are ignored.
         """
@@ -194,6 +208,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'Embed': grpc.unary_unary_rpc_method_handler(
                     servicer.Embed,
                     request_deserializer=protos_dot_worker__pb2.EmbedLegRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
+            ),
+            'HandOff': grpc.unary_unary_rpc_method_handler(
+                    servicer.HandOff,
+                    request_deserializer=protos_dot_worker__pb2.HandOffRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
@@ -288,6 +307,33 @@ class Worker:
             target,
             '/kvbaton.v1.Worker/Embed',
             protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
+            protos_dot_worker__pb2.Accepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HandOff(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Worker/HandOff',
+            protos_dot_worker__pb2.HandOffRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

@@ -34,8 +34,8 @@ class MembershipStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.WorkerMessage, _worker_pb2.RouterMessage]
-    """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-    counts as dead.
+    """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+    worker whose stream closes counts as dead. A worker has one stream to each of its routers.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class MembershipAsyncStub(MembershipStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_worker_pb2.WorkerMessage, _worker_pb2.RouterMessage]  # type: ignore[assignment]
-    """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-    counts as dead.
+    """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+    worker whose stream closes counts as dead. A worker has one stream to each of its routers.
     """
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +57,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.WorkerMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.RouterMessage], _abc.AsyncIterator[_worker_pb2.RouterMessage]]:
-        """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-        counts as dead.
+        """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+        worker whose stream closes counts as dead. A worker has one stream to each of its routers.
         """
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
@@ -76,6 +76,11 @@ class WorkerStub:
     """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
     Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]
     """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+    HandOff: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]
+    """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+    handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+    after any other error but UNAVAILABLE, it is left as it was.
+    """
     Cancel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
@@ -92,6 +97,11 @@ class WorkerAsyncStub(WorkerStub):
     """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
     Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+    HandOff: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+    handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+    after any other error but UNAVAILABLE, it is left as it was.
+    """
     Cancel: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
@@ -123,6 +133,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
         """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+
+    @_abc_1.abstractmethod
+    def HandOff(
+        self,
+        request: _worker_pb2.HandOffRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
+        """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
+        handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
+        after any other error but UNAVAILABLE, it is left as it was.
+        """
 
     @_abc_1.abstractmethod
     def Cancel(

@@ -15,6 +15,7 @@ from contract.errors import (
     InternalError,
     InvalidRequestError,
     KvbatonError,
+    NotFoundError,
     OverloadedError,
     WorkerLostError,
 )
@@ -28,6 +29,7 @@ from wire.model_files import piece_from_proto
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.FAILED_PRECONDITION: IncompatiblePeerError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: WorkerLostError,
@@ -80,6 +82,13 @@ class WorkerCalls:
             await self._stub.Embed(request, timeout=self._timeout)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._error("Embed", error) from error
+
+    async def hand_off(self, request: pb.HandOffRequest) -> None:
+        """Order a choice to be handed off. NotFoundError: the worker does not have it (any more)."""
+        try:
+            await self._stub.HandOff(request, timeout=self._timeout)
+        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
+            raise self._error("HandOff", error) from error
 
     async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
         """Cancel one choice of a request, in all attempts up to this one."""

@@ -1,10 +1,10 @@
-"""Converts the calls that start a leg on a worker, and the call that cancels a request.
+"""Converts the calls that start a leg on a worker, hand one off, or cancel a request.
 
 A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both.
 """
 
 from contract.errors import InvalidRequestError
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from protos import worker_pb2 as pb
 from wire.tasks import task_from_proto, task_to_proto
 
@@ -70,6 +70,35 @@ def embed_to_proto(request: EngineRequest, session: str) -> pb.EmbedLegRequest:
 def embed_from_proto(message: pb.EmbedLegRequest, pooling: PoolingParams) -> EngineRequest:
     """Translate an embedding that is pooled by ``pooling``. Raises InvalidRequestError for a task without id or prompt."""
     return task_from_proto(message.task, pooling=pooling)
+
+
+def hand_off_to_proto(order: HandOff, deadline_seconds: float) -> pb.HandOffRequest:
+    """Translate the order to hand a choice off within ``deadline_seconds``."""
+    return pb.HandOffRequest(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        choice=order.choice,
+        transfer_id=order.transfer_id,
+        next_attempt=order.next_attempt,
+        deadline_seconds=deadline_seconds,
+    )
+
+
+def hand_off_from_proto(message: pb.HandOffRequest) -> tuple[HandOff, float]:
+    """Translate the order to hand a choice off. Return it and its deadline in seconds.
+
+    Raises InvalidRequestError without a ``transfer_id``, or if the next attempt is not newer.
+    """
+    if not message.transfer_id or message.next_attempt <= message.attempt:
+        raise InvalidRequestError("a hand-off needs a transfer_id and a next_attempt above the attempt")
+    order = HandOff(
+        request_id=message.request_id,
+        attempt=message.attempt,
+        choice=message.choice,
+        transfer_id=message.transfer_id,
+        next_attempt=message.next_attempt,
+    )
+    return order, message.deadline_seconds
 
 
 def cancel_to_proto(request_id: str, attempt: int, choice: int | None) -> pb.CancelRequest:

@@ -37,6 +37,7 @@ def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
         error_message=output.error_message or "",
         error_param=output.error_param or "",
         pooled=output.pooled or (),
+        handed_over=output.handed_over,
     )
 
 
@@ -61,6 +62,7 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         error_message=entry.error_message or None,
         error_param=entry.error_param or None,
         pooled=entry.pooled[:] if entry.pooled else None,
+        handed_over=entry.handed_over,
     )
 
 

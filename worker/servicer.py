@@ -8,12 +8,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from contract.errors import KvbatonError
+from contract.errors import InvalidRequestError, KvbatonError
 from contract.requests import EngineRequest
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.errors import grpc_code
-from wire.legs import cancel_from_proto, decode_from_proto, embed_from_proto, prefill_from_proto
+from wire.legs import (
+    cancel_from_proto,
+    decode_from_proto,
+    embed_from_proto,
+    hand_off_from_proto,
+    prefill_from_proto,
+)
 from wire.model_files import piece_to_proto
 from worker.lifecycle import LegCall
 from worker.model_files import model_files
@@ -56,6 +62,20 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await self._accept(embed_from_proto(request, pooling), request.task)
 
         return await self._answer(accept(), context)
+
+    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Lend the KV of a choice that is being decoded, whatever the role is now."""
+
+        async def hand_off() -> None:
+            order, seconds = hand_off_from_proto(request)
+            try:
+                await self._worker.hand_off(order, seconds)
+            except (
+                InvalidRequestError
+            ) as error:  # the call is right, and the state of the choice does not fit
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+
+        return await self._answer(hand_off(), context)
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Stop a request, or one choice of it; unknown ids are ignored."""

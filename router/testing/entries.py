@@ -36,6 +36,17 @@ def embedding_entry(task: pb.Task, script: Script) -> pb.TokenEntry:
     return entry
 
 
+def handed_over_entry(order: pb.HandOffRequest, next_index: int) -> pb.TokenEntry:
+    """Return the entry that ends a leg which was handed off after ``next_index`` tokens of the answer."""
+    return pb.TokenEntry(
+        request_id=order.request_id,
+        attempt=order.attempt,
+        choice=order.choice,
+        first_index=next_index,
+        handed_over=True,
+    )
+
+
 def error_entry(task: pb.Task, script: Script) -> pb.TokenEntry:
     """Return the entry that ends a leg with the script's error."""
     return pb.TokenEntry(

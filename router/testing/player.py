@@ -1,12 +1,23 @@
 """The legs of a scripted worker while they are played."""
 
 import asyncio
+from dataclasses import dataclass
 
+from contract.errors import NotFoundError
 from protos import worker_pb2 as pb
 from router.tasks import TaskSet
-from router.testing.entries import embedding_entry, error_entry, token_entry
+from router.testing.entries import embedding_entry, error_entry, handed_over_entry, token_entry
 from router.testing.script import Script, Writer
 from router.testing.stream import RouterStream
+
+
+@dataclass
+class _Leg:
+    """A leg that is played. next_index: index of the token that it emits next. playing: None before it is begun."""
+
+    script: Script
+    next_index: int
+    playing: asyncio.Task[None] | None = None
 
 
 class ScriptPlayer:
@@ -16,8 +27,11 @@ class ScriptPlayer:
         self._name = name
         self.script = script
         self._stream = stream
+        self.may_hand_off = asyncio.Event()
+        """Clear it to delay hand-offs."""
+        self.may_hand_off.set()
         self._tasks = TaskSet()
-        self._legs: dict[tuple[str, int, int], asyncio.Task[None]] = {}
+        self._legs: dict[tuple[str, int, int], _Leg] = {}
 
     def begin(self, task: pb.Task, end: int | None, *, is_embedding: bool = False) -> Script:
         """Begin to play one choice of a task, unless its script refuses it, and return the script.
@@ -26,34 +40,49 @@ class ScriptPlayer:
         """
         script = self.script(task)
         if not script.refuse:
-            leg = self._play_embedding(task, script) if is_embedding else self._play(task, script, end)
-            self._legs[task.request_id, task.attempt, task.choice] = self._tasks.spawn(
-                leg, f"{self._name} plays {task.request_id}"
-            )
+            leg = _Leg(script, task.first_index)
+            self._legs[task.request_id, task.attempt, task.choice] = leg
+            playing = self._play_embedding(task, script) if is_embedding else self._play(task, leg, end)
+            leg.playing = self._tasks.spawn(playing, f"{self._name} plays {task.request_id}")
         return script
 
     def cancel(self, request: pb.CancelRequest) -> None:
         """Stop a choice's attempts up to the given one."""
         for (request_id, attempt, choice), leg in self._legs.items():
-            if (request_id, choice) == (request.request_id, request.choice) and attempt <= request.attempt:
-                leg.cancel()
+            is_same = (request_id, choice) == (request.request_id, request.choice)
+            if is_same and attempt <= request.attempt and leg.playing:
+                leg.playing.cancel()
+
+    async def hand_off(self, order: pb.HandOffRequest) -> None:
+        """End a leg behind the tokens that it has emitted. Raises NotFoundError if it is over, and the script's refusal."""
+        await self.may_hand_off.wait()
+        leg = self._legs.get((order.request_id, order.attempt, order.choice))
+        if leg is None or leg.playing is None or leg.playing.done():
+            raise NotFoundError(f"{self._name} does not play {order.request_id}")
+        if leg.script.refuse_hand_off:
+            raise leg.script.refuse_hand_off
+        leg.playing.cancel()
+        if leg.script.dies_at_hand_off:
+            await self._stream.close()
+        else:
+            self._stream.send(handed_over_entry(order, leg.next_index))
 
     async def close(self) -> None:
         """Stop all legs."""
         await self._tasks.close(0.0)
 
-    async def _play(self, task: pb.Task, script: Script, end: int | None) -> None:
+    async def _play(self, task: pb.Task, leg: _Leg, end: int | None) -> None:
+        script = leg.script
         total = min(len(script.tokens), task.sampling.max_tokens)
         stop = total if end is None else min(end, total)
-        index = task.first_index
-        while index < stop:
+        while (index := leg.next_index) < stop:
             if await self._is_ended_at(index, task, script):
                 return
             size = 1 if script.has_event_in(index, script.tokens_per_step) else script.tokens_per_step
             chunk = script.tokens[index : min(index + size, stop)]
             if script.gap_at != index:
                 self._stream.send(token_entry(task, script, index, chunk, total))
-            index += len(chunk)
+            leg.next_index += len(chunk)
 
     async def _play_embedding(self, task: pb.Task, script: Script) -> None:
         if not await self._is_ended_at(0, task, script):

@@ -16,6 +16,7 @@ class Script:
     stall_at: wait for ever before the token with this index. fail_at: end with ``error`` there. die_at: close the worker's
     stream there. gap_at: leave this token out. refuse: reject the leg with this error. is_mute: play the leg, but never
     answer the call that started it. token_delay_seconds: before each token. tokens_per_step: tokens in one message.
+    refuse_hand_off: answer HandOff with this error. dies_at_hand_off: close the worker's stream instead.
     prompt_logprobs: of the prompt's tokens from the second one on. embedding: the answer to an embedding leg.
     """
 
@@ -29,6 +30,8 @@ class Script:
     gap_at: int | None = None
     refuse: KvbatonError | None = None
     is_mute: bool = False
+    refuse_hand_off: KvbatonError | None = None
+    dies_at_hand_off: bool = False
     token_delay_seconds: float = 0.0
     tokens_per_step: int = 1
     timings: pb.LegTimings | None = None

@@ -8,6 +8,7 @@ from typing import Any, Self
 import grpc
 import grpc.aio
 
+from contract.errors import KvbatonError
 from contract.identity import Role, new_boot_id
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
@@ -26,6 +27,7 @@ class ReceivedCalls:
     prefills: list[pb.PrefillRequest] = field(default_factory=list)
     decodes: list[pb.DecodeRequest] = field(default_factory=list)
     embeds: list[pb.EmbedLegRequest] = field(default_factory=list)
+    hand_offs: list[pb.HandOffRequest] = field(default_factory=list)
     cancels: list[pb.CancelRequest] = field(default_factory=list)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -126,6 +128,16 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         """Play the embedding."""
         self.received.embeds.append(request)
         return await self._accept(request.task, context, is_embedding=True)
+
+    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """End a leg behind the tokens that it has emitted."""
+        self.received.hand_offs.append(request)
+        await self.received.notify()
+        try:
+            await self.player.hand_off(request)
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        return pb.Accepted()
 
     async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Stop a choice's attempts up to the given one."""

@@ -47,6 +47,7 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
     Prefill: Any = _refuse
     Decode: Any = _refuse
     Embed: Any = _refuse
+    HandOff: Any = _refuse
     GetModelFiles: Any = _refuse
 
 

@@ -3,9 +3,9 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
 
 UINT32 = st.integers(0, 2**32 - 1)
@@ -110,6 +110,7 @@ outputs = st.builds(
     token_ids=st.lists(UINT32, max_size=3),
     logprobs=st.none() | st.lists(logprobs, min_size=1, max_size=2),
     is_leg_finished=st.just(False),
+    handed_over=st.booleans(),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_reason=st.none() | UINT32,
     num_cached_tokens=st.none() | UINT32,
@@ -163,11 +164,24 @@ credits = st.builds(
     Credit,
     max_requests=UINT32,
     max_tokens=UINT64,
+    number=UINT64,
     is_draining=st.booleans(),
     drain_seconds=DOUBLES,
     is_empty=st.booleans(),
 )
 drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
+credit_uses = st.builds(CreditUse, number=UINT64, num_requests=UINT32, num_tokens=UINT64)
+hand_offs = st.tuples(
+    st.builds(
+        HandOff,
+        request_id=TEXTS,
+        attempt=st.integers(0, 2**31),
+        choice=UINT32,
+        transfer_id=NAMES,
+        next_attempt=st.integers(2**31 + 1, 2**32 - 1),
+    ),
+    DOUBLES,
+)
 cancels = st.tuples(TEXTS, UINT32, st.none() | UINT32)
 pieces = st.tuples(TEXTS, st.binary(max_size=8))
 steps = st.tuples(st.lists(outputs, max_size=2), st.none() | loads)

@@ -6,9 +6,9 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
-from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
 from tests.wire.test_round_trips import CODECS
@@ -81,6 +81,7 @@ OUTPUT = EngineOutput(
     prompt_logprobs=[LOGPROBS, LOGPROBS],
     timings=TIMINGS,
     pooled=[0.5, -0.5],
+    handed_over=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -98,9 +99,14 @@ OUTPUT_MESSAGE = pb.TokenEntry(
     prompt_logprobs=[LOGPROBS_MESSAGE, LOGPROBS_MESSAGE],
     timings=TIMINGS_MESSAGE,
     pooled=[0.5, -0.5],
+    handed_over=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
+)
+HAND_OFF = HandOff(request_id="r", attempt=1, choice=2, transfer_id="t", next_attempt=3)
+HAND_OFF_MESSAGE = pb.HandOffRequest(
+    request_id="r", attempt=1, choice=2, transfer_id="t", next_attempt=3, deadline_seconds=0.5
 )
 REPORTED: dict[str, Any] = {
     "num_running": 1,
@@ -198,13 +204,18 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     ),
     (LOAD, LOAD_MESSAGE),
     (
-        Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
-        pb.Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
+        Credit(max_requests=1, max_tokens=2, number=3, is_draining=True, drain_seconds=3.5, is_empty=True),
+        pb.Credit(max_requests=1, max_tokens=2, number=3, is_draining=True, drain_seconds=3.5, is_empty=True),
     ),
     (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
+    (
+        CreditUse(number=1, num_requests=2, num_tokens=3),
+        pb.CreditUse(number=1, num_requests=2, num_tokens=3),
+    ),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),
     (OUTPUT, OUTPUT_MESSAGE),
+    ((HAND_OFF, 0.5), HAND_OFF_MESSAGE),
     (([OUTPUT], LOAD), pb.StepOutput(entries=[OUTPUT_MESSAGE], load=LOAD_MESSAGE)),
 )
 

@@ -1,6 +1,7 @@
 """The codec refuses messages that make no sense, and gives absent fields their meaning."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from wire.legs import (
     decode_to_proto,
     embed_from_proto,
     embed_to_proto,
+    hand_off_from_proto,
     prefill_from_proto,
     prefill_to_proto,
 )
@@ -150,3 +152,15 @@ def test_a_step_without_a_load_says_nothing_of_it() -> None:
 def test_an_empty_registration_lacks_everything() -> None:
     assert registration_from_proto(pb.Registration()) == Registration()
     assert registration_from_proto(pb.Registration(kv_layout=pb.KvLayout())).kv_layout is not None
+
+
+@pytest.mark.parametrize(
+    "bad", [{"transfer_id": ""}, {"next_attempt": 1}, {"next_attempt": 0}], ids=lambda bad: next(iter(bad))
+)
+def test_a_hand_off_to_no_newer_attempt_or_without_a_transfer_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="a hand-off needs"):
+        hand_off_from_proto(
+            pb.HandOffRequest(
+                **{"request_id": "r", "attempt": 1, "next_attempt": 2, "transfer_id": "t", **bad}
+            )
+        )
