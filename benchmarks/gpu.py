@@ -31,7 +31,7 @@ from benchmarks.gpu_steps import (
 )
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "reads", "handover")
+PARTS = ("ceilings", "decode", "prefill", "reads", "service", "handover")
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,12 @@ class Run:
         plan = self._plan
         if part == "reads":
             yield from reads(plan.device, *plan.reads)
+        if part == "service":
+            from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
+
+            yield from same_answers(plan.device, plan.transports)
         if part == "handover":
-            from benchmarks.gpu_handover import handovers  # the other parts do not need the services
+            from benchmarks.gpu_handover import handovers
 
             given = (
                 plan.handover_shape,

@@ -57,7 +57,7 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
     parts = {
         part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "reads", "handover")
+        for part in ("decode", "prefill", "reads", "service", "handover")
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
@@ -66,6 +66,8 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     assert all(row["share_of_bound"] > 0 for part in ("decode", "prefill") for row in parts[part]["rows"])
     (read,) = parts["reads"]["rows"]
     assert read["is_right"], read
+    (service,) = parts["service"]["rows"]
+    assert service["equal_answers"] == service["answers"] == 6, service
     (handover,) = parts["handover"]["rows"]
     assert "error" not in handover, handover
     assert handover["ttft_ms"] > 0

@@ -123,7 +123,7 @@ async def test_wrong_keys_are_counted_in_the_log(caplog: pytest.LogCaptureFixtur
                     await cluster.inference(channel).ListModels(
                         pb.ListModelsRequest(), metadata=(("authorization", "Bearer sk-wrong-and-secret"),)
                     )
-    lines = [r.getMessage() for r in caplog.records if "wrong or missing API key" in r.getMessage()]
+    lines = [r.getMessage() for r in caplog.records if "wrong or missing key" in r.getMessage()]
     assert [line.partition("(")[2] for line in lines] == [f"{n} times so far)" for n in (1, 10, 100)]
     assert all("127.0.0.1" in line for line in lines)
     assert "sk-wrong" not in caplog.text
