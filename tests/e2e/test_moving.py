@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
+import aiohttp
 import pytest
 
 from contract.identity import Role
@@ -12,7 +13,7 @@ from kv_transfer.options import TransportName
 from router.metrics import RouterMetrics
 from router.move import MoveResult
 from router.moving import Mover
-from tests.e2e.cells import STREAMED, ask_streamed
+from tests.e2e.cells import COMPLETION, STREAMED, ask_streamed, comparable
 from tests.e2e.in_process import LocalService, running_in_process
 from tests.e2e.test_cells import check_same
 from tests.service import Service
@@ -53,6 +54,39 @@ async def until_free(service: LocalService) -> None:
             await local.worker.engine.call("check_integrity")
 
 
+async def test_answers_that_move_are_the_same(tmp_path: Path, demo_model: Path) -> None:
+    """Two answers of one prompt, seeded, with log probabilities: each moves several times."""
+    body = {
+        "prompt": "The old moose sat near",
+        "max_tokens": 80,
+        "n": 2,
+        "seed": 10,
+        "temperature": 1.4,
+        "logit_bias": {"1": -100},
+        "logprobs": 1,
+    }
+    (roles, transport) = FORMS[0]
+    async with running_in_process(tmp_path, demo_model, roles, transport) as service:
+        expected = await post(service, body)
+        asking = asyncio.create_task(post(service, body))
+        results = await move_to_and_fro(service, asking)
+        check_same({"n": await asking}, {"n": expected}, "moved to and fro")
+        await until_free(service)
+    assert results[MoveResult.MOVED] >= 6, results
+    assert not results[MoveResult.REPLAYED], results
+
+
+async def post(service: LocalService, body: dict[str, Any]) -> dict[str, Any]:
+    """Return the choices of a completion."""
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"http://{service.http}{COMPLETION}", json=body) as response,
+    ):
+        assert response.status == 200, await response.text()
+        return comparable(await response.json())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("roles", "transport"), FORMS, ids=[f"{roles[-1].value} over {transport}" for roles, transport in FORMS]
 )
