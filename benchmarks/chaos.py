@@ -36,7 +36,7 @@ def main() -> None:
     """Run the scenarios, write the figures; the exit code is 1 if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--routers", type=int, default=1)
+    parser.add_argument("--routers", type=int, default=2)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--restarts", type=int, default=100)
     parser.add_argument("--seed", type=int, help="of a run to repeat")

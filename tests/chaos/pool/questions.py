@@ -1,6 +1,7 @@
 """Requests of every kind that the pool is asked: greedy, seeded, two answers, log probabilities, grammars, tool calls."""
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -38,9 +39,11 @@ class MixedQuestion:
         return int(self.body.get("n", 1))
 
 
-def draw_mixed(rng: random.Random, count: int, longest_answer: int) -> list[MixedQuestion]:
-    """Draw questions of all kinds in turn."""
-    return [_draw(rng, number, list(Kind)[number % len(Kind)], longest_answer) for number in range(count)]
+def draw_mixed(
+    rng: random.Random, count: int, longest_answer: int, kinds: Sequence[Kind]
+) -> list[MixedQuestion]:
+    """Draw questions of these kinds in turn."""
+    return [_draw(rng, number, kinds[number % len(kinds)], longest_answer) for number in range(count)]
 
 
 def _draw(rng: random.Random, number: int, kind: Kind, longest_answer: int) -> MixedQuestion:

@@ -3,7 +3,6 @@
 import asyncio
 import random
 from collections.abc import Sequence
-from itertools import zip_longest
 
 import aiohttp
 
@@ -14,21 +13,25 @@ from tests.chaos.pool.questions import Kind, MixedQuestion, draw_mixed
 from tests.chaos.steady import Model, is_steady, noisy_models
 
 _AT_ONCE = 16
-_MAX_ROUNDS = 8
+_MAX_ROUNDS = 12
 _FORCED = (Kind.GRAMMAR, Kind.TOOLS)
 
 
 async def reference_answers(
     address: str, rng: random.Random, count: int, longest_answer: int
 ) -> list[MixedAnswer]:
-    """Return the answers to ``count`` questions, of every kind about as many, whose answers do not depend on rounding.
+    """Return the answers to at least ``count`` questions, equally many of each kind, that do not depend on rounding.
 
     Raises AssertionError if the service gives another answer than the models, or than the time before.
     """
     models = await asyncio.to_thread(noisy_models)
+    num_each = -(-count // len(Kind))
     steady: dict[Kind, list[MixedAnswer]] = {kind: [] for kind in Kind}
     for _ in range(_MAX_ROUNDS):
-        questions = draw_mixed(rng, count, longest_answer)
+        lacking = [kind for kind in Kind if len(steady[kind]) < num_each]
+        if not lacking:
+            return [answer for answers in steady.values() for answer in answers[:num_each]]
+        questions = draw_mixed(rng, num_each * len(lacking), longest_answer, lacking)
         first = await _ask_all(address, questions, is_streamed=False)
         second = await _ask_all(address, questions, is_streamed=True)
         for answer, again in zip(first, second, strict=True):
@@ -38,10 +41,9 @@ async def reference_answers(
                 continue
             assert mistake_in(again, answer) is None, mistake_in(again, answer)
             steady[answer.question.kind].append(answer)
-        in_turn = [answer for answers in zip_longest(*steady.values()) for answer in answers if answer]
-        if len(in_turn) >= count:
-            return in_turn[:count]
-    raise AssertionError(f"only {len(in_turn)} of {count} questions do not depend on rounding")
+    raise AssertionError(
+        f"too many answers depend on rounding: {[(k.value, len(a)) for k, a in steady.items()]}"
+    )
 
 
 async def _ask_all(

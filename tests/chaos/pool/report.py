@@ -11,6 +11,7 @@ from tests.chaos.pool.answers import ACCEPTED, MixedAnswer, mistake_in
 from tests.chaos.pool.pool import Pool
 
 _QUIET = "quiet"
+_UNAVAILABLE = 503
 _AFTER_SECONDS = 6.0
 """The time after an event in which pauses are looked for."""
 
@@ -38,7 +39,8 @@ class Stream:
 class PoolReport:
     """The answers, the events and what was left. ``wrong``, ``failed`` and ``leaks`` must be empty.
 
-    num_lost_with_router: answers that ended because their router was killed. num_refused: requests that were not accepted.
+    num_lost_with_router: answers that ended because their router was killed. num_refused: requests that a
+    new router did not accept, since its workers had not come back.
     """
 
     num_whole: Counter[str] = field(default_factory=Counter)
@@ -56,8 +58,13 @@ class PoolReport:
     pauses: dict[str, dict[str, float]] = field(default_factory=dict)
     exit_seconds: list[float] = field(default_factory=list)
 
-    def take(self, answer: MixedAnswer, reference: MixedAnswer, *, router_died: bool) -> None:
-        """Compare one answer with its reference."""
+    def take(
+        self, answer: MixedAnswer, reference: MixedAnswer, *, router_died: bool, router_is_new: bool = False
+    ) -> None:
+        """Compare one answer with its reference.
+
+        router_died: its router was killed meanwhile. router_is_new: it was started a moment ago, and may refuse requests.
+        """
         if wrong := mistake_in(answer, reference):
             self.wrong.append(wrong)
             self.num_duplicated += ": duplicated" in wrong
@@ -67,7 +74,7 @@ class PoolReport:
             self.num_tokens += sum(len(choice.token_ids) for choice in answer.choices)
         elif router_died:
             self.num_lost_with_router += 1
-        elif answer.status in (429, 503):
+        elif answer.status == _UNAVAILABLE and router_is_new:
             self.num_refused += 1
         else:
             what = f"{answer.question.kind} ({'streamed' if answer.is_streamed else 'whole'})"

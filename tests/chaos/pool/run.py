@@ -22,6 +22,7 @@ from tests.chaos.pool.scripts import Script
 _SLACK = 3
 """Descriptors and tasks that a process may have more at the end than any of its role had before the first event."""
 _WARM_SECONDS = 2.0
+_NEW_SECONDS = 30.0
 _FREE_SECONDS = 90.0
 
 
@@ -52,8 +53,12 @@ class Clients:
                 )
             router = self._pool.balancer.by_client.get(ports[-1]) if ports else None
             killed = self._pool.killed_routers.get(router or "", [])
-            router_died = any(began <= at for at in killed)
-            self._report.take(answer, reference, router_died=router_died)
+            self._report.take(
+                answer,
+                reference,
+                router_died=any(began <= at for at in killed),
+                router_is_new=any(began - _NEW_SECONDS <= at for at in killed),
+            )
             if answer.arrivals:
                 self.streams.append(Stream.of(answer.arrivals))
             if not answer.is_whole:
