@@ -172,10 +172,10 @@ def test_uniform_bits_are_philox(seed: int, position: int) -> None:
     assert philox_4x64(0, 0) == 0x16554D9ECA36314C
     expected = philox_4x64(position + 1, seed % 2**128) >> (64 - UNIFORM_BITS)
     assert uniform_bits(seed, position) == expected
-    together = uniform_bits_of([seed, seed, 5], [0, position, position])
-    assert together.tolist() == [
-        uniform_bits(seed, 0), expected, philox_4x64(position + 1, 5) >> (64 - UNIFORM_BITS)
-    ]  # fmt: skip
+    other = philox_4x64(position + 1, 5) >> (64 - UNIFORM_BITS)
+    for repeats in (1, 30):  # one by one, and together
+        found = uniform_bits_of([seed, seed, 5] * repeats, [0, position, position] * repeats)
+        assert found.tolist() == [uniform_bits(seed, 0), expected, other] * repeats
 
 
 def test_greedy_takes_the_lowest_id_of_the_best() -> None:
