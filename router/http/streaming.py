@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -14,6 +14,16 @@ from serving.stall_limit import stalled
 
 _SMALL_BYTES = 2**14
 """Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
+
+
+def _finish_now(writing: Coroutine[Any, Any, None]) -> None:
+    """Run a write that does not wait. Raises RuntimeError if it would."""
+    try:
+        writing.send(None)
+    except StopIteration:
+        return
+    writing.close()
+    raise RuntimeError("a write to a connection with room has waited")
 
 
 def _data(payload: bytes) -> bytes:
@@ -34,6 +44,15 @@ class EventStream:
                 **headers,
             }
         )
+
+    @property
+    def has_room(self) -> bool:
+        """True if the headers were sent and a small write cannot wait for the client."""
+        return self.response.prepared and self._is_empty()
+
+    def send_now(self, chunks: Sequence[Event]) -> None:
+        """Write chunks while there is room, without a turn of the event loop."""
+        _finish_now(self.response.write(b"".join([self._event(chunk) for chunk in chunks])))
 
     async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
@@ -66,9 +85,12 @@ class EventStream:
 
     def _has_room(self, payload: bytes) -> bool:
         """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
+        return self._is_empty() and len(payload) <= _SMALL_BYTES
+
+    def _is_empty(self) -> bool:
+        """Return True if the client is connected and everything was sent to it."""
         transport = self._request.transport
-        is_empty = transport is not None and not transport.get_write_buffer_size()
-        return is_empty and len(payload) <= _SMALL_BYTES
+        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
         if not self.response.prepared:
