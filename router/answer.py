@@ -133,6 +133,7 @@ class Answer:
             self._parser.tags,
             skip_special_tokens=request.skip_special_tokens,
         )
+        self._is_plain = self._parser.is_plain and self._stops.is_empty
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_finished = False
@@ -162,6 +163,11 @@ class Answer:
         token.text_offset = offset
         delta.tokens.append(token)
         self.num_tokens += 1
+        if self._is_plain:
+            if text:
+                delta.text += text
+                append(delta.pieces, Content(text))
+            return
         was_reasoning = self._parser.is_reasoning
         # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
         certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)

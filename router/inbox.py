@@ -108,8 +108,11 @@ class Inbox(Generic[Item]):
         account.end_with(self._overflow)
 
     def offer(self, item: Item) -> bool:
-        """Return True if the waiting reader has taken an item at once. It fails with the error that this has raised."""
-        if self._take is None or self._items or self._arrival is None or self._arrival.done():
+        """Return True if the waiting reader has taken an item at once. It fails with the error that this has raised.
+
+        A reader waits only while nothing is unread.
+        """
+        if self._take is None or self._arrival is None or self._arrival.done():
             return False
         try:
             return self._take(item)

@@ -99,7 +99,6 @@ class RequestRun:
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._proven: Attempt | None = None
         self._failures = Failures(parts.unreachable, parts.max_replays)
 
     def close(self) -> None:
@@ -149,8 +148,7 @@ class RequestRun:
         if batch.tokens and not self._delivered:
             attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
         self._delivered += [token.token_id for token in batch.tokens]
-        if self._proven is not attempt and attempt.is_decoding:
-            self._proven = attempt
+        if attempt.is_decoding:
             self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:

@@ -36,6 +36,7 @@ class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
         self._request = request
         self._stall_seconds = stall_seconds
+        self._is_begun = False
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -48,15 +49,15 @@ class EventStream:
     @property
     def has_room(self) -> bool:
         """True if the headers were sent and a small write cannot wait for the client."""
-        return self.response.prepared and self._is_empty()
+        return self._is_begun and self._is_empty()
 
     def send_now(self, chunks: Sequence[Event]) -> None:
         """Write chunks while there is room, without a turn of the event loop."""
-        _finish_now(self.response.write(b"".join([self._event(chunk) for chunk in chunks])))
+        _finish_now(self.response.write(self._events(chunks)))
 
     async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
-        await self._write(b"".join([self._event(chunk) for chunk in chunks]))
+        await self._write(self._events(chunks))
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
@@ -68,7 +69,10 @@ class EventStream:
             await self._write(self._event(error), is_last=True)
 
     def _event(self, chunk: Event) -> bytes:
-        return _data(msgspec.json.encode(chunk))
+        return _data(bytes(chunk) if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk))
+
+    def _events(self, chunks: Sequence[Event]) -> bytes:
+        return self._event(chunks[0]) if len(chunks) == 1 else b"".join(map(self._event, chunks))
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         """Write, and end the response after the last payload. The connection of a client that stalls is closed."""
@@ -95,6 +99,7 @@ class EventStream:
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
         if not self.response.prepared:
             await self.response.prepare(self._request)
+            self._is_begun = True
         if is_last:
             await self.response.write_eof(payload)
         elif payload:
