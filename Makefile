@@ -20,7 +20,7 @@ TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 TRITON := $(VENV)/triton
 
-.PHONY: help install demo test test-slow test-triton mutants explore soak check format format-check lint types imports sizes language protos \
+.PHONY: help install demo test test-slow test-triton mutants explore soak chaos check format format-check lint types imports sizes language protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
@@ -72,6 +72,9 @@ explore: install ## explore the hand-over's protocol in all sizes (some minutes)
 
 soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak $(ARGS)
+
+chaos: install ## change and break a pool under load for ten minutes, shrink and restart it; writes benchmarks/results/chaos.json
+	$(BIN)/python -m benchmarks.chaos $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it computes right, then measure (GPU_PYTHON=python3: without install)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu $(ARGS)

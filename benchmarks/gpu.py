@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.facts import run_facts
 from benchmarks.gpu_nixl import reads
-from benchmarks.gpu_shapes import LLAMA, QWEN, TINY, Ceilings, ModelShape
+from benchmarks.gpu_shapes import LLAMA, LLAMA_PART, QWEN, TINY, Ceilings, ModelShape
 from benchmarks.gpu_steps import (
     BEST,
     RANDOM,
@@ -40,7 +40,7 @@ class Plan:
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
-    handover_shape: ModelShape
+    handover_shapes: tuple[ModelShape, ...]
     batches: tuple[int, ...]
     context: int
     prefill: Work
@@ -52,11 +52,11 @@ class Plan:
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), QWEN, (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
+    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
     ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
 DRY = Plan(
-    torch.device("cpu"), (TINY,), TINY, (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
+    torch.device("cpu"), (TINY,), (TINY,), (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
 )
 
 
@@ -129,14 +129,10 @@ class Run:
         if part == "handover":
             from benchmarks.gpu_handover import handovers
 
-            given = (
-                plan.handover_shape,
-                plan.device,
-                plan.prefill.length,
-                plan.num_requests,
-                plan.transports,
-            )
-            yield from handovers(*given)
+            for shape in plan.handover_shapes:
+                yield from handovers(
+                    shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports
+                )
         if part in ("decode", "prefill"):
             for shape in self._shapes:
                 yield from self._steps(part, shape)

@@ -3,7 +3,7 @@
 Times are in seconds; a weight and a KV element have 2 bytes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.models.config import DecoderConfig
 from engine.models.rope import RopeConfig
@@ -97,5 +97,7 @@ class ModelShape:
 
 
 LLAMA = ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 500_000.0)
+LLAMA_PART = replace(LLAMA, name="llama-3.1-8b, 8 of its 32 layers", num_layers=8, vocab_size=32768)
+"""Computing and handing over take the same shares of a layer as in the whole model, which would be loaded for minutes."""
 QWEN = ModelShape("qwen2.5-1.5b", 28, 1536, 12, 2, 128, 8960, 151936, 1_000_000.0, True, True)
 TINY = ModelShape("tiny", 2, 64, 4, 2, 16, 96, 2048, 10_000.0)

@@ -1,14 +1,21 @@
 """Sends requests to the admin API of a router."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import aiohttp
 
-from contract.errors import KvbatonError, SettingError, UnauthenticatedError, UnavailableError
+from contract.errors import (
+    KvbatonError,
+    NotFoundError,
+    SettingError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from contract.identity import Role
 from launch.operator_settings import OperatorSettings
 
@@ -32,9 +39,28 @@ class RouterAdmin:
         """
         return await self._request("GET", "/admin/workers")
 
-    async def _request(self, method: str, path: str) -> dict[str, Any]:
+    async def order(self, worker: str, verb: str, **seconds: float | None) -> dict[str, Any]:
+        """Let a worker ``drain`` or ``undrain``; return its entry of the list, once the router answers.
+
+        seconds: ``deadline`` and ``wait`` of a drain. Raises NotFoundError for a worker that is not attached, and what
+        ``pool`` raises.
+        """
+        query = {name: f"{value:g}" for name, value in seconds.items() if value is not None}
+        patience = _ANSWER_SECONDS + (seconds.get("wait") or 0.0)
+        path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
+        return await self._request("POST", path, query, patience)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        patience_seconds: float = _ANSWER_SECONDS,
+    ) -> dict[str, Any]:
+        url = f"http://{self.address}{path}"
+        timeout = aiohttp.ClientTimeout(total=patience_seconds, sock_connect=_CONNECT_SECONDS)
         try:
-            async with self._session.request(method, f"http://{self.address}{path}") as response:
+            async with self._session.request(method, url, params=query, timeout=timeout) as response:
                 status = response.status
                 reply = _parsed(await response.text(errors="replace"))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -43,11 +69,13 @@ class RouterAdmin:
             raise UnavailableError(
                 f"{self.address} is not the admin port of a router: it answers {method} {path} with status {status}"
             )
-        if status == 200:
+        if status in (200, 202):
             return reply
         message = f"router {self.address}: {_message(reply)}"
         if status == 401:
             raise UnauthenticatedError(f"{message}; {_KEY_HINT}")
+        if status == 404:
+            raise NotFoundError(message)
         raise KvbatonError(message)
 
 
@@ -56,8 +84,7 @@ async def open_admin(settings: OperatorSettings) -> AsyncIterator[RouterAdmin]:
     """Open the admin API that the settings name. Raises SettingError if they name none."""
     address = _address(settings)
     headers = {"Authorization": f"Bearer {settings.admin_key}"} if settings.admin_key else {}
-    timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as session:
+    async with aiohttp.ClientSession(headers=headers) as session:
         yield RouterAdmin(address, session)
 
 
@@ -99,7 +126,8 @@ def _parsed(text: str) -> dict[str, Any] | None:
         reply = json.loads(text)
     except ValueError:
         return None
-    return reply if isinstance(reply, dict) and ("workers" in reply or "error" in reply) else None
+    is_ours = isinstance(reply, dict) and any(name in reply for name in ("workers", "id", "error"))
+    return reply if is_ours else None
 
 
 def _message(reply: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from cli.operate import LONG
+from cli.operate import long_form
 from cli.pool_table import pool_view
 from cli.router_admin import RouterAdmin, open_admin
 from cli.terminal import replace_unencodable
@@ -21,7 +21,7 @@ from serving.logs import configure_logs
 
 def top(arguments: Sequence[str]) -> None:
     """Run ``kvbaton top`` until Ctrl-C."""
-    settings = parse(TopSettings, "kvbaton top", [LONG.get(one, one) for one in arguments])
+    settings = parse(TopSettings, "kvbaton top", [long_form(one) for one in arguments])
     replace_unencodable()
     configure_logs("top", settings.log_level)
     with suppress(KeyboardInterrupt):

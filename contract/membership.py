@@ -71,15 +71,29 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     """Limits the work that a worker accepts at once; the default is none.
 
     max_requests: legs that may be bound to it. max_tokens: tokens of all these legs. A decode leg must fit; a prefill leg
-    may be bound while the sum is below the limit. is_draining: the worker drains; drain_seconds: the time until the legs
-    that are left are taken away from it. is_empty: a draining worker holds no leg and lends no KV any more.
+    may be bound while the sum is below the limit. number: counts the credits of one stream, from 1; the router repeats it
+    in its ``CreditUse``. Without a drain, a credit of no requests that has a number means that other routers hold all that
+    there is now. is_draining: the worker drains; drain_seconds: the time until the legs that are left are taken away from
+    it. is_empty: a draining worker holds no leg and lends no KV any more.
     """
 
     max_requests: int = 0
     max_tokens: int = 0
+    number: int = 0
     is_draining: bool = False
     drain_seconds: float = 0.0
     is_empty: bool = False
+
+
+class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Reports what a router holds of a worker's credit: the answer to each credit that has a number.
+
+    number: that of the last credit that it has received. num_requests, num_tokens: bound or reserved legs, and their tokens.
+    """
+
+    number: int = 0
+    num_requests: int = 0
+    num_tokens: int = 0
 
 
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):

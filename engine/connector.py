@@ -177,6 +177,13 @@ class ShowsProgress(Protocol):
         """
 
 
+class Computed(Protocol):
+    """A point in a device's work."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it; from any thread."""
+
+
 class KVMemory(Protocol):
     """A pool of KV blocks as bytes. On CPU the views are the pool itself."""
 
@@ -195,7 +202,7 @@ class KVMemory(Protocol):
         """The pool in host memory, block i at i · block_bytes. None on a device, where no view is the pool itself."""
 
     def read_view(self, block_id: int) -> memoryview:
-        """Return the bytes of one block, valid at once; on CUDA a host copy made after the computed event."""
+        """Return the bytes of one block, valid at once; on CUDA a host copy of what is computed already."""
 
     def write_view(self, block_id: int) -> memoryview:
         """Return the buffer for the bytes of one block; on CUDA it is in host memory until ``commit``."""
@@ -203,8 +210,31 @@ class KVMemory(Protocol):
     def commit(self, block_ids: list[int]) -> None:
         """Make what was written to these blocks visible to the device (nothing to do on CPU)."""
 
-    def mark_computed(self) -> None:
-        """Have ``read_view`` wait for everything that was launched before this call."""
+    def mark_computed(self) -> Computed:
+        """Return what waits for everything that was launched before this call; wait for it before its blocks are read."""
+
+
+@runtime_checkable
+class LandsDirectly(KVMemory, Protocol):
+    """A pool that a library may write without host memory in between; block i is at ``address`` + i · block_bytes.
+
+    pool: the tensor.
+    """
+
+    pool: Any
+
+    @property
+    def address(self) -> int:
+        """The address of the pool, in its device's memory."""
+
+    def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
+        """Return bytes ``start``..``end`` - 1 of each block, as ``read_view`` does."""
+
+    def land_directly(self, block_ids: Sequence[int]) -> bool:
+        """Return whether a library may write these blocks from now on. True waits for the steps that used them before.
+
+        They need a ``commit`` as others do, after which nothing is written.
+        """
 
 
 class LayerWatch(Protocol):

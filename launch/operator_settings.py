@@ -1,11 +1,15 @@
 """The settings of the commands that use a router's admin API."""
 
 from pathlib import Path
+from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_settings import CliPositionalArg
 
+from contract.errors import SettingError
+from contract.options import MAX_SECONDS
 from launch.settings import CommandSettings, LogLevel
-from serving.settings import Address
+from serving.settings import FLAG, Address
 
 
 class OperatorSettings(CommandSettings):
@@ -24,12 +28,45 @@ class OperatorSettings(CommandSettings):
 
 
 class WorkersSettings(OperatorSettings):
-    """List the workers of a running service: their roles, states, queues, KV and latencies.
+    """List the workers of a running service, or let one of them drain or serve again.
+
+    A worker is named by its id, or by the beginning of it. A worker that drains takes no new requests. Those that it has end
+    there, or at the deadline on other workers. Its process keeps running.
 
     Examples:
       kvbaton workers --admin 127.0.0.1:9101
       kvbaton workers --ready-file ready.json --json
+      kvbaton workers drain decode-0 --deadline 60 --ready-file ready.json
+      kvbaton workers undrain decode-0 --ready-file ready.json
     """
+
+    action: CliPositionalArg[Literal["list", "drain", "undrain"]] = "list"
+    """The action."""
+    worker: CliPositionalArg[str] = ""
+    """Id of the worker that drains or serves again, or the beginning of it."""
+    deadline_seconds: float | None = Field(default=None, ge=0, le=MAX_SECONDS)
+    """Time for the requests of a worker that drains; unset: the worker's own drain_seconds; short form: --deadline."""
+    wait: bool = True
+    """Wait until the worker that drains holds nothing any more."""
+
+    @model_validator(mode="after")
+    def _check_action(self) -> "WorkersSettings":
+        if self.action == "list" and self.worker:
+            raise ValueError(f"worker is {self.worker!r}, but the list is always of all workers")
+        if self.action != "list" and not self.worker:
+            raise ValueError(
+                f"worker is not given: name the worker, as in `kvbaton workers {self.action} decode-0`"
+            )
+        return self
+
+    def refuse_useless_flags(self) -> None:
+        """Raise SettingError for flags about a drain with another action."""
+        flags = {name for name, origin in self.sources.origins.items() if origin == FLAG}
+        if self.action != "drain" and (useless := sorted(flags & {"deadline_seconds", "wait"})):
+            raise SettingError(
+                f"{useless[0]} has no effect on {self.action!r}; it belongs to `kvbaton workers drain WORKER`",
+                param=useless[0],
+            )
 
 
 class TopSettings(OperatorSettings):

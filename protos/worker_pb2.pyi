@@ -186,8 +186,8 @@ class Task(_message.Message):
     deadline_seconds: _builtins.float
     """Seconds until the request ends with an error, in any state."""
     session: _builtins.str
-    """Session of the Attach stream on which the tokens are expected; a worker that has a newer session rejects the call.
-    Unset: the open session.
+    """Session of the Attach stream on which the tokens are expected; a worker on which it is not open rejects the call.
+    Unset: the only open session.
     """
     num_choices: _builtins.int
     """Number of answers to this prompt, beginning with choice; unset: one."""
@@ -703,8 +703,8 @@ Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class Credit(_message.Message):
-    """The work that a worker accepts from this router at a time. It is sent directly after Welcome, and when it changes.
-    Before that, and while max_requests is 0, no leg is bound to the worker.
+    """The work that a worker accepts from this router at a time: its share of what the worker accepts from all its routers. It is
+    sent directly after Welcome, and when it changes. Before that, and while max_requests is 0, no leg is bound to the worker.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -713,6 +713,7 @@ class Credit(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     IS_DRAINING_FIELD_NUMBER: _builtins.int
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     IS_EMPTY_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
@@ -722,6 +723,10 @@ class Credit(_message.Message):
     """The worker drains: max_requests is 0, and legs that are bound continue."""
     drain_seconds: _builtins.float
     """Seconds from now on after which the router takes the legs that are left away from a draining worker."""
+    number: _builtins.int
+    """Counts the credits of this stream, from 1; the router repeats it in CreditUse. While max_requests is 0 in a credit with a
+    number and without is_draining, other routers hold all that the worker accepts.
+    """
     is_empty: _builtins.bool
     """A draining worker holds no leg and lends no KV any more."""
     def __init__(
@@ -731,15 +736,46 @@ class Credit(_message.Message):
         max_tokens: _builtins.int = ...,
         is_draining: _builtins.bool = ...,
         drain_seconds: _builtins.float = ...,
+        number: _builtins.int = ...,
         is_empty: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Credit: _TypeAlias = Credit  # noqa: Y015
+
+@_typing.final
+class CreditUse(_message.Message):
+    """The answer to each Credit that has a number: what the router holds. The worker gives no other router what this one may still use."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Number of the last credit received."""
+    num_requests: _builtins.int
+    """Legs that are bound to the worker, or will be."""
+    num_tokens: _builtins.int
+    """Tokens of these legs."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        num_requests: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CreditUse: _TypeAlias = CreditUse  # noqa: Y015
 
 @_typing.final
 class PositionLogprobs(_message.Message):
@@ -1056,6 +1092,7 @@ class RouterMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    CREDIT_USE_FIELD_NUMBER: _builtins.int
     UNDRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
@@ -1064,6 +1101,8 @@ class RouterMessage(_message.Message):
     @_builtins.property
     def drain(self) -> Global___Drain: ...
     @_builtins.property
+    def credit_use(self) -> Global___CreditUse: ...
+    @_builtins.property
     def undrain(self) -> Global___Undrain: ...
     def __init__(
         self,
@@ -1071,13 +1110,14 @@ class RouterMessage(_message.Message):
         welcome: Global___Welcome | None = ...,
         goodbye: Global___Goodbye | None = ...,
         drain: Global___Drain | None = ...,
+        credit_use: Global___CreditUse | None = ...,
         undrain: Global___Undrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "undrain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "credit_use", "undrain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

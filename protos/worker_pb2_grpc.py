@@ -47,8 +47,8 @@ class MembershipServicer:
     """
 
     def Attach(self, request_iterator, context):
-        """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-        counts as dead.
+        """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+        worker whose stream closes counts as dead. A worker has one stream to each of its routers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

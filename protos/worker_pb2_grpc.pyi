@@ -34,8 +34,8 @@ class MembershipStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_worker_pb2.WorkerMessage, _worker_pb2.RouterMessage]
-    """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-    counts as dead.
+    """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+    worker whose stream closes counts as dead. A worker has one stream to each of its routers.
     """
 
 @_typing.type_check_only
@@ -44,8 +44,8 @@ class MembershipAsyncStub(MembershipStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_worker_pb2.WorkerMessage, _worker_pb2.RouterMessage]  # type: ignore[assignment]
-    """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-    counts as dead.
+    """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+    worker whose stream closes counts as dead. A worker has one stream to each of its routers.
     """
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
@@ -57,8 +57,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_worker_pb2.WorkerMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_worker_pb2.RouterMessage], _abc.AsyncIterator[_worker_pb2.RouterMessage]]:
-        """Register a worker. The worker keeps the stream open and sends tokens and its load on it. A worker whose stream closes
-        counts as dead.
+        """Register a worker. The worker keeps the stream open and sends on it the tokens of this router's requests and its load. A
+        worker whose stream closes counts as dead. A worker has one stream to each of its routers.
         """
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

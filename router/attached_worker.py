@@ -68,8 +68,9 @@ class AttachedWorker:
 
     @property
     def has_credit(self) -> bool:
-        """True if it takes requests at all, however many it has now."""
-        return not self.is_leaving and self.capacity.credit.max_requests > 0
+        """True if it takes requests at all, however many it and its other routers have now."""
+        capacity = self.capacity
+        return not self.is_leaving and (capacity.credit.max_requests > 0 or capacity.waits_for_credit)
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
@@ -126,6 +127,7 @@ class AttachedWorker:
             num_tokens=capacity.num_tokens,
             max_requests=0 if self.is_leaving else capacity.credit.max_requests,
             max_tokens=capacity.credit.max_tokens,
+            waits_for_credit=capacity.waits_for_credit and not self.is_leaving,
             num_running=capacity.load.num_running,
             num_waiting=capacity.load.num_waiting,
             kv_cache_usage=capacity.load.kv_cache_usage,

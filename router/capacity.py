@@ -41,6 +41,12 @@ class WorkerCapacity:
         self.num_tokens = 0
         self._on_change = on_change
 
+    @property
+    def waits_for_credit(self) -> bool:
+        """True while the worker serves this router, but other routers hold all of its credit."""
+        credit = self.credit
+        return credit.number > 0 and credit.max_requests == 0 and not credit.is_draining
+
     def hold(self, tenant: str, num_tokens: int) -> CreditHold:
         """Count one request of a client until the hold is released."""
         self.num_requests += 1

@@ -10,7 +10,7 @@ import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Registration, Welcome
+from contract.membership import Credit, CreditUse, Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
@@ -18,7 +18,13 @@ from router.evacuation import Evacuation
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
-from wire.membership import credit_from_proto, load_from_proto, registration_from_proto, welcome_to_proto
+from wire.membership import (
+    credit_from_proto,
+    credit_use_to_proto,
+    load_from_proto,
+    registration_from_proto,
+    welcome_to_proto,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +113,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "load":
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
-                    worker.capacity.grant(credit_from_proto(message.credit))
+                    _grant(worker, credit_from_proto(message.credit))
                     self._evacuation.credit_changed(worker)
                 case "goodbye":
                     worker.leave()
@@ -155,3 +161,16 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     except TimeoutError:
         first = pb.WorkerMessage()
     return registration_from_proto(first.registration)
+
+
+def _grant(worker: AttachedWorker, credit: Credit) -> None:
+    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers."""
+    worker.capacity.grant(credit)
+    if not credit.number:
+        return
+    use = CreditUse(
+        number=credit.number,
+        num_requests=worker.capacity.num_requests,
+        num_tokens=worker.capacity.num_tokens,
+    )
+    worker.outbox.put_nowait(pb.RouterMessage(credit_use=credit_use_to_proto(use)))

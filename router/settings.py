@@ -11,7 +11,7 @@ from contract.options import DrainOptions
 from router.batches.quota import FolderLimits
 from router.limits import MAX_PROMPTS
 from serving.http_connections import HttpLimits
-from serving.settings import Address, Settings, check_secret, read_secret_file
+from serving.settings import Address, Settings, check_secret, listed, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
 
@@ -26,14 +26,10 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,*]+")
 
 
 def _check_origins(value: str) -> str:
-    for origin in _listed(value):
+    for origin in listed(value):
         if not _ORIGIN.fullmatch(origin):
             raise ValueError(f"{origin!r} is not an origin; write scheme://host[:port] without a path, or *")
     return value
-
-
-def _listed(value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 class RouterSettings(DrainOptions, Settings):
@@ -171,7 +167,7 @@ class RouterSettings(DrainOptions, Settings):
     @property
     def origins(self) -> tuple[str, ...]:
         """``cors_origins`` as a tuple."""
-        return _listed(self.cors_origins or "")
+        return listed(self.cors_origins or "")
 
     def http_limits(self, max_connections: int) -> HttpLimits:
         """Return the limits on HTTP clients. max_connections: the limit that open descriptors allow."""

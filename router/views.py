@@ -37,7 +37,8 @@ class WorkerSize(NamedTuple):
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as a policy reads it.
 
-    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit.
+    num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit, or
+    this router's share of it. waits_for_credit: the credit is 0 only because other routers hold all of it.
     max_length: tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The other
     fields are what it reports itself.
     """
@@ -48,6 +49,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
     max_requests: int = 0
     max_tokens: int = 0
+    waits_for_credit: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -57,7 +59,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def size(self) -> WorkerSize:
         """The properties that decide which requests it can take at all."""
-        return WorkerSize(self.role, self.max_length, self.pool_tokens, self.max_requests > 0)
+        has_credit = self.max_requests > 0 or self.waits_for_credit
+        return WorkerSize(self.role, self.max_length, self.pool_tokens, has_credit)
 
     @property
     def load(self) -> Load:

@@ -27,7 +27,7 @@ def state_of(worker: AttachedWorker) -> WorkerState:
         return WorkerState.LEAVING
     if worker.capacity.credit.is_draining:
         return WorkerState.EMPTY if worker.capacity.credit.is_empty else WorkerState.DRAINING
-    return WorkerState.SERVING if worker.capacity.credit.max_requests else WorkerState.STARTING
+    return WorkerState.SERVING if worker.has_credit else WorkerState.STARTING
 
 
 def worker_facts(worker: AttachedWorker) -> dict[str, Any]:

@@ -23,15 +23,21 @@ FLAG = "flag"
 """The origin of a value from the command line."""
 
 
-def _check_address(value: str) -> str:
+def check_address(value: str) -> str:
+    """Return a "host:port" unchanged. Raises ValueError if it is none."""
     host, colon, port = value.rpartition(":")
     if not colon or not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{value!r} is not HOST:PORT (port 0..65535; 0 picks a free one)")
     return value
 
 
-Address = Annotated[str, AfterValidator(_check_address)]
+Address = Annotated[str, AfterValidator(check_address)]
 """A "host:port"; port 0 means any free port."""
+
+
+def listed(value: str) -> tuple[str, ...]:
+    """Split a setting of several values, which commas separate."""
+    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def split_address(address: str) -> tuple[str, int]:

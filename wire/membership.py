@@ -3,7 +3,7 @@
 from typing import Literal
 
 from contract.layout import KVLayout
-from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from protos import worker_pb2 as pb
 
 _LoadFigure = Literal[
@@ -139,6 +139,7 @@ def credit_to_proto(credit: Credit) -> pb.Credit:
     return pb.Credit(
         max_requests=credit.max_requests,
         max_tokens=credit.max_tokens,
+        number=credit.number,
         is_draining=credit.is_draining,
         drain_seconds=credit.drain_seconds,
         is_empty=credit.is_empty,
@@ -150,6 +151,7 @@ def credit_from_proto(message: pb.Credit) -> Credit:
     return Credit(
         max_requests=message.max_requests,
         max_tokens=message.max_tokens,
+        number=message.number,
         is_draining=message.is_draining,
         drain_seconds=message.drain_seconds,
         is_empty=message.is_empty,
@@ -166,3 +168,13 @@ def drain_from_proto(message: pb.Drain) -> DrainOrder:
     return DrainOrder(
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None
     )
+
+
+def credit_use_to_proto(use: CreditUse) -> pb.CreditUse:
+    """Translate a router's report of what it holds."""
+    return pb.CreditUse(number=use.number, num_requests=use.num_requests, num_tokens=use.num_tokens)
+
+
+def credit_use_from_proto(message: pb.CreditUse) -> CreditUse:
+    """Translate a router's report of what it holds."""
+    return CreditUse(number=message.number, num_requests=message.num_requests, num_tokens=message.num_tokens)

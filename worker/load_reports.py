@@ -11,26 +11,24 @@ REPORT_SECONDS = 0.5
 
 
 class LoadReports:
-    """Remembers the last report of a stream. clock: seconds, monotonic."""
+    """Remembers the last report on one stream. clock: seconds, monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._session = ""
         self._last: Load | None = None
         self._last_at = 0.0
 
-    def next(self, session: str, stats: SchedulerStats, *, is_idle: bool = False) -> Load | None:
-        """Return the load to report on the stream of this session, or None if no report is due.
+    def next(self, stats: SchedulerStats, *, is_idle: bool = False) -> Load | None:
+        """Return the load to report, or None if no report is due.
 
         A change of what routers decide by is due at once. is_idle: the engine has no work, so that any change is due.
         """
         load = load_of(stats)
         now = self._clock()
-        if self._last and session == self._session:
+        if self._last:
             is_due = is_idle or now - self._last_at >= REPORT_SECONDS or _basis(load) != _basis(self._last)
             if not is_due or load == self._last:
                 return None
-        self._session = session
         self._last = load
         self._last_at = now
         return load

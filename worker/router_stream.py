@@ -1,7 +1,7 @@
-"""The worker's stream to its router, opened again after every loss.
+"""The worker's stream to one router, opened again after every loss.
 
-A lost stream means that the router is gone, or that it regards this worker as gone: the worker aborts that router's
-requests and registers again.
+A lost stream means that the router is gone, or that it regards this worker as gone: the worker aborts the requests that came
+for this stream, and registers again. Streams to other routers are independent of it.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import grpc.aio
@@ -44,33 +45,50 @@ class RouterAddress:
         return self.tls.channel(self.address, ROUTER_NAME, internal_stream_options(self.peer_timeout_seconds))
 
 
+class StreamListener(Protocol):
+    """Receives what happens on streams to routers."""
+
+    def opened(self, stream: "RouterStream") -> None:
+        """Handle that a router has accepted this worker. ``stream.session`` names the stream until it is lost."""
+
+    def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
+        """Handle a message of a router on an open stream."""
+
+    async def lost(self, session: str) -> None:
+        """Handle that a stream that was open has ended. The worker registers again when this returns."""
+
+
 class RouterStream:
     """Owns the Attach stream to one router. ``run`` keeps it open until it is cancelled.
 
-    max_unread_bytes: limit of the messages that wait for a router that does not read; above it the router counts as lost.
-    credit: returns what the router may bind now. on_lost: called when a stream that was open has ended. on_order: receives
-    the router's messages about the worker itself.
+    may_attach: awaited before each attempt. max_unread_bytes: limit of the messages that wait for a router that does not
+    read; above it the router counts as lost.
     """
 
     def __init__(
         self,
         router: RouterAddress,
         registration: pb.Registration,
-        credit: Callable[[], pb.Credit],
-        on_lost: Callable[[], Awaitable[None]],
-        on_order: Callable[[pb.RouterMessage], None],
+        listener: StreamListener,
+        *,
+        may_attach: Callable[["RouterStream"], Awaitable[None]] | None = None,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
     ) -> None:
         self._router = router
         self._registration = registration
-        self._credit = credit
-        self._on_lost = on_lost
-        self._on_order = on_order
+        self._listener = listener
+        self._may_attach = may_attach
         self._max_unread_bytes = max_unread_bytes
         self._attachment = self._new_attachment()
-        self._attached = asyncio.Event()
         self._was_attached = False
-        self._ended = asyncio.Event()
+        self._attached = asyncio.Event()
+        self._detached = asyncio.Event()
+        self._tried = asyncio.Event()
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the router."""
+        return self._router.address
 
     @property
     def is_attached(self) -> bool:
@@ -79,8 +97,13 @@ class RouterStream:
 
     @property
     def session(self) -> str:
-        """The router's name for the open stream; empty while none is open."""
-        return self._attachment.session
+        """The router's name for the stream that was opened last; empty before that and while the next one is opened."""
+        return self._attachment.accepted.session
+
+    @property
+    def router_id(self) -> str:
+        """The name of the router that accepted this worker last; empty as ``session`` is."""
+        return self._attachment.accepted.router_id
 
     @property
     def num_unread_bytes(self) -> int:
@@ -91,6 +114,14 @@ class RouterStream:
         """Block until a router has accepted this worker."""
         await self._attached.wait()
 
+    async def wait_detached(self) -> None:
+        """Block until the stream has ended. Call it while it is open."""
+        await self._detached.wait()
+
+    async def wait_tried(self) -> None:
+        """Block until the first attempt to attach has succeeded or failed."""
+        await self._tried.wait()
+
     def send(self, message: pb.WorkerMessage) -> None:
         """Queue a message for the router; dropped while no router is attached (its requests are aborted then)."""
         if self.is_attached:
@@ -99,9 +130,8 @@ class RouterStream:
     async def leave(self) -> None:
         """Send goodbye and wait until the stream has ended; cancel ``run`` soon after, or it attaches again."""
         if self.is_attached:
-            self._ended.clear()
             self.send(pb.WorkerMessage(goodbye=pb.Goodbye()))
-            await self._ended.wait()
+            await self.wait_detached()
 
     async def run(self) -> None:
         """Attach, and attach again after every loss. Raises IncompatiblePeerError when the router refuses this worker.
@@ -112,27 +142,37 @@ class RouterStream:
         delay = FIRST_RETRY_SECONDS
         last_reason = ""
         while True:
+            if self._may_attach:
+                await self._may_attach(self)
             reason = await self._attach_once()
+            self._tried.set()
             if self._attached.is_set():
                 delay = FIRST_RETRY_SECONDS
-                self._attached.clear()
-                self._log_end(reason)
-                self._ended.set()
-                await self._on_lost()
+                await self._end(reason)
             else:
-                is_new = _ID_TAKEN in reason and reason != last_reason
-                level = logging.WARNING if is_new else logging.INFO
-                logger.log(level, "router %s is not reachable yet (%s)", self._router.address, reason)
+                self._log_failure(reason, is_new=reason != last_reason)
             last_reason = reason
             await asyncio.sleep(delay)
             delay = min(delay * 2, LAST_RETRY_SECONDS)
+
+    async def _end(self, reason: str) -> None:
+        """Process that the open stream has ended."""
+        self._attached.clear()
+        self._detached.set()
+        if self._attachment.has_router_left:
+            logger.info("router %s is stopping", self.address)
+        else:
+            logger.warning("lost router %s (%s); its requests are aborted", self.address, reason)
+        await self._listener.lost(self.session)
 
     async def _attach_once(self) -> str:
         """Keep one stream open to its end and return why it ended."""
         self._attachment = self._new_attachment()
         try:
             async with self._router.channel() as channel:
-                await self._attachment.run(channel, self._on_accepted)
+                await self._attachment.run(
+                    channel, self._on_accepted, lambda message: self._listener.received(self, message)
+                )
         except asyncio.CancelledError:
             # A cancelled call raises the same error as a cancelled task.
             if not self._attachment.is_overfull or _is_cancelled():
@@ -144,15 +184,19 @@ class RouterStream:
         return "the router closed the stream"
 
     def _new_attachment(self) -> Attachment:
-        return Attachment(self._registration, self._credit, self._on_order, self._max_unread_bytes)
+        return Attachment(self._registration, self._max_unread_bytes)
 
     def _on_accepted(self) -> None:
-        self._attached.set()
+        logger.info("attached to router %s at %s", self.router_id, self.address)
         self._was_attached = True
+        self._detached.clear()
+        self._attached.set()
+        self._tried.set()
+        self._listener.opened(self)
 
     def _check_refusal(self, error: grpc.aio.AioRpcError) -> None:
         """Raise IncompatiblePeerError if another attempt would not help."""
-        router = f"router {self._router.address}"
+        router = f"router {self.address}"
         if error.code() in _REFUSALS:
             raise IncompatiblePeerError(f"{router} refused this worker: {error.details()}") from error
         reason = _reason(error)
@@ -161,11 +205,12 @@ class RouterStream:
                 f"{router} does not prove that it holds this worker's cluster secret: {reason}"
             ) from error
 
-    def _log_end(self, reason: str) -> None:
-        if self._attachment.has_router_left:
-            logger.info("router %s is stopping", self._router.address)
-        else:
-            logger.warning("lost router %s (%s); its requests are aborted", self._router.address, reason)
+    def _log_failure(self, reason: str, *, is_new: bool) -> None:
+        """Log why an attempt failed: the first of several failures for one reason, and the others for debugging only."""
+        level = logging.WARNING if _ID_TAKEN in reason else logging.INFO
+        logger.log(
+            level if is_new else logging.DEBUG, "router %s is not reachable yet (%s)", self.address, reason
+        )
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -1,18 +1,27 @@
 """The settings of one worker process, and the parts that its engine and its connector use."""
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from contract.identity import Role
 from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.settings import TransferSettings
-from serving.settings import Address, Settings, read_secret_file
+from serving.settings import Address, Settings, check_address, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
+
+
+def _check_routers(value: str) -> str:
+    names = listed(value)
+    if not names:
+        raise ValueError("it names no router; write HOST:PORT, or several of them separated by commas")
+    for name in names:
+        check_address(name)
+    return value
 
 
 class PlaceSettings(Settings):
@@ -20,8 +29,9 @@ class PlaceSettings(Settings):
 
     model: Path
     """Folder of the Hugging Face checkpoint."""
-    router: Address = "127.0.0.1:9100"
-    """HOST:PORT of the router's internal port; the worker registers there."""
+    router: Annotated[str, AfterValidator(_check_routers)] = "127.0.0.1:9100"
+    """HOST:PORT of the routers' internal ports, separated by commas. The worker registers at every address that a name has
+    and resolves the names again every 2 seconds."""
     secret_file: Path | None = None
     """File with the cluster secret (mode 0600)."""
     worker_id: str | None = None
@@ -67,6 +77,11 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
                 f" ({self.peer_timeout_seconds}) or more, else leases expire between two renewals"
             )
         return self
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """``router`` as a tuple."""
+        return listed(self.router)
 
     @property
     def core_numbers(self) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import flashinfer
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +19,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import profile_inputs
-from engine.compute.staging import on_device
+from engine.compute.staging import on_device, padded
 from engine.kv_cache.memory import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 256 * 2**20
@@ -141,11 +140,10 @@ class FlashInferDecode:
 
     def refill(self, inputs: PreparedInputs) -> None:
         """See StaticDecode. Plans every kind of layer that has attended, outside the graph."""
-        unused = (0, self._num_reqs - inputs.num_reqs)
         slots, cleared = on_device(
             [
-                np.pad(inputs.slot_mapping, unused, constant_values=NO_SLOT),
-                np.pad(num_cleared_behind(inputs, self._block_size), unused),
+                padded(inputs.slot_mapping, self._num_reqs, NO_SLOT),
+                padded(num_cleared_behind(inputs, self._block_size), self._num_reqs),
             ],
             self._slots.device,
         )

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.compute.inputs import PreparedInputs
+from engine.compute.staging import padded
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,15 @@ class Pages:
 
 def pages_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> Pages:
     """Return the step's pages for ``num_rows`` rows; an unused row has one token in the null block."""
-    num_unused = num_rows - inputs.num_reqs
-    seq_lens = np.pad(inputs.seq_lens, (0, num_unused), constant_values=1)
+    num_reqs = inputs.num_reqs
+    seq_lens = padded(inputs.seq_lens, num_rows, 1)
     counts = -(-seq_lens // block_size)
-    tables: NDArray[np.int32] = np.pad(inputs.block_table, ((0, num_unused), (0, 0)))
-    is_used = np.arange(tables.shape[1]) < counts[:, None]
-    starts = np.concatenate(([0], np.cumsum(counts)))
+    starts = np.zeros(num_rows + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    num_used = int(starts[num_reqs])
+    rows = np.repeat(np.arange(num_reqs), counts[:num_reqs])
+    columns = np.arange(num_used) - np.repeat(starts[:num_reqs], counts[:num_reqs])
+    indices = np.zeros(int(starts[-1]), dtype=np.int32)
+    indices[:num_used] = inputs.block_table[rows, columns]
     last = seq_lens - (counts - 1) * block_size
-    return Pages(*(torch.from_numpy(part.astype(np.int32)) for part in (starts, tables[is_used], last)))
+    return Pages(*(torch.from_numpy(part) for part in (starts, indices, last)))

@@ -17,7 +17,7 @@ from engine.attention import triton_kernels
 from engine.attention.backend import LayerShape
 from engine.attention.torch_backend import TorchBackend
 from engine.compute.inputs import PreparedInputs
-from engine.compute.staging import on_device
+from engine.compute.staging import on_device, padded
 
 NUM_SPLITS = 16
 SHORTEST_SPLIT = 256
@@ -177,14 +177,13 @@ class TritonDecode(TritonStep):
         """See StaticDecode."""
         own = self._tensors
         device = self._tensors.slots.device
-        num_reqs = inputs.num_reqs
-        num_unused = len(own.slots) - num_reqs
+        num_reqs = len(own.slots)
         slots, cleared, seq_lens, tables = on_device(
             [
-                np.pad(inputs.slot_mapping, (0, num_unused), constant_values=NO_SLOT),
-                np.pad(num_cleared_behind(inputs, self._block_size), (0, num_unused)),
-                np.pad(inputs.seq_lens, (0, num_unused), constant_values=1),
-                np.pad(_used(inputs, self._block_size), ((0, num_unused), (0, 0))),
+                padded(inputs.slot_mapping, num_reqs, NO_SLOT),
+                padded(num_cleared_behind(inputs, self._block_size), num_reqs),
+                padded(inputs.seq_lens, num_reqs, 1),
+                padded(_used(inputs, self._block_size), num_reqs),
             ],
             device,
         )

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, StaticDecode
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
-from engine.compute.staging import on_device
+from engine.compute.staging import on_device, padded
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
 from engine.sampling.sampler import Draw, draw_by_torch
@@ -100,11 +99,9 @@ class _StaticTokens:
     def fill(self, inputs: PreparedInputs) -> int:
         """Write the tokens of a step, padded with zeros; return the size of the graph that holds them."""
         size = next(size for size in self.sizes if size >= inputs.num_reqs)
-        unused = (0, size - inputs.num_reqs)
-        (tokens,) = on_device(
-            [np.stack([np.pad(inputs.input_ids, unused), np.pad(inputs.positions, unused)])], self.device
-        )
-        self._tokens[:, :size].copy_(tokens)
+        vectors = on_device([padded(inputs.input_ids, size), padded(inputs.positions, size)], self.device)
+        for row, vector in zip(self._tokens, vectors, strict=True):
+            row[:size].copy_(vector)
         return size
 
 

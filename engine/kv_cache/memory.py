@@ -7,15 +7,28 @@ layer's tensor is a view. Block 0 is the null block; it stays zero.
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from contract.layout import KVLayout
+from engine.connector import Computed
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _POOL_NAME = "kvbaton-kv"
+_cuda: Any = torch.cuda
+
+
+class _AtOnce:
+    """A point that every device has passed; see Computed."""
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+_AT_ONCE = _AtOnce()
 
 
 class PagedKVMemory(ABC):
@@ -43,8 +56,8 @@ class PagedKVMemory(ABC):
         """Make what was written to these blocks visible to the device."""
 
     @abstractmethod
-    def mark_computed(self) -> None:
-        """Make ``read_view`` wait for everything that was launched before this call."""
+    def mark_computed(self) -> Computed:
+        """Return what waits for everything that was launched before this call."""
 
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         """Copy whole blocks, (from, to), after what was launched before. No pair reads a block that another one writes."""
@@ -91,8 +104,9 @@ class MappedKVMemory(PagedKVMemory):
     def commit(self, block_ids: list[int]) -> None:
         """Do nothing: a write is visible at once."""
 
-    def mark_computed(self) -> None:
-        """Do nothing: a step on the host is computed when it returns."""
+    def mark_computed(self) -> Computed:
+        """Return what does not wait: a step on the host is computed when it returns."""
+        return _AT_ONCE
 
     def close(self) -> None:
         """See PagedKVMemory; the pages go when the last view does."""
@@ -102,10 +116,10 @@ class MappedKVMemory(PagedKVMemory):
 
 
 class StagedKVMemory(PagedKVMemory):
-    """The pool on a device, reached through copies in host memory.
+    """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
-    ``read_view`` is a copy made behind the last ``mark_computed``. What is put into a ``write_view`` reaches the
-    device at ``commit``; blocks of other requests are never touched.
+    ``read_view`` and ``read_parts`` are copies. What is put into a ``write_view`` reaches the device at ``commit``; blocks
+    of other requests are never touched. Implements ``engine.connector.LandsDirectly``.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -113,44 +127,83 @@ class StagedKVMemory(PagedKVMemory):
         super().__init__(
             layout, num_blocks, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
         )
+        self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
         self._staged: dict[int, Tensor] = {}
-        cuda: Any = torch.cuda
-        is_cuda = device.type == "cuda"
-        self._computed = cuda.Event(blocking=True) if is_cuda else None
-        self._copies = cuda.Stream(device) if is_cuda else None
+        self._landed: set[int] = set()
+        """Blocks of which a library may have written a part directly since they were last committed."""
+        self._is_cuda = device.type == "cuda"
+        self._copies = _cuda.Stream(device) if self._is_cuda else None
+        self._computed: Computed = _AT_ONCE
+
+    @property
+    def address(self) -> int:
+        """See LandsDirectly."""
+        return self.pool.data_ptr()
 
     def read_view(self, block_id: int) -> memoryview:
-        """See PagedKVMemory. Waits for the event of ``mark_computed``, not for what was launched after it."""
-        if self._computed is not None:
-            self._computed.synchronize()
+        """See PagedKVMemory."""
+        return self.read_parts([block_id], 0, self.layout.block_bytes)[0]
+
+    def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
+        """See LandsDirectly. All copies are in flight together, on a stream of their own."""
+        host = torch.empty(len(block_ids), end - start, dtype=torch.uint8, pin_memory=self._is_cuda)
         with torch.cuda.stream(self._copies):
-            copy = self.pool[self._check(block_id)].to("cpu", copy=True)
-        return _as_bytes(copy).toreadonly()
+            for row, block_id in zip(host, block_ids, strict=True):
+                row.copy_(self._rows[self._check(block_id), start:end], non_blocking=True)
+            self._wait_for_copies()
+        return [row.numpy().data.toreadonly() for row in host]
 
     def write_view(self, block_id: int) -> memoryview:
-        """See PagedKVMemory. Asking again before ``commit`` gives the same bytes."""
+        """See PagedKVMemory. Asking again before ``commit`` gives the same bytes.
+
+        They are the block's own where a part of it has landed directly, else zeros.
+        """
         if self._check(block_id) not in self._staged:
-            self._staged[block_id] = torch.zeros(self.pool.shape[1:], dtype=self.pool.dtype)
-        return _as_bytes(self._staged[block_id])
+            staged = torch.zeros(self.layout.block_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
+            if block_id in self._landed:
+                staged.copy_(self._rows[block_id])
+            self._staged[block_id] = staged
+        return self._staged[block_id].numpy().data
+
+    def land_directly(self, block_ids: Sequence[int]) -> bool:
+        """See LandsDirectly. False for a block with a ``write_view``, which would overwrite it."""
+        if any(self._check(block_id) in self._staged for block_id in block_ids):
+            return False
+        self._landed.update(block_ids)
+        self._computed.synchronize()
+        return True
 
     def commit(self, block_ids: list[int]) -> None:
         """See PagedKVMemory. Returns when the device has the bytes; a step that still runs is waited for first."""
-        if self._copies is not None:
-            self._copies.wait_event(self._computed)
+        staged = [(block_id, self._staged.pop(block_id, None)) for block_id in block_ids]
+        self._landed.difference_update(block_ids)
+        if all(content is None for _, content in staged):
+            return
+        self._computed.synchronize()
         with torch.cuda.stream(self._copies):
-            for block_id in block_ids:
-                self.pool[block_id].copy_(self._staged.pop(block_id))
-        if self._copies is not None:
-            self._copies.synchronize()
+            for block_id, content in staged:
+                if content is not None:
+                    self._rows[block_id].copy_(content, non_blocking=True)
+            self._wait_for_copies()
 
-    def mark_computed(self) -> None:
+    def mark_computed(self) -> Computed:
         """See PagedKVMemory."""
-        if self._computed is not None:
-            self._computed.record()
+        if self._is_cuda:
+            event = _cuda.Event(blocking=True)
+            event.record()
+            self._computed = event
+        return self._computed
 
     def close(self) -> None:
         """See PagedKVMemory."""
         self._staged.clear()
+
+    def _wait_for_copies(self) -> None:
+        """Wait for what this thread has launched on the current stream."""
+        if self._is_cuda:
+            copied = _cuda.Event(blocking=True)
+            copied.record()
+            copied.synchronize()
 
 
 def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> PagedKVMemory:
@@ -170,7 +223,3 @@ def _create_memfd(num_bytes: int) -> int | None:
     descriptor = os.memfd_create(_POOL_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(descriptor, num_bytes)
     return descriptor
-
-
-def _as_bytes(block: Tensor) -> memoryview:
-    return block.view(-1).view(torch.uint8).numpy().data

@@ -18,7 +18,7 @@ from contract.errors import SettingError
 from contract.layout import KVLayout
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams, choice_seed
-from engine.connector import RankConnector, RanksConnector
+from engine.connector import Computed, RankConnector, RanksConnector
 from engine.models.info import ModelInfo
 from engine.outputs import LogprobsLists, ModelRunnerOutput, OtherChoices, SchedulerOutput
 from engine.settings import EngineSettings
@@ -96,8 +96,12 @@ class FakeMemory:
         for source, target in pairs:
             self.slots[target] = list(self.slots[source])
 
-    def mark_computed(self) -> None:
-        """Do nothing: there is nothing to wait for."""
+    def mark_computed(self) -> Computed:
+        """Return what does not wait: there is nothing to wait for."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
     def check(self, block_ids: Sequence[int], codes: Sequence[int], end: int, start: int = 0) -> None:
         """Assert that positions ``start:end`` hold the codes of these tokens."""

@@ -9,13 +9,13 @@ from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
-from engine.connector import KVMemory, LayerWatch
+from engine.connector import Computed, KVMemory, LayerWatch
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import RunningDigests, digests_of
 from kv_transfer.protocol.orders import PublishOrder
-from kv_transfer.protocol.reads import blocks_per_piece
+from kv_transfer.protocol.reads import BlockPart, blocks_per_piece
 from kv_transfer.transports.block_views import read_views
 from kv_transfer.transports.transport import Senders
 
@@ -44,13 +44,14 @@ class Publisher:
         self._reports = reports
         self._unfinished: dict[str, _Unfinished] = {}
 
-    def publish_layers(self, order: PublishOrder, num_bytes: int) -> None:
-        """Make the first ``num_bytes`` of each block of an order readable."""
+    def publish_layers(self, order: PublishOrder, num_bytes: int, computed: Computed) -> None:
+        """Make the first ``num_bytes`` of each block of an order readable, once they are computed."""
         is_new = order.key not in self._unfinished
         if is_new:
             self._unfinished[order.key] = _Unfinished(RunningDigests(order.seeds))
         unfinished = self._unfinished[order.key]
         try:
+            computed.synchronize()
             self._digest(unfinished, order.block_ids, num_bytes)
             unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
@@ -66,12 +67,16 @@ class Publisher:
         for order in orders:
             self._reports.end_expected(order.key, seconds)
 
-    def publish(self, order: PublishOrder) -> None:
-        """Publish an order range by range: the receiver copies and verifies one while the next is being digested."""
+    def publish(self, order: PublishOrder, computed: Computed) -> None:
+        """Publish an order range by range: the receiver copies and verifies one while the next is being digested.
+
+        computed: is waited for first; what was launched after it is not.
+        """
         unfinished = self._unfinished.pop(order.key, None)
         for start, end in self._ranges(order):
             outcome: ev.SendEvent
             try:
+                computed.synchronize()
                 outcome = self._publish_range(order, start, end, unfinished)
             except Exception as error:  # the boundary of a job: its transfer fails, the others go on
                 logger.exception("publishing blocks of %s failed", order.key)
@@ -102,8 +107,8 @@ class Publisher:
         self, unfinished: _Unfinished, block_ids: Sequence[int], num_bytes: int, start: int = 0
     ) -> None:
         """Digest the bytes up to ``num_bytes`` of these blocks, which are those from ``start`` on of their order."""
-        new = (self._memory.read_view(each)[unfinished.num_bytes : num_bytes] for each in block_ids)
-        unfinished.digests.go_on(new, start)
+        part = BlockPart(unfinished.num_bytes, num_bytes - unfinished.num_bytes)
+        unfinished.digests.go_on(read_views(self._memory, block_ids, part), start)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         step = blocks_per_piece(self._memory.layout.block_bytes)
@@ -196,8 +201,10 @@ class PassWatch:
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
         self._published = [order for order in orders if order.is_computed]
-        for order in self._published:
-            self._post(partial(self._publisher.publish, order))
+        if self._published:
+            computed = self._memory.mark_computed()
+            for order in self._published:
+                self._post(partial(self._publisher.publish, order, computed))
         self._split = [order for order in orders if order.num_parts > 1]
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
@@ -209,10 +216,10 @@ class PassWatch:
         layout = self._memory.layout
         due = [each for each in self._split if num_layers in split_points(layout.num_layers, each.num_parts)]
         if due:
-            self._memory.mark_computed()
-        for order in due:
+            computed = self._memory.mark_computed()
             num_bytes = layout.block_bytes // layout.num_layers * num_layers
-            self._post(partial(self._publisher.publish_layers, order, num_bytes))
+            for order in due:
+                self._post(partial(self._publisher.publish_layers, order, num_bytes, computed))
         if self._last:
             self._estimator.stored(num_layers)
 
@@ -220,17 +227,19 @@ class PassWatch:
         """See LayerWatch."""
         if self._split:
             self._published += self._split
-            self._memory.mark_computed()
+            computed = self._memory.mark_computed()
             for order in self._split:
-                self._post(partial(self._publisher.publish, order))
+                self._post(partial(self._publisher.publish, order, computed))
         if self._last:
             self._estimator.computed()
 
     def end(self, orders: Sequence[PublishOrder]) -> None:
         """Publish the orders of a step that is over, but for those that were published before."""
-        for order in orders:
-            if not any(order is each for each in self._published):
-                self._post(partial(self._publisher.publish, order))
+        others = [order for order in orders if not any(order is each for each in self._published)]
+        if others:
+            computed = self._memory.mark_computed()
+            for order in others:
+                self._post(partial(self._publisher.publish, order, computed))
         self._published = []
 
     def _post_end(self, end: float) -> None:

@@ -20,7 +20,7 @@ from kv_transfer.protocol.reads import (
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import BlockViews, write_views
+from kv_transfer.transports.block_views import BlockViews, view_bytes_of, write_views
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -180,7 +180,7 @@ class BlockReader:
             raise
         self.silences.clear(source)
         landing.landed(len(views))
-        num_bytes = len(views) * views[0].nbytes
+        num_bytes = len(views) * view_bytes_of(views)
         self._counters.add("transfer_bytes_total", num_bytes, transport=source.transport)
 
     def _compare(self, job: PullJob, share: Share, first_block: int, found: tuple[int, ...]) -> None:

@@ -1,13 +1,14 @@
 """Blocks of a KV pool as memory views, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, overload, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.errors import TransferError
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
@@ -71,6 +72,11 @@ class BlockViews(Sequence[memoryview]):
         self._addresses: npt.NDArray[np.uint64] | None = None
 
     @property
+    def num_pool_bytes(self) -> int:
+        """The size of the pool."""
+        return self.pool.nbytes
+
+    @property
     def first_address(self) -> int:
         """The address of a view of the pool's block 0."""
         return self.address + self._span[0]
@@ -125,11 +131,89 @@ class BlockViews(Sequence[memoryview]):
         return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
+@dataclass
+class _Landing:
+    is_direct: bool = False
+
+
+class LandingViews(Sequence[memoryview]):
+    """The blocks ``block_ids`` of a pool on a device, or the part of each, which bytes are to be put into.
+
+    Each view is host memory that a ``commit`` copies to the device. After ``land_directly`` a library writes to the device
+    itself, and each view is a copy of what is there now. Raises TransferError for a part outside a block.
+    """
+
+    def __init__(
+        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
+    ) -> None:
+        self.block_bytes = memory.layout.block_bytes
+        self.part = part
+        self._memory = memory
+        self._block_ids = block_ids
+        self._span = block_span(self.block_bytes, part)
+        self._landing = _Landing()
+
+    @property
+    def address(self) -> int:
+        """The address of the pool on its device."""
+        return self._memory.address
+
+    @property
+    def num_pool_bytes(self) -> int:
+        """The size of the pool."""
+        return self.block_bytes * self._memory.num_blocks
+
+    @property
+    def ids(self) -> npt.NDArray[np.int64]:
+        """The blocks as 64-bit numbers."""
+        return np.asarray(self._block_ids, np.int64)
+
+    @property
+    def view_bytes(self) -> int:
+        """The size of each view."""
+        return self._span[1] - self._span[0]
+
+    def land_directly(self) -> bool:
+        """Return whether a library may write the blocks from now on, which holds for all slices of these views."""
+        self._landing.is_direct = self._memory.land_directly(self._block_ids)
+        return self._landing.is_direct
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._block_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "LandingViews": ...
+
+    def __getitem__(self, index: int | slice) -> "memoryview | LandingViews":
+        """Return one view, or fewer blocks."""
+        if isinstance(index, slice):
+            some = LandingViews(self._memory, self._block_ids[index], self.part)
+            some._landing = self._landing
+            return some
+        start, end = self._span
+        if self._landing.is_direct:
+            return self._memory.read_parts([self._block_ids[index]], start, end)[0]
+        return self._memory.write_view(self._block_ids[index])[start:end]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Return an iterator over the views; what has landed is copied from the device at once."""
+        start, end = self._span
+        if self._landing.is_direct:
+            return iter(self._memory.read_parts(self._block_ids, start, end))
+        return (self._memory.write_view(block_id)[start:end] for block_id in self._block_ids)
+
+
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
+    if isinstance(memory, LandsDirectly):
+        return memory.read_parts([int(block_id) for block_id in block_ids], start, end)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
 
@@ -139,12 +223,20 @@ def write_views(
     """Return ``write_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
+    if isinstance(memory, LandsDirectly):
+        return LandingViews(memory, block_ids, part)
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
 
 
+def view_bytes_of(views: Sequence[memoryview]) -> int:
+    """Return the size of each of the views, which are equal, without making one where possible."""
+    return views.view_bytes if isinstance(views, BlockViews | LandingViews) else views[0].nbytes
+
+
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
     """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
-    sizes = {views.view_bytes} if isinstance(views, BlockViews) else {view.nbytes for view in views}
+    is_uniform = isinstance(views, BlockViews | LandingViews)
+    sizes = {view_bytes_of(views)} if is_uniform else {view.nbytes for view in views}
     if sizes - {num_bytes}:
         raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")

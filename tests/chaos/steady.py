@@ -21,6 +21,8 @@ from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import sample
 from tests.chaos.clients import Answer, Client, draw_questions, reference_answers
 
+Model = Any
+"""A model of transformers."""
 _NOISE = 2e-5
 _NUM_SHAKEN = 5
 _MAX_ROUNDS = 8
@@ -33,7 +35,7 @@ async def steady_answers(
 
     Raises AssertionError if the service gives an answer that every one of the models contradicts.
     """
-    models = await asyncio.to_thread(_models)
+    models = await asyncio.to_thread(noisy_models)
     steady: list[Answer] = []
     for _ in range(_MAX_ROUNDS):
         answers = await reference_answers(client, draw_questions(rng, count, **ranges))
@@ -43,7 +45,8 @@ async def steady_answers(
     raise AssertionError(f"only {len(steady)} of {count} questions do not depend on rounding")
 
 
-def _models() -> list[Any]:
+def noisy_models() -> list[Model]:
+    """Return the demo model, and models whose weights deviate a little."""
     folder = Path(str(resources.files("kvbaton"))) / "demo_model"
     noise = torch.Generator().manual_seed(1)
     models = []
@@ -56,11 +59,12 @@ def _models() -> list[Any]:
     return models
 
 
-def _steady_ones(answers: Sequence[Answer], models: Sequence[Any]) -> list[Answer]:
-    return [answer for answer in answers if _is_steady(answer, models)]
+def _steady_ones(answers: Sequence[Answer], models: Sequence[Model]) -> list[Answer]:
+    return [answer for answer in answers if is_steady(answer, models)]
 
 
-def _is_steady(answer: Answer, models: Sequence[Any]) -> bool:
+def is_steady(answer: Answer, models: Sequence[Model]) -> bool:
+    """Return whether all models give the tokens of an answer. Raises AssertionError if all agree on another token."""
     opinions = [_tokens_by(model, answer) for model in models]
     places = list(zip(*opinions, strict=True))
     for place, (token, predicted) in enumerate(zip(answer.token_ids, places, strict=True)):
@@ -71,7 +75,7 @@ def _is_steady(answer: Answer, models: Sequence[Any]) -> bool:
 
 
 @torch.no_grad()
-def _tokens_by(model: Any, answer: Answer) -> list[int | None]:
+def _tokens_by(model: Model, answer: Answer) -> list[int | None]:
     question = answer.question
     sampling = SamplingParams(
         temperature=question.temperature, seed=question.seed, max_tokens=question.max_tokens, ignore_eos=True

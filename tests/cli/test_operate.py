@@ -12,8 +12,10 @@ import pytest
 from aiohttp import web
 from rich.console import Console
 
+from cli.operate import worker_named
 from cli.pool_table import pool_view
 from cli.top import show_again_and_again
+from contract.errors import NotFoundError
 from contract.identity import Role
 from launch.operator_settings import TopSettings
 from protos import worker_pb2 as pb
@@ -21,6 +23,7 @@ from router.testing.script import Script
 from serving.http_server import start_http
 from tests.chaos.settings import process_environment
 from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.router.test_worker_admin import obey
 from tests.text.tiny_model import END
 
 SAY = Script(tokens=[END])
@@ -231,3 +234,80 @@ def test_no_figure_is_cut_off_in_a_narrow_terminal(width: int) -> None:
 
 def test_control_characters_of_a_worker_are_not_printed() -> None:
     assert "\x1b" not in "".join(drawn(120, figures("w", "both", build="\x1b[31mred")))
+
+
+FULL = pb.Credit(max_requests=256, max_tokens=2**20)
+
+
+async def test_a_worker_drains_and_serves_again() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        worker = cluster.workers["decode-0"]
+        running = asyncio.create_task(kvbaton("workers", "drain", "dec", "--deadline", "7", *admin(cluster)))
+        order = await obey(worker, pb.Credit(is_draining=True, drain_seconds=7))
+        assert order.drain.deadline_seconds == 7
+        await worker.stream.next_order()  # the command waits
+        assert not running.done()
+        worker.stream.grant(pb.Credit(is_draining=True, is_empty=True))
+        code, output, errors = await running
+        assert (code, errors) == (0, "")
+        assert output == "decode-0 drains: 0 requests are left\ndecode-0 (decode) is empty\n"
+        running = asyncio.create_task(kvbaton("workers", "undrain", "decode-0", "--json", *admin(cluster)))
+        assert (await obey(worker, FULL)).HasField("undrain")
+        code, output, errors = await running
+        assert (code, errors, json.loads(output)["state"]) == (0, "", "serving")
+
+
+async def test_a_drain_without_waiting_returns_at_once() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        command = ("workers", "drain", "decode-0", "--no-wait", *admin(cluster))
+        running = asyncio.create_task(kvbaton(*command))
+        await obey(cluster.workers["decode-0"], pb.Credit(is_draining=True, drain_seconds=30))
+        assert await running == (0, "decode-0 (decode) is draining\n", "")
+
+
+async def test_the_wait_ends_when_the_worker_has_left() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        worker = cluster.workers["decode-0"]
+        running = asyncio.create_task(kvbaton("workers", "drain", "decode-0", "--json", *admin(cluster)))
+        await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        await worker.stream.next_order()
+        await worker.die()
+        code, output, errors = await running
+        assert (code, errors, json.loads(output)["state"]) == (0, "", "leaving")
+
+
+async def test_an_order_for_no_worker_is_one_line() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        code, output, errors = await kvbaton("workers", "drain", "decod-0", *admin(cluster))
+        assert (code, output) == (1, "")
+        assert errors == (
+            "kvbaton: no worker is called 'decod-0' (did you mean decode-0?); "
+            "the workers are decode-0, prefill-0\n"
+        )
+
+
+def test_a_worker_is_named_by_its_id_or_by_its_beginning() -> None:
+    pool = {"workers": [{"id": name} for name in ("decode-1", "decode-10", "prefill-0")]}
+    assert worker_named("decode-1", pool) == "decode-1"
+    assert worker_named("p", pool) == "prefill-0"
+    with pytest.raises(NotFoundError, match="ambiguous: decode-1, decode-10"):
+        worker_named("decode", pool)
+    with pytest.raises(NotFoundError, match="no worker is attached"):
+        worker_named("decode", {"workers": []})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("drain",), "worker is not given"),
+        (("list", "decode-0"), "the list is always of all workers"),
+        (("undrain", "w", "--deadline=3"), "deadline_seconds has no effect on 'undrain'"),
+        (("--no-wait",), "wait has no effect on 'list'"),
+        (("drian", "w"), "action is 'drian'"),
+        (("drain", "w", "--deadline", "-1"), "deadline_seconds is '-1'"),
+    ],
+)
+async def test_a_contradiction_is_refused(arguments: Sequence[str], words: str) -> None:
+    code, output, errors = await kvbaton("workers", *arguments, "--admin", "127.0.0.1:1")
+    assert (code, output) == (2, "")
+    assert words in errors

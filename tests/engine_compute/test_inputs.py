@@ -1,5 +1,6 @@
 """Input preparation: a worked example, vector by vector."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.inputs import PreparedInputs, prepare_inputs
+from engine.compute.staging import padded
 from engine.outputs import NewRequestData, SchedulerOutput
 from tests.engine_compute.driver import add_cached
 
@@ -199,3 +201,14 @@ def test_rows_need_not_be_adjacent() -> None:
     assert equal(inputs.request_indices, [2, 0])
     assert equal(inputs.input_ids, [37, 13])
     assert equal(inputs.slot_mapping, [17, 5])
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (0,)])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_padding_adds_rows_behind(shape: tuple[int, ...], dtype: type[np.integer[Any]]) -> None:
+    given = np.arange(math.prod(shape), dtype=dtype).reshape(shape)
+    wide = padded(given, 4, -1)
+    assert wide.dtype == np.int32
+    assert wide.shape == (4, *shape[1:])
+    assert np.array_equal(wide[: len(given)], given)
+    assert (wide[len(given) :] == -1).all()

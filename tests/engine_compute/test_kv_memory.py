@@ -7,11 +7,16 @@ import pytest
 import torch
 
 from contract.layout import KVLayout
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LandsDirectly
 from engine.kv_cache.memory import MappedKVMemory, StagedKVMemory, allocate
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 5
+
+
+@pytest.fixture
+def staged() -> StagedKVMemory:
+    return StagedKVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
 
 
 def test_the_pool_is_zeroed_and_layers_are_views() -> None:
@@ -77,6 +82,53 @@ def test_staged_views_are_copies_until_commit() -> None:
     memory.write_view(4)[:4] = b"abcd"
     assert bytes(memory.write_view(4)[:4]) == b"abcd"
     memory.close()
+
+
+def test_what_has_landed_directly_is_kept(staged: StagedKVMemory) -> None:
+    """A library has written a part of blocks 1 and 2; the rest of block 1 comes through host memory."""
+    half = LAYOUT.block_bytes // 2
+    assert staged.land_directly([1, 2])
+    rows = staged.pool.view(NUM_BLOCKS, -1).view(torch.uint8)
+    rows[1, :half] = 7
+    rows[2] = 8
+    assert [bytes(view) for view in staged.read_parts([2, 1], half - 1, half + 1)] == [
+        b"\x08\x08",
+        b"\x07\x00",
+    ]
+    staged.write_view(1)[half:] = bytes([9]) * half
+    staged.commit([1, 2])
+    assert bytes(staged.read_view(1)) == bytes([7]) * half + bytes([9]) * half
+    assert bytes(staged.read_view(2)) == bytes([8]) * LAYOUT.block_bytes
+
+
+def test_a_block_with_a_view_does_not_land_directly(staged: StagedKVMemory) -> None:
+    """The commit of its view would overwrite it. After the commit it may."""
+    staged.write_view(3)[:] = bytes([5]) * LAYOUT.block_bytes
+    assert not staged.land_directly([2, 3])
+    staged.commit([2, 3])
+    assert bytes(staged.read_view(3)) == bytes([5]) * LAYOUT.block_bytes
+    assert staged.land_directly([2, 3])
+    assert staged.address == staged.pool.data_ptr()
+    assert isinstance(staged, LandsDirectly)
+    assert not isinstance(MappedKVMemory(LAYOUT, 2), LandsDirectly)
+
+
+def test_landing_waits_for_the_steps_before(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that was launched may still read or write what is freed now. Reading waits for nothing: its caller does."""
+    waits = list[str]()
+
+    class Step:
+        def synchronize(self) -> None:
+            waits.append("waited")
+
+    monkeypatch.setattr(staged, "_computed", Step())
+    staged.read_parts([1], 0, 4)
+    staged.commit([1])
+    assert waits == []
+    staged.land_directly([1])
+    staged.write_view(2)
+    staged.commit([2])
+    assert waits == ["waited"] * 2
 
 
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])

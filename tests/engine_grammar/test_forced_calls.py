@@ -93,7 +93,7 @@ def test_the_first_output_of_a_forced_grammar_is_a_call(model: Path, name: str, 
     assert first - {""} == {"{"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     name=st.sampled_from(sorted(PARAMETERS)),
     other=st.sampled_from(sorted(PARAMETERS)),

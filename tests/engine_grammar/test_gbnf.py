@@ -77,7 +77,7 @@ grammars = st.fixed_dictionaries(dict.fromkeys(RULES, nodes))
 
 
 @given(grammars, st.lists(st.text(ALPHABET, max_size=5), min_size=1, max_size=6), st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_random_grammars_match_the_reference(
     vocabulary: LLTokenizer, rules: dict[str, Node], texts: list[str], data: st.DataObject
 ) -> None:

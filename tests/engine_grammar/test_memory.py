@@ -35,7 +35,14 @@ def growth_mb(attack: str, count: int) -> int:
     return int(run.stdout)
 
 
-@pytest.mark.parametrize("attack", ["counts in counts", "counts in a schema", "many divisors"])
+@pytest.mark.parametrize(
+    "attack",
+    [
+        pytest.param("counts in counts", marks=pytest.mark.slow),
+        pytest.param("counts in a schema", marks=pytest.mark.slow),
+        "many divisors",
+    ],
+)
 def test_memory_of_different_malicious_grammars_does_not_add_up(attack: str) -> None:
     """H1: some kept 200 MB each, in a cache that was only bounded in number."""
     assert growth_mb(attack, 12) < MAX_GROWTH_MB

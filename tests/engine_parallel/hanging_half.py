@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from contract.layout import Side
-from engine.connector import ConnectorPair, KVMemory, RankConnectorPlan, RanksConnector
+from engine.connector import Computed, ConnectorPair, KVMemory, RankConnectorPlan, RanksConnector
 from kv_transfer.connector import TransferFactory
 from kv_transfer.ranks.rank_data import RankHalf, RankSettings
 from tests.engine_parallel.echoing_half import EchoingHalf, EchoingRanks
@@ -59,8 +59,12 @@ class StuckMemory:
     def commit(self, block_ids: list[int]) -> None:
         """Do nothing: no KV arrives here."""
 
-    def mark_computed(self) -> None:
+    def mark_computed(self) -> Computed:
         """Do nothing: no KV is read."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class StuckHalf(RankHalf):

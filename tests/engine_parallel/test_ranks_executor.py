@@ -206,6 +206,7 @@ def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
             ended.executor.execute_model(prompt_step())
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_in_an_idle_engine_wakes_it(model: Path) -> None:
     """P4: without any call to the ranks."""
     woken = threading.Semaphore(0)

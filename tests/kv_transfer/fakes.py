@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
-from engine.connector import ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
+from engine.connector import Computed, ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.transport import ReceiverTransport, TransportContext, TransportSettings
@@ -61,8 +61,12 @@ class ByteMemory:
         """Record the blocks as committed."""
         self.committed.extend(block_ids)
 
-    def mark_computed(self) -> None:
-        """Do nothing: writes are visible at once."""
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+    def mark_computed(self) -> Computed:
+        """Return what does not wait: writes are visible at once."""
+        return self
 
     def fill(self, block_id: int, content: bytes) -> None:
         """Fill the block with repetitions of ``content``."""

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -164,11 +164,13 @@ credits = st.builds(
     Credit,
     max_requests=UINT32,
     max_tokens=UINT64,
+    number=UINT64,
     is_draining=st.booleans(),
     drain_seconds=DOUBLES,
     is_empty=st.booleans(),
 )
 drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
+credit_uses = st.builds(CreditUse, number=UINT64, num_requests=UINT32, num_tokens=UINT64)
 hand_offs = st.tuples(
     st.builds(
         HandOff,

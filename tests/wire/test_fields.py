@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -204,10 +204,14 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     ),
     (LOAD, LOAD_MESSAGE),
     (
-        Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
-        pb.Credit(max_requests=1, max_tokens=2, is_draining=True, drain_seconds=3.5, is_empty=True),
+        Credit(max_requests=1, max_tokens=2, number=3, is_draining=True, drain_seconds=3.5, is_empty=True),
+        pb.Credit(max_requests=1, max_tokens=2, number=3, is_draining=True, drain_seconds=3.5, is_empty=True),
     ),
     (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
+    (
+        CreditUse(number=1, num_requests=2, num_tokens=3),
+        pb.CreditUse(number=1, num_requests=2, num_tokens=3),
+    ),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),
     (OUTPUT, OUTPUT_MESSAGE),

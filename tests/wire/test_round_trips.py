@@ -30,6 +30,8 @@ from wire.legs import (
 from wire.membership import (
     credit_from_proto,
     credit_to_proto,
+    credit_use_from_proto,
+    credit_use_to_proto,
     drain_from_proto,
     drain_to_proto,
     layout_from_proto,
@@ -99,6 +101,7 @@ CODECS = (
     Codec(pb.Welcome, strategies.welcomes, welcome_to_proto, welcome_from_proto),
     Codec(pb.Load, strategies.loads, load_to_proto, load_from_proto),
     Codec(pb.Credit, strategies.credits, credit_to_proto, credit_from_proto),
+    Codec(pb.CreditUse, strategies.credit_uses, credit_use_to_proto, credit_use_from_proto),
     Codec(pb.Drain, strategies.drains, drain_to_proto, drain_from_proto),
     Codec(pb.PositionLogprobs, strategies.logprobs, logprobs_to_proto, logprobs_from_proto),
     Codec(pb.LegTimings, strategies.timings, timings_to_proto, timings_from_proto),

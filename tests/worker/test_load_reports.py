@@ -11,37 +11,35 @@ class Clock:
         return self.now
 
 
-def test_an_unchanged_load_is_reported_once_for_each_session() -> None:
+def test_an_unchanged_load_is_reported_once() -> None:
     reports = LoadReports(Clock())
     stats = SchedulerStats(num_running_reqs=1)
-    assert reports.next("s", stats) == load_of(stats)
-    assert reports.next("s", stats, is_idle=True) is None
-    assert reports.next("t", stats) == load_of(stats)
-    assert reports.next("t", stats) is None
+    assert reports.next(stats) == load_of(stats)
+    assert reports.next(stats, is_idle=True) is None
 
 
 def test_averages_alone_are_reported_at_intervals_and_counts_at_once() -> None:
     clock = Clock()
     reports = LoadReports(clock)
-    assert reports.next("s", SchedulerStats(num_running_reqs=1, step_seconds=0.1))
-    assert reports.next("s", SchedulerStats(num_running_reqs=1, step_seconds=0.2)) is None
+    assert reports.next(SchedulerStats(num_running_reqs=1, step_seconds=0.1))
+    assert reports.next(SchedulerStats(num_running_reqs=1, step_seconds=0.2)) is None
     for counts in (
         SchedulerStats(num_running_reqs=2),
         SchedulerStats(num_running_reqs=2, num_waiting_reqs=1),
         SchedulerStats(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.5),
     ):
-        assert reports.next("s", counts) == load_of(counts)
+        assert reports.next(counts) == load_of(counts)
     later = SchedulerStats(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.5, step_seconds=0.3)
     clock.now += REPORT_SECONDS / 2
-    assert reports.next("s", later) is None
+    assert reports.next(later) is None
     clock.now += REPORT_SECONDS / 2
-    assert reports.next("s", later) == load_of(later)
+    assert reports.next(later) == load_of(later)
 
 
 def test_an_idle_engine_reports_every_change() -> None:
     reports = LoadReports(Clock())
-    assert reports.next("s", SchedulerStats(num_leases=1))
-    last = reports.next("s", SchedulerStats(num_leases=0), is_idle=True)
+    assert reports.next(SchedulerStats(num_leases=1))
+    last = reports.next(SchedulerStats(num_leases=0), is_idle=True)
     assert last is not None and last.num_leases == 0
 
 

@@ -1,7 +1,7 @@
 """The worker's stream to a router that stalls, leaves, or is not its router."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,25 @@ from worker.router_stream import RouterAddress, RouterStream
 
 SECRET = "a secret of the tests, of 32 or more characters"
 STEP = pb.WorkerMessage(step=pb.StepOutput(entries=[pb.TokenEntry(request_id="r" * 60_000)]))
+
+
+class Losses:
+    """Records the sessions of streams that were lost."""
+
+    def __init__(self) -> None:
+        self.sessions: list[str] = []
+        self.changed = asyncio.Event()
+
+    def opened(self, stream: RouterStream) -> None:
+        """Ignore."""
+
+    def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        """Ignore."""
+
+    async def lost(self, session: str) -> None:
+        """Record the session."""
+        self.sessions.append(session)
+        self.changed.set()
 
 
 class StalledRouter(worker_pb2_grpc.MembershipServicer):
@@ -36,14 +55,14 @@ class StalledRouter(worker_pb2_grpc.MembershipServicer):
 class LeavingRouter(worker_pb2_grpc.MembershipServicer):
     """A router that leaves its first worker at once. num_lost: losses that each worker had seen when it registered."""
 
-    def __init__(self, lost: list[None]) -> None:
-        self._lost = lost
+    def __init__(self, losses: Losses) -> None:
+        self._losses = losses
         self.num_lost: list[int] = []
 
     async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
         """Close the first stream and keep the second one."""
         await anext(request_iterator)
-        self.num_lost.append(len(self._lost))
+        self.num_lost.append(len(self._losses.sessions))
         yield pb.RouterMessage(welcome=pb.Welcome(session=str(len(self.num_lost))))
         if len(self.num_lost) > 1:
             await asyncio.Event().wait()
@@ -59,16 +78,14 @@ def address_of(address: str) -> RouterAddress:
 
 @asynccontextmanager
 async def streaming(
-    router: worker_pb2_grpc.MembershipServicer, on_lost: Callable[[], Awaitable[None]]
+    router: worker_pb2_grpc.MembershipServicer, losses: Losses
 ) -> AsyncIterator[RouterStream]:
     """Run a stream to a router that serves."""
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(router, server)
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', router_tls(SECRET).server_credentials)}"
     await server.start()
-    stream = RouterStream(
-        address_of(address), pb.Registration(), pb.Credit, on_lost, ignore, max_unread_bytes=2**20
-    )
+    stream = RouterStream(address_of(address), pb.Registration(), losses, max_unread_bytes=2**20)
     run = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(20):
@@ -81,19 +98,16 @@ async def streaming(
 
 async def test_a_router_that_reads_nothing_is_lost() -> None:
     """Else unread messages would fill the worker's memory; it aborts its requests and registers again."""
-    lost = asyncio.Event()
-
-    async def on_lost() -> None:
-        lost.set()
-
-    async with streaming(StalledRouter(), on_lost) as stream:
+    losses = Losses()
+    async with streaming(StalledRouter(), losses) as stream:
         await stream.wait_attached()
         for _ in range(2000):
-            if lost.is_set():
+            if losses.sessions:
                 break
             stream.send(STEP)
             await asyncio.sleep(0)
-        await lost.wait()
+        await losses.changed.wait()
+        assert losses.sessions == ["1"]
         await stream.wait_attached()
         assert stream.session == "2"
         assert stream.num_unread_bytes < 2**20
@@ -101,13 +115,9 @@ async def test_a_router_that_reads_nothing_is_lost() -> None:
 
 async def test_the_requests_of_a_lost_router_are_aborted_before_the_next_registration() -> None:
     """Law 5: the next router has no record of them, or has started them elsewhere."""
-    lost: list[None] = []
-
-    async def on_lost() -> None:
-        lost.append(None)
-
-    router = LeavingRouter(lost)
-    async with streaming(router, on_lost) as stream:
+    losses = Losses()
+    router = LeavingRouter(losses)
+    async with streaming(router, losses) as stream:
         while stream.session != "2":
             await asyncio.sleep(0.005)
         assert router.num_lost == [0, 1]
@@ -142,17 +152,13 @@ async def test_another_program_on_the_routers_port_receives_nothing(
     rogue_secret: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """H4: the worker's proof was sent to any listener on the router's port, and was valid for every worker."""
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     true, rogue = RecordingRouter(), RecordingRouter()
     credentials = router_tls(SECRET).server_credentials
     server, address = await serving_at("127.0.0.1:0", true, credentials)
-    lost = asyncio.Queue[None]()
-
-    async def on_lost() -> None:
-        lost.put_nowait(None)
-
+    losses = Losses()
     registration = pb.Registration(worker_id="w", boot_id="b")
-    stream = RouterStream(address_of(address), registration, pb.Credit, on_lost, ignore)
+    stream = RouterStream(address_of(address), registration, losses)
     run = asyncio.create_task(stream.run())
     try:
         async with asyncio.timeout(40):
@@ -160,7 +166,7 @@ async def test_another_program_on_the_routers_port_receives_nothing(
             while not stream.is_attached:
                 await asyncio.sleep(0.01)
             await server.stop(None)
-            await lost.get()
+            await losses.changed.wait()
             theirs = router_tls(rogue_secret).server_credentials if rogue_secret else None
             server, _ = await serving_at(address, rogue, theirs)
             while sum("not reachable yet" in record.message for record in caplog.records) < 2:
@@ -180,14 +186,13 @@ async def test_a_worker_whose_router_was_never_authenticated_ends_with_the_reaso
     rogue = RecordingRouter()
     server, address = await serving_at("127.0.0.1:0", rogue, None)
 
-    async def on_lost() -> None:
-        raise AssertionError("it was never attached")
-
-    stream = RouterStream(address_of(address), pb.Registration(), pb.Credit, on_lost, ignore)
+    losses = Losses()
+    stream = RouterStream(address_of(address), pb.Registration(), losses)
     try:
         with pytest.raises(IncompatiblePeerError, match="does not prove that it holds"):
             async with asyncio.timeout(20):
                 await stream.run()
         assert rogue.registered.empty()
+        assert losses.sessions == []
     finally:
         await server.stop(None)

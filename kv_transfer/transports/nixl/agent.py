@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from contract.errors import PeerUnreachableError, SettingError, TransferError
 from kv_transfer.protocol.reads import BlockPart
-from kv_transfer.transports.block_views import BlockViews, address_of, block_span
+from kv_transfer.transports.block_views import BlockViews, LandingViews, address_of, block_span
 from kv_transfer.transports.nixl.settings import prepare_ucx
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class Region:
 
     def find(self, views: Sequence[memoryview], part: BlockPart | None = None) -> Ids | None:
         """Return the blocks that the writable ``views`` are, or are this part of; None if one is not in this region."""
-        if isinstance(views, BlockViews):
-            is_here = views.address == self.address and views.pool.nbytes <= self.num_bytes
+        if isinstance(views, BlockViews | LandingViews):
+            is_here = views.address == self.address and views.num_pool_bytes <= self.num_bytes
             is_same = views.block_bytes == self.block_bytes and views.part == part
             return views.ids.astype(ID_TYPE) if is_here and is_same else None
         (start, end) = block_span(self.block_bytes, part)
@@ -160,7 +160,14 @@ class NixlAgent:
             ) from error
 
     def register(self, region: Region, undo: ExitStack) -> None:
-        """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read."""
+        """Register a region for this agent to read into, and for peers that get ``metadata`` from now on to read.
+
+        For memory of a device, this thread enters the device's context for good: the library copies there.
+        """
+        if region.is_device:
+            import torch
+
+            torch.zeros(1, device=torch.device("cuda", region.device_id))
         row = (region.address, region.num_bytes, region.device_id, "")
         registered = self._call("registering memory", "register_memory", [row], region.memory_type)
         undo.callback(self._call, "deregistering memory", "deregister_memory", registered)

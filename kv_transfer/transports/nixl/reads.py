@@ -103,7 +103,7 @@ class NixlRead:
 class AgentDriver:
     """Owns what is posted to the agent, and ends it. Called by one thread at a time. Raises TransferError after ``close``.
 
-    pool_blocks: this worker's own blocks, as the target of a ``ReadStep``; None before ``register``, or on a device.
+    pool_blocks: this worker's own blocks, as the target of a ``ReadStep``; None before ``register``.
     """
 
     def __init__(self, agent: NixlAgent) -> None:
@@ -120,8 +120,7 @@ class AgentDriver:
         """Make both readable by peers; return the metadata that peers need. Called once."""
         self._agent.register(pool, self._undo)
         self._agent.register(table, self._undo)
-        if not pool.is_device:
-            self.pool_blocks = DescribedRegion(self._agent, pool, self._undo)
+        self.pool_blocks = DescribedRegion(self._agent, pool, self._undo)
         return self._agent.metadata()
 
     def connect(self, pool: RemotePool, metadata: bytes) -> None:

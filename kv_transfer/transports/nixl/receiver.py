@@ -20,7 +20,7 @@ import numpy as np
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import read_frame, write_frame
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.block_views import block_outside, block_span, check_sizes
+from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
 from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
@@ -220,7 +220,7 @@ class _Peer(DataPortConnection):
         """
         pool = lane.pool
         own = self._nixl_thread.pool_blocks
-        own_ids = None if own is None else own.region.find(views, part)
+        own_ids = None if own is None else _places_in(own.region, pool.region, views, part)
         step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
         if own_ids is None:
             step = pool.bounce.region.num_blocks
@@ -251,6 +251,20 @@ class _Peer(DataPortConnection):
                 self._is_posted = False
         self._check_link()
         read.check()
+
+
+def _places_in(
+    own: Region, theirs: Region, views: Sequence[memoryview], part: BlockPart | None
+) -> Ids | None:
+    """Return this pool's blocks that the views are, if the peer's can be read into them; None if not.
+
+    Memory of a device is read into that of a device only: to or from host memory the library would go through TCP.
+    """
+    ids = own.find(views, part)
+    if ids is not None and isinstance(views, LandingViews):
+        is_alike = own.is_device == theirs.is_device
+        return ids if is_alike and views.land_directly() else None
+    return ids
 
 
 class NixlReceiver(PeerReceiver):

@@ -19,9 +19,9 @@ from enum import StrEnum
 import msgspec
 
 from contract.errors import KvbatonError, TransferError
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.transports.block_views import OnDevice, address_of
+from kv_transfer.transports.block_views import address_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, Sender
@@ -154,8 +154,9 @@ def region_of(memory: KVMemory) -> Region:
     """Return the pool's region. Raises TransferError if its blocks do not lie side by side."""
     size = memory.layout.block_bytes
     count = memory.num_blocks
-    if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
-        return Region(memory.pool.data_ptr(), size, count, True, memory.pool.device.index or 0)
+    if isinstance(memory, LandsDirectly):
+        device = memory.pool.device
+        return Region(memory.address, size, count, device.type == "cuda", device.index or 0)
     first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
     if last != first + (count - 1) * size:
         raise TransferError("the KV pool is not in one piece of memory")

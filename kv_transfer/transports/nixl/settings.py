@@ -26,9 +26,10 @@ def prepare_ucx(host: str) -> None:
     """Restrict UCX, which ``nixl`` uses, to ``host``'s interface, and its log to standard error.
 
     UCX opens ports of its own without authentication. Without an RDMA card its verbs modules are left out: where the
-    system's verbs library is installed they crash the process at its exit. Variables that are set already win.
+    system's verbs library is installed they crash the process at its exit. Between GPUs without an NVLink that UCX sees, it
+    reads through CUDA IPC only if it is allowed to, else by TCP through the host. Variables that are set already win.
     """
-    defaults = {"UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN"}
+    defaults = {"UCX_LOG_FILE": "stderr", "NIXL_LOG_LEVEL": "WARN", "UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "y"}
     if not has_rdma_device():
         defaults["UCX_MODULES"] = "^ib"
         interface = interface_of(host)

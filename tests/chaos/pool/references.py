@@ -1,0 +1,83 @@
+"""The right answers to mixed questions, from an undisturbed pool."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import aiohttp
+
+from contract.sampling import choice_seed
+from tests.chaos.clients import Answer, Api, Question
+from tests.chaos.pool.answers import ACCEPTED, MixedAnswer, ask, mistake_in
+from tests.chaos.pool.questions import Kind, MixedQuestion, draw_mixed
+from tests.chaos.steady import Model, is_steady, noisy_models
+
+_AT_ONCE = 16
+_MAX_ROUNDS = 12
+_FORCED = (Kind.GRAMMAR, Kind.TOOLS)
+
+
+async def reference_answers(
+    address: str, rng: random.Random, count: int, longest_answer: int
+) -> list[MixedAnswer]:
+    """Return the answers to at least ``count`` questions, equally many of each kind, that do not depend on rounding.
+
+    Raises AssertionError if the service gives another answer than the models, or than the time before.
+    """
+    models = await asyncio.to_thread(noisy_models)
+    num_each = -(-count // len(Kind))
+    steady: dict[Kind, list[MixedAnswer]] = {kind: [] for kind in Kind}
+    for _ in range(_MAX_ROUNDS):
+        lacking = [kind for kind in Kind if len(steady[kind]) < num_each]
+        if not lacking:
+            return [answer for answers in steady.values() for answer in answers[:num_each]]
+        questions = draw_mixed(rng, num_each * len(lacking), longest_answer, lacking)
+        first = await _ask_all(address, questions, is_streamed=False)
+        second = await _ask_all(address, questions, is_streamed=True)
+        for answer, again in zip(first, second, strict=True):
+            if answer.question.kind not in _FORCED and not await asyncio.to_thread(
+                _is_steady, answer, models
+            ):
+                continue
+            assert mistake_in(again, answer) is None, mistake_in(again, answer)
+            steady[answer.question.kind].append(answer)
+    raise AssertionError(
+        f"too many answers depend on rounding: {[(k.value, len(a)) for k, a in steady.items()]}"
+    )
+
+
+async def _ask_all(
+    address: str, questions: Sequence[MixedQuestion], *, is_streamed: bool
+) -> list[MixedAnswer]:
+    gate = asyncio.Semaphore(_AT_ONCE)
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def one(question: MixedQuestion) -> MixedAnswer:
+            async with gate:
+                answer = await ask(session, f"http://{address}", question, is_streamed=is_streamed)
+            assert answer.is_whole and answer.status == ACCEPTED, (question, answer.status, answer.error)
+            return answer
+
+        return await asyncio.gather(*(one(question) for question in questions))
+
+
+def _is_steady(answer: MixedAnswer, models: Sequence[Model]) -> bool:
+    """Return whether slightly different models give every choice the same tokens."""
+    body = answer.question.body
+    return all(
+        is_steady(
+            Answer(
+                Question(
+                    answer.question.number,
+                    tuple(body["prompt"]),
+                    body["max_tokens"],
+                    body["temperature"],
+                    choice_seed(body.get("seed", 0), number),
+                ),
+                Api.HTTP_WHOLE,
+                token_ids=choice.token_ids,
+            ),
+            models,
+        )
+        for number, choice in enumerate(answer.choices)
+    )

@@ -1,0 +1,93 @@
+"""The comparison of answers, the report and the balancer of the chaos runs on a pool."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.chaos.pool.answers import Choice, MixedAnswer, mistake_in
+from tests.chaos.pool.balancer import running_balancer
+from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
+from tests.chaos.pool.report import PoolReport, Stream, pauses_of
+
+TOKENS = [5, 6, 7, 8, 9]
+
+
+def answer(error: str = "", status: int = 200, **choice: Any) -> MixedAnswer:
+    given = {"token_ids": list(TOKENS), "text": "abcde", "finish_reason": "length", **choice}
+    question = MixedQuestion(3, Kind.GREEDY, COMPLETIONS, {})
+    return MixedAnswer(question, False, [Choice(**given)], status=status, error=error)
+
+
+@pytest.mark.parametrize(
+    ("heard", "word"),
+    [
+        (answer(), None),
+        (answer("broken", token_ids=[5, 6], text="ab", finish_reason=""), None),
+        (answer(token_ids=[5, 6, 6, 7, 8, 9]), "duplicated"),
+        (answer(token_ids=[5, 6, 7, 8, 9, 9]), "duplicated"),
+        (answer(token_ids=[5, 6, 8, 9]), "missing"),
+        (answer(token_ids=[5, 6, 7, 8]), "missing"),
+        (answer(token_ids=[5, 6, 0, 8, 9]), "changed"),
+        (answer("broken", token_ids=[5, 0], text="", finish_reason=""), "changed"),
+        (answer(text="abcdf"), "changed"),
+        (answer(finish_reason="stop"), "changed"),
+        (answer(calls={0: "f{}"}), "changed"),
+    ],
+)
+def test_another_answer_is_a_mistake_and_a_beginning_before_an_error_is_none(
+    heard: MixedAnswer, word: str | None
+) -> None:
+    found = mistake_in(heard, answer())
+    assert (found is None) == (word is None)
+    assert word is None or f": {word}" in (found or "")
+
+
+def test_log_probabilities_may_differ_by_rounding_only() -> None:
+    right = answer(logprobs=[-1.0, -2.0])
+    assert mistake_in(answer(logprobs=[-1.0001, -2.0]), right) is None
+    assert "changed" in (mistake_in(answer(logprobs=[-1.01, -2.0]), right) or "")
+    assert "missing" in (mistake_in(answer(logprobs=[-1.0]), right) or "")
+
+
+def test_the_report_tells_failures_from_refusals_and_dead_routers() -> None:
+    report = PoolReport()
+    report.take(answer(), answer(), router_died=False)
+    report.take(answer("gone", 0, token_ids=[], text="", finish_reason=""), answer(), router_died=True)
+    refused = answer("no worker", 503, token_ids=[], text="", finish_reason="")
+    report.take(refused, answer(), router_died=False, router_is_new=True)
+    assert report.is_clean
+    report.take(refused, answer(), router_died=False)
+    assert report.failed.pop().endswith("(status 503): no worker")
+    report.take(answer("gone", 200, token_ids=[5], text="", finish_reason=""), answer(), router_died=False)
+    assert (len(report.failed), report.num_lost_with_router, report.num_refused) == (1, 1, 1)
+    report.take(answer(token_ids=[5, 6, 6, 7, 8, 9]), answer(), router_died=True)
+    assert (report.num_duplicated, report.num_missing, len(report.wrong)) == (1, 0, 1)
+    assert report.as_dict()["num_whole"] == {"greedy": 1}
+
+
+def test_a_pause_counts_for_the_events_that_its_stream_was_open_at() -> None:
+    streams = [Stream.of([0.0, 1.0, 4.0, 4.5]), Stream.of([3.0, 3.25]), Stream.of([9.0, 9.1])]
+    found = pauses_of(streams, [("kill", 2.0), ("late", 8.5)], quiet_from=0.0, quiet_seconds=0.5)
+    assert found["kill"] == {"count": 1, "p50": 3.0, "p99": 3.0, "max": 3.0}
+    assert found["quiet"]["max"] == 1.0
+    assert "late" not in found
+
+
+async def test_the_balancer_skips_a_dead_backend_and_remembers_who_served_whom() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readline())
+        writer.close()
+
+    server = await asyncio.start_server(echo, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    async with running_balancer({"dead": "127.0.0.1:1", "alive": f"{host}:{port}"}) as balancer:
+        for _ in range(3):
+            there, _, own = balancer.address.rpartition(":")
+            reader, writer = await asyncio.open_connection(there, int(own))
+            client = writer.get_extra_info("sockname")[1]
+            writer.write(b"hello\n")
+            assert await reader.read() == b"hello\n"
+            assert balancer.by_client[client] == "alive"
+            writer.close()
+    server.close()

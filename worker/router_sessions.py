@@ -1,0 +1,144 @@
+"""The open streams to a worker's routers, and what each of them receives: tokens, the load, and a share of the credit."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from contract.errors import UnavailableError
+from contract.membership import Credit
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
+from engine.scheduling.stats import SchedulerStats
+from protos import worker_pb2 as pb
+from wire.membership import credit_to_proto, credit_use_from_proto, load_to_proto
+from wire.tokens import step_to_proto
+from worker.accepted_requests import AcceptedRequests
+from worker.credit_shares import CreditShares
+from worker.load_reports import LoadReports
+from worker.router_stream import RouterStream
+
+DIVIDE_SECONDS = 0.5
+"""The time after which the credit is divided again by what each router has used."""
+
+
+class RouterSessions:
+    """Owns the open streams by their sessions, and the division of the worker's credit among them.
+
+    A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
+    stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
+    request in the engine. on_order: receives the routers' messages about the worker itself.
+    """
+
+    def __init__(
+        self,
+        credit: Callable[[], Credit],
+        accepted: AcceptedRequests,
+        abort: Callable[[EngineRequest], Awaitable[None]],
+        on_order: Callable[[pb.RouterMessage], None],
+    ) -> None:
+        self._credit = credit
+        self._shares = CreditShares(credit())
+        self._on_order = on_order
+        self._accepted = accepted
+        self._abort = abort
+        self._streams: dict[str, RouterStream] = {}
+        self._reports: dict[str, LoadReports] = {}
+        self._is_open = asyncio.Event()
+
+    @property
+    def is_open(self) -> bool:
+        """True while at least one router is attached."""
+        return self._is_open.is_set()
+
+    async def wait_open(self) -> None:
+        """Block until a router has accepted this worker."""
+        await self._is_open.wait()
+
+    def find(self, session: str) -> str:
+        """Return an open session; an empty one stands for the only open one. Raises UnavailableError if it is not open."""
+        if not self._streams:
+            raise UnavailableError("the worker is not attached to a router")
+        if session in self._streams:
+            return session
+        if session:
+            raise UnavailableError("the worker has lost the stream on which this request was sent")
+        if len(self._streams) > 1:
+            raise UnavailableError(
+                "the worker has several routers, and the request does not name its session"
+            )
+        return next(iter(self._streams))
+
+    def opened(self, stream: RouterStream) -> None:
+        """See StreamListener."""
+        self._streams[stream.session] = stream
+        self._reports[stream.session] = LoadReports()
+        self._is_open.set()
+        self._send(self._shares.open(stream.session, self._credit(), self._accepted.take_uses()))
+
+    def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        """See StreamListener."""
+        if message.HasField("credit_use"):
+            use = credit_use_from_proto(message.credit_use)
+            self._send(self._shares.report(stream.session, use))
+        else:
+            self._on_order(message)
+
+    async def lost(self, session: str) -> None:
+        """Abort the requests of a lost stream, and only those; give its share of the credit to the others."""
+        del self._streams[session]
+        del self._reports[session]
+        if not self._streams:
+            self._is_open.clear()
+        for request in self._accepted.of_session(session):
+            await self._abort(request)
+        self._send(self._shares.close(session, self._accepted.take_uses()))
+
+    def send_credit(self) -> None:
+        """Divide the worker's credit anew and send every router its share, since the credit has changed."""
+        self._send(self._shares.set_total(self._credit(), self._accepted.take_uses()))
+
+    def send_step(self, outputs: Iterable[EngineOutput], stats: SchedulerStats) -> None:
+        """Send the outputs of one step, each to the router of its request; those of lost streams are dropped."""
+        by_session: dict[str, list[EngineOutput]] = {}
+        for output in outputs:
+            session = self._accepted.session_of(output.key)
+            if output.is_leg_finished:
+                self._accepted.finish(output.key)
+            if session is not None:
+                by_session.setdefault(session, []).append(output)
+        for session, own in by_session.items():
+            if stream := self._streams.get(session):
+                load = self._reports[session].next(stats)
+                stream.send(pb.WorkerMessage(step=step_to_proto(own, load)))
+
+    def send_load(self, stats: SchedulerStats, *, is_idle: bool = False) -> None:
+        """Send the load to every router to which a report is due. is_idle: the engine has no work."""
+        for session, stream in self._streams.items():
+            if load := self._reports[session].next(stats, is_idle=is_idle):
+                stream.send(pb.WorkerMessage(load=load_to_proto(load)))
+
+    async def keep_divided(self, stats: Callable[[], SchedulerStats]) -> None:
+        """Divide the credit again and again while there are several routers. A router without tokens gets the load here."""
+        while True:
+            await asyncio.sleep(DIVIDE_SECONDS)
+            if len(self._streams) > 1:
+                self._send(self._shares.plan(self._accepted.take_uses()))
+                self.send_load(stats())
+
+    def debug_state(self) -> list[dict[str, Any]]:
+        """Return each router's share of the credit and what the worker has of it, as plain data."""
+        return [
+            {
+                "router_id": stream.router_id,
+                "address": stream.address,
+                "max_requests": self._shares.share_of(session).num_requests,
+                "max_tokens": self._shares.share_of(session).num_tokens,
+                "num_requests": len(self._accepted.of_session(session)),
+                "num_unread_bytes": stream.num_unread_bytes,
+            }
+            for session, stream in self._streams.items()
+        ]
+
+    def _send(self, credits: Mapping[str, Credit]) -> None:
+        for session, credit in credits.items():
+            self._streams[session].send(pb.WorkerMessage(credit=credit_to_proto(credit)))
