@@ -22,8 +22,8 @@ from contract.errors import KvbatonError, SettingError
 from launch.arguments import parse
 from launch.client_settings import BatchSettings
 from launch.local_cluster import run_local
-from launch.processes import ROUTER
 from launch.progress import progress_bar
+from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs
 from serving.signals import until_stopped

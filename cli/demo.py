@@ -20,7 +20,7 @@ from launch.arguments import parse
 from launch.kept_process import ProcessState
 from launch.local_cluster import run_local
 from launch.machine_settings import DemoSettings
-from launch.processes import ROUTER
+from launch.router_processes import ROUTER
 from launch.settings import DEMO
 from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb

@@ -17,7 +17,7 @@ Worker = Mapping[str, Any]
 _UNKNOWN = "–"
 _ROLES = ("prefill", "decode", "both")
 _ROLE_STYLES = {"prefill": "magenta", "decode": "blue", "both": "cyan"}
-_STATE_STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow"}
+_STATE_STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "empty": "yellow"}
 _BAR_CELLS = 8
 _GAP = 2
 """Spaces between two columns."""

@@ -11,7 +11,7 @@ from cli.terminal import printable
 from launch.arguments import parse
 from launch.client_settings import RunSettings
 from launch.local_cluster import run_local
-from launch.processes import ROUTER
+from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs
 

@@ -9,7 +9,7 @@ from cli.endpoint import local_endpoint
 from launch.arguments import parse
 from launch.local_cluster import run_local
 from launch.machine_settings import ServeSettings, UpSettings
-from launch.processes import ROUTER
+from launch.router_processes import router_names
 from launch.settings import LocalSettings
 from launch.spec import Facts
 from serving.logs import configure_logs, log_settings
@@ -33,12 +33,12 @@ def _serve_until_stopped(settings: LocalSettings) -> None:
     log_settings(logger, settings)
 
     async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-        router = facts[ROUTER]
-        url = local_endpoint(settings, router).url
-        print(
-            f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}, admin {router['admin']}",
-            flush=True,
-        )
+        for router in (facts[name] for name in router_names(settings)):
+            url = local_endpoint(settings, router).url
+            print(
+                f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}, admin {router['admin']}",
+                flush=True,
+            )
         await stopped.wait()
 
     asyncio.run(run_local(settings, announce))

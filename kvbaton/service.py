@@ -19,7 +19,8 @@ from launch.arguments import parse, to_arguments
 from launch.child_settings import from_file
 from launch.local_cluster import cluster_secret, supervise
 from launch.model import find_model, model_name
-from launch.processes import ROUTER, local_processes
+from launch.processes import local_processes
+from launch.router_processes import ROUTER
 from launch.router_settings import RouterCommand
 from launch.settings import child_environment, variable
 from launch.spec import Facts, ProcessSpec

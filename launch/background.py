@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from launch.local_cluster import serve_until
 from launch.model import find_model
-from launch.processes import ROUTER
+from launch.router_processes import ROUTER
 from launch.settings import LocalSettings
 from launch.spec import Facts
 

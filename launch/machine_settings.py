@@ -6,7 +6,26 @@ from pydantic_settings import CliPositionalArg
 from launch.settings import DEMO, LocalSettings, LogLevel
 
 
-class UpSettings(LocalSettings):
+class RoutersSettings(LocalSettings):
+    """The settings of a service that may have several routers."""
+
+    routers: int = Field(default=1, ge=1, le=64)
+    """Number of router processes; each uses one core, and the death of one ends only the connections that it has."""
+    shared_ports: bool = True
+    """Let several routers share the HTTP and the gRPC port; otherwise their ports count up from these."""
+
+    @property
+    def num_routers(self) -> int:
+        """The number of router processes."""
+        return self.routers
+
+    @property
+    def shares_ports(self) -> bool:
+        """True if several routers listen on the same ports for clients."""
+        return self.shared_ports and self.routers > 1
+
+
+class UpSettings(RoutersSettings):
     """Start a router and its workers on this machine, and keep them running.
 
     Without --prefill, --decode and --both it starts one prefill and one decode worker. A worker that dies is restarted.
@@ -15,11 +34,12 @@ class UpSettings(LocalSettings):
     Examples:
       kvbaton up
       kvbaton up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 2 --decode 2
+      kvbaton up --routers 2 --prefill 2 --decode 4
       kvbaton up --http 127.0.0.1:0 --grpc 127.0.0.1:0 --ready-file ready.json
     """
 
 
-class ServeSettings(LocalSettings):
+class ServeSettings(RoutersSettings):
     """Serve a model with one aggregated worker, without a hand-over; the same as `kvbaton up --both 1 --model MODEL`.
 
     Example: kvbaton serve Qwen/Qwen2.5-0.5B-Instruct

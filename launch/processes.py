@@ -11,22 +11,21 @@ from launch.arguments import to_arguments
 from launch.child_settings import from_file
 from launch.command_settings import command_setting_names
 from launch.model import model_name
+from launch.router_processes import LOOPBACK, ROUTER, RouterAddresses, router_names
 from launch.settings import LocalSettings, available_cores, child_environment
 from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
 from worker.options import WorkerOptions
 
-ROUTER = "router"
 _COMMAND = "cli.main"
 """Module of the ``kvbaton`` command, which each process runs; it is never imported here."""
-_LOOPBACK = "127.0.0.1:0"
 _NVIDIA = Path("/dev/nvidiactl")
 
 
 def local_processes(
     settings: LocalSettings, model: Path, secret_file: Path, cores: Sequence[int] | None = None
 ) -> list[ProcessSpec]:
-    """Return the router first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
+    """Return the routers first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
 
     cores: those that the workers share; None: those of this process. Raises SettingError if too few are there to pin.
     """
@@ -47,27 +46,56 @@ def local_processes(
         **_given_options(settings),
         "workers_on_host": num_workers,
         "num_threads": num_threads,
-        "admin": _LOOPBACK,
+        "admin": LOOPBACK,
     }
     given = from_file(settings, Role.ROUTER)
     if not settings.keeps_files:
         given.pop("files_dir", None)
-    router = _router_command(settings, shared, given)
-    specs = [_spec(ROUTER, Role.ROUTER, router, given, settings)]
+    routers = router_names(settings)
+    specs = _routers(settings, shared, given)
     for role, count in pools.items():
         given = from_file(settings, role) if count else {}
         flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
             cores_flag = _without({"cores": next(own_cores, None)}, given)
-            command = _worker_command(role, {**flags, **cores_flag, "worker_id": worker})
-            specs.append(_spec(worker, role, command, given, settings))
+            command = _worker_command(role, routers, {**flags, **cores_flag, "worker_id": worker})
+            specs.append(_spec(worker, role, routers, command, given, settings))
     return specs
+
+
+def _routers(
+    settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
+) -> list[ProcessSpec]:
+    """Return the specs of all routers. Those that share the first one's ports are started after it.
+
+    Raises SettingError if several routers would have one folder of files.
+    """
+    names = router_names(settings)
+    has_files = settings.keeps_files and (settings.files_dir or given.get("files_dir"))
+    if len(names) > 1 and has_files:
+        raise SettingError(
+            f"routers is {len(names)} and files_dir is set: each router has its own files and batches, and a client would"
+            " find them at one router only; use one router, or start them one by one with a folder each",
+            param="files_dir",
+        )
+    return [
+        _spec(
+            name,
+            Role.ROUTER,
+            (ROUTER,) if settings.shares_ports and name != ROUTER else (),
+            _router_command(settings, name, shared, given),
+            given,
+            settings,
+        )
+        for name in names
+    ]
 
 
 def _spec(
     name: str,
     role: Role,
+    needs: tuple[str, ...],
     command: Callable[[Mapping[str, Facts]], list[str]],
     given: Mapping[str, Any],
     settings: LocalSettings,
@@ -77,7 +105,7 @@ def _spec(
         name,
         role,
         command,
-        needs=() if role is Role.ROUTER else (ROUTER,),
+        needs=needs,
         env=_environment(role, given),
         drain_seconds=float(given.get("drain_seconds", settings.drain_seconds)),
     )
@@ -111,16 +139,17 @@ def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> 
 
 
 def _router_command(
-    settings: LocalSettings, shared: Mapping[str, Any], given: Mapping[str, Any]
+    settings: LocalSettings, name: str, shared: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
+    addresses = RouterAddresses(settings, given)
+
     def command(known: Mapping[str, Facts]) -> list[str]:
-        addresses = {"http": settings.http, "grpc": settings.grpc, "internal": _LOOPBACK, "admin": _LOOPBACK}
-        earlier = {name: known[ROUTER][name] for name in addresses} if ROUTER in known else {}
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
         own = {**shared, **options, "files_dir": files_dir}
-        return _python(Role.ROUTER, {**_without({**own, **addresses}, given), **earlier})
+        fixed = {"reuse_port": True} if settings.shares_ports else {}
+        return _python(Role.ROUTER, {**_without(own, given), **addresses.of(name, known), **fixed})
 
     return command
 
@@ -137,9 +166,12 @@ def _without(flags: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in flags.items() if name not in given}
 
 
-def _worker_command(role: Role, flags: Mapping[str, Any]) -> Callable[[Mapping[str, Facts]], list[str]]:
+def _worker_command(
+    role: Role, routers: Sequence[str], flags: Mapping[str, Any]
+) -> Callable[[Mapping[str, Facts]], list[str]]:
     def command(known: Mapping[str, Facts]) -> list[str]:
-        return _python(role, {**flags, "router": known[ROUTER]["internal"]})
+        addresses = ",".join(known[name]["internal"] for name in routers)
+        return _python(role, {**flags, "router": addresses})
 
     return command
 

@@ -20,8 +20,8 @@ def write_ready_file(
 
     running: names of the processes that are ready now. known: facts of all processes that were ever ready.
 
-    Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the router's addresses and the
-    running processes in the order of ``specs``.
+    Content: ``{"http", "grpc", "processes": [{"name", "role", "pid", "admin"}]}``, the first router's addresses and the
+    running processes in the order of ``specs``; routers also have "http" and "grpc".
     """
     if path is None:
         return
@@ -29,6 +29,7 @@ def write_ready_file(
     ready = [(spec, known[spec.name]) for spec in specs if spec.name in running]
     processes = [
         {"name": spec.name, "role": spec.role.value, "pid": facts["pid"], "admin": facts["admin"]}
+        | ({"http": facts["http"], "grpc": facts["grpc"]} if spec.role is Role.ROUTER else {})
         for spec, facts in ready
     ]
     content = {"http": router.get("http"), "grpc": router.get("grpc"), "processes": processes}

@@ -84,6 +84,16 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """Folder of /v1/files and /v1/batches; unset: both are disabled, as they always are in run, chat and batch."""
 
     @property
+    def num_routers(self) -> int:
+        """The number of router processes."""
+        return 1
+
+    @property
+    def shares_ports(self) -> bool:
+        """True if several routers listen on the same ports for clients."""
+        return False
+
+    @property
     def keeps_files(self) -> bool:
         """True if the service may keep files and batches; False if it runs for one command only."""
         return True

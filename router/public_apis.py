@@ -52,6 +52,11 @@ class PublicApis:
         """Set the answer of the gRPC health service."""
         await self._grpc.report_health(is_ready)
 
+    def stop_listening(self, grace_seconds: float) -> None:
+        """Accept no further connection at either port; what is open continues, gRPC calls for ``grace_seconds``."""
+        self._http.stop_listening()
+        self._grpc.stop_listening(grace_seconds)
+
     async def wait_answered(self) -> None:
         """Block until no HTTP request is being answered."""
         await self._http.wait_answered()

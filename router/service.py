@@ -131,7 +131,12 @@ class RouterService:
         ]
 
     async def drain(self, at_once: asyncio.Event) -> None:
-        """Reject new requests and let running ones end, for ``drain_seconds`` or until ``at_once``. Call ``stop`` then."""
+        """Reject new requests and let running ones end, for ``drain_seconds`` or until ``at_once``. Call ``stop`` then.
+
+        Ports that other routers share are closed first, so that new connections reach one of those.
+        """
+        if self._settings.reuse_port:
+            self._public.stop_listening(self._settings.drain_seconds)
         self._drain.begin()
         self._path.changes.notify()
         await self._drain.run(at_once)

@@ -39,6 +39,8 @@ class RouterSettings(DrainOptions, Settings):
     """HOST:PORT of the OpenAI HTTP API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""
+    reuse_port: bool = False
+    """Let other routers of the same user listen on the same HTTP and gRPC ports; the system distributes the connections."""
     internal: Address = "127.0.0.1:0"
     """HOST:PORT where workers register with the cluster secret."""
     admin: Address = "127.0.0.1:0"

@@ -80,16 +80,17 @@ def public_server_options(
     handshake_seconds: float,
     idle_seconds: float,
     call_seconds: float,
+    is_shared: bool = False,
 ) -> Options:
     """Return the options of a public server, which limit what a client can use, with or without a key.
 
     max_body_bytes: size of a request. handshake_seconds: time for TLS and HTTP/2. idle_seconds: time after which a
     connection without a call is closed. call_seconds: time for a call to end when its connection has its maximum age. The
-    connection of a client whose system acknowledges nothing for a keepalive period is closed. No other process can listen on
-    the same port.
+    connection of a client whose system acknowledges nothing for a keepalive period is closed. is_shared: other processes of
+    this user may listen on the same port; otherwise none can.
     """
     return [
-        ("grpc.so_reuseport", 0),
+        ("grpc.so_reuseport", int(is_shared)),
         ("grpc.max_receive_message_length", max_body_bytes),
         ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.server_handshake_timeout_ms", _ms(handshake_seconds)),

@@ -26,8 +26,11 @@ _REFUSAL = (
 _TLS_CLOSE_SECONDS = 5.0
 
 
-async def listen(host: str, port: int) -> list[socket.socket]:
-    """Return listening sockets for every address of ``host``, all on one port. Raises OSError."""
+async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
+    """Return listening sockets for every address of ``host``, all on one port. Raises OSError.
+
+    is_shared: other processes of this user may listen there too; the system distributes connections among them.
+    """
     found = await asyncio.get_running_loop().getaddrinfo(
         host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
@@ -37,6 +40,8 @@ async def listen(host: str, port: int) -> list[socket.socket]:
             opened = socket.socket(family, kind, protocol)
             sockets.append(opened)
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_shared:
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
             if family == socket.AF_INET6:
                 opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound_port = sockets[0].getsockname()[1] or port
@@ -91,12 +96,19 @@ class HttpAcceptor:
         """Begin to accept."""
         self._resume()
 
-    def close(self) -> None:
-        """Stop accepting and listening; open connections stay."""
+    def stop_listening(self) -> None:
+        """Accept the connections that wait already, and none after them; open ones stay. Does nothing the second time."""
+        if not self._is_paused:
+            for listening in self.sockets:
+                self.accept_from(listening, at_most=_BACKLOG)
         self._pause()
         self._book.call_when_room(lambda: None)
         for listening in self.sockets:
             listening.close()
+
+    def close(self) -> None:
+        """Stop accepting and listening; open connections stay, and those that are being opened end."""
+        self.stop_listening()
         for opening in self._openings:
             opening.cancel()
 
@@ -121,9 +133,9 @@ class HttpAcceptor:
         if retry_seconds is not None:
             self._retry = self._loop.call_later(retry_seconds, self._resume)
 
-    def accept_from(self, listening: Listening) -> None:
+    def accept_from(self, listening: Listening, at_most: int = _ACCEPTS_AT_ONCE) -> None:
         """Accept the connections that wait at a listening socket; called by the event loop."""
-        for _ in range(_ACCEPTS_AT_ONCE):
+        for _ in range(at_most):
             if not self._book.make_room():
                 self._pause(EVICTION_AGE_SECONDS if self._book.num_waiting else None)
                 return

@@ -29,6 +29,10 @@ class HttpServer:
         """Block until no request is being answered."""
         await self.connections.until_answered()
 
+    def stop_listening(self) -> None:
+        """Accept no further connection; open ones continue."""
+        self.acceptor.stop_listening()
+
     async def close(self) -> None:
         """Stop listening, end open connections, run the application's clean-up."""
         self.acceptor.close()
@@ -44,12 +48,13 @@ async def start_http(
     shutdown_timeout_seconds: float = 5.0,
     tls: ssl.SSLContext | None = None,
     limits: HttpLimits | None = None,
+    is_shared: bool = False,
 ) -> HttpServer:
     """Listen on ``address`` (port 0 picks a free one).
 
     handler_cancellation: a client that disconnects cancels its handler; always passed, since aiohttp's runners differ in
-    their default. tls: serve HTTPS. limits: those of clients. Raises SettingError, which names the setting ``param``, if
-    the address cannot be bound.
+    their default. tls: serve HTTPS. limits: those of clients. is_shared: other processes of this user may listen on the same
+    port. Raises SettingError, which names the setting ``param``, if the address cannot be bound.
     """
     host, port = split_address(address)
     limits = limits or HttpLimits()
@@ -60,7 +65,7 @@ async def start_http(
     server = runner.server
     assert server is not None  # it is made by setup
     try:
-        sockets = await listen(host, port)
+        sockets = await listen(host, port, is_shared=is_shared)
     except OSError as error:
         await runner.cleanup()
         raise SettingError(

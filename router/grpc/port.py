@@ -1,5 +1,7 @@
 """The public gRPC port: Inference, health and reflection."""
 
+import asyncio
+
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -27,6 +29,7 @@ class GrpcPort:
         self._settings = settings
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, max_connections: int) -> str:
         """Listen, and return the real "host:port". Raises SettingError."""
@@ -42,6 +45,7 @@ class GrpcPort:
                 handshake_seconds=settings.header_timeout_seconds,
                 idle_seconds=settings.idle_timeout_seconds,
                 call_seconds=settings.request_timeout_seconds,
+                is_shared=settings.reuse_port,
             ),
         )
         servicer = InferenceServicer(self._path, self._clients, settings.client_stall_seconds)
@@ -59,10 +63,17 @@ class GrpcPort:
         for name in ("", _INFERENCE):
             await self._health.set(name, status.SERVING if is_ready else status.NOT_SERVING)
 
+    def stop_listening(self, grace_seconds: float) -> None:
+        """Accept no further connection and no further call; open calls have ``grace_seconds``, or until ``stop``."""
+        if self._server and not self._stopping:
+            self._stopping = asyncio.create_task(self._server.stop(grace_seconds), name="stop the gRPC port")
+
     async def stop(self, grace_seconds: float) -> None:
         """Stop listening and end open calls. Does nothing before ``start``."""
         if self._server:
             await self._server.stop(grace_seconds)
+        if self._stopping:
+            await self._stopping
 
     def _message_interceptor(self) -> MessageInterceptor:
         return MessageInterceptor(

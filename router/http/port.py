@@ -32,8 +32,14 @@ class HttpPort:
             shutdown_timeout_seconds=_STOP_GRACE_SECONDS,
             tls=tls.context if tls else None,
             limits=self._settings.http_limits(max_connections),
+            is_shared=self._settings.reuse_port,
         )
         return self._server.address
+
+    def stop_listening(self) -> None:
+        """Accept no further connection; open ones continue. Does nothing before ``start``."""
+        if self._server:
+            self._server.stop_listening()
 
     async def wait_answered(self) -> None:
         """Block until no request is being answered."""

@@ -37,6 +37,7 @@ async def test_the_ready_file_names_every_process_and_is_removed_after_the_stop(
                 "pid": facts[name]["pid"],
                 "admin": f"127.0.0.1:{facts[name]['pid']}",
             }
+            | ({"http": "127.0.0.1:1", "grpc": "127.0.0.1:2"} if role == "router" else {})
             for name, role in (("router", "router"), ("prefill-0", "prefill"), ("decode-0", "decode"))
         ]
     assert is_empty(tmp_path)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from contract.identity import Role
 from tests.chaos.held_resources import read_states
 from tests.chaos.pool.pool import LINKED, Pool
 
@@ -109,6 +110,27 @@ def drain_two(pool: Pool, rng: random.Random) -> Action | None:
     return _drain_two(pool, first, second)
 
 
+def kill_target(pool: Pool, rng: random.Random) -> Action | None:
+    """Drain a decode worker, and kill another one that its answers move to."""
+    source = pool.take(rng, role=Role.DECODE)
+    if source is None:
+        return None
+    target = pool.take(rng, role=Role.DECODE)
+    if target is None:
+        pool.disturbed.discard(source)
+        return None
+    return _kill_target(pool, source, target, rng.uniform(0.0, 0.5))
+
+
+async def _kill_target(pool: Pool, source: str, target: str, after_seconds: float) -> None:
+    async def die() -> None:
+        await asyncio.sleep(after_seconds)  # a moment in the middle of the moves
+        await pool.fleet.kill(target)
+        await pool.start_again(target)
+
+    await asyncio.gather(_drain(pool, source, by_signal=False), die())
+
+
 async def _drain_two(pool: Pool, first: str, second: str) -> None:
     await asyncio.gather(_drain(pool, first, by_signal=True), _drain(pool, second, by_signal=False))
 
@@ -150,6 +172,7 @@ EVENTS: dict[str, Event] = {
     "cut of a pair": cut,
     "drain": drain,
     "two drains at once": drain_two,
+    "death of the target of a move": kill_target,
     "join": join,
     "kill -9 of a router": kill_router,
 }

@@ -58,11 +58,12 @@ class Pool:
             **flags,
         )
 
-    def take(self, rng: random.Random, *, only: str | None = None) -> str | None:
+    def take(self, rng: random.Random, *, only: str | None = None, role: Role | None = None) -> str | None:
         """Return an undisturbed worker, disturbed from now on, if another one of its role stays; else None."""
         free = [name for name in self.workers if name not in self.disturbed]
         roles = [role_of(name) for name in free]
         spare = [name for name in free if roles.count(role_of(name)) > 1 and only in (None, name)]
+        spare = [name for name in spare if role in (None, role_of(name))]
         if not spare:
             return None
         victim = rng.choice(spare)

@@ -1,5 +1,6 @@
 """The results of a run on a disturbed pool."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from tests.chaos.pool.pool import Pool
 
 _QUIET = "quiet"
 _UNAVAILABLE = 503
+_MOVES = re.compile(r'^kvbaton_migrations_total\{result="(\w+)"\} ([\d.]+)$', re.M)
 _AFTER_SECONDS = 6.0
 """The time after an event in which pauses are looked for."""
 
@@ -51,6 +53,7 @@ class PoolReport:
     num_refused: int = 0
     num_replays: float = 0
     num_local_recomputes: float = 0
+    num_moves: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -86,6 +89,9 @@ class PoolReport:
         metrics = [await read_metrics(pool.fleet.facts[router]["admin"]) for router in pool.routers]
         self.num_replays = count(metrics, "kvbaton_request_replays_total")
         self.num_local_recomputes = count(metrics, "kvbaton_request_local_recomputes_total")
+        for text in metrics:
+            for result, number in _MOVES.findall(text):
+                self.num_moves[result] += int(float(number))
 
     @property
     def is_clean(self) -> bool:
@@ -97,6 +103,7 @@ class PoolReport:
         return {
             **vars(self),
             "num_whole": dict(self.num_whole),
+            "num_moves": dict(self.num_moves),
             "events": dict(self.events),
             "is_clean": self.is_clean,
         }
@@ -107,14 +114,20 @@ def pauses_of(
 ) -> dict[str, dict[str, float]]:
     """Return for each kind of event the longest pauses of the streams that were open when it happened.
 
-    events: kind and time. quiet_from, quiet_seconds: an interval without events.
+    events: kind and time. quiet_from, quiet_seconds: an interval without events. added_p99 is the 99th percentile without
+    the median of the quiet interval.
     """
     found: dict[str, list[float]] = {}
     for kind, at in [(_QUIET, quiet_from), *events]:
         seconds = quiet_seconds if kind == _QUIET else _AFTER_SECONDS
         open_then = [each for each in streams if each.begin <= at < each.end]
         found.setdefault(kind, []).extend(each.longest_pause(at, at + seconds) for each in open_then)
-    return {kind: quantiles(lengths) for kind, lengths in found.items() if lengths}
+    summaries = {kind: quantiles(lengths) for kind, lengths in found.items() if lengths}
+    usual = summaries.get(_QUIET, {"p50": 0.0})["p50"]
+    return {
+        kind: {**each, "added_p99": round(max(0.0, each["p99"] - usual), 4)}
+        for kind, each in summaries.items()
+    }
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
