@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder, StartRule
 from router.lanes import Entry, Lane, Lanes, WaitingRequest
-from router.legs import Placement
+from router.legs import CONTINUATION, Placement
 from router.policy import Pairs, PlacementRequest, awaited, place
 from router.registry import Registry
 from router.reservation import Reservation
@@ -100,7 +100,8 @@ class AdmissionQueue:
             request = entry.item.request
             if not self._starts.may_start(tenant):
                 return False
-            if not request.plan.emits_tokens:  # shares are of the workers that decode
+            # Shares are of the workers that decode, and an answer that is moved holds its share already.
+            if not request.plan.emits_tokens or request.plan is CONTINUATION:
                 return True
             return self._shares.may_begin(tenant, request.num_choices, request.num_tokens, use)
 

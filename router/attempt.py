@@ -13,7 +13,7 @@ How one leg takes over from another follows from their order and from the table 
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
 from contract.outputs import EngineOutput, FinishReason
@@ -23,8 +23,8 @@ from router.attempt_legs import AttemptLegs
 from router.attempt_output import AttemptOutput
 from router.bound_leg import Leg, start
 from router.capacity import CreditHold
-from router.delivery import Delivery, TokenBatch
-from router.inbox import Event, Inbox, Take, UnreadAccount
+from router.delivery import TokenBatch
+from router.inbox import Event, Take
 from router.leg_failure import Failure, PostponedFailure, deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask, error_of, leg_request, transfers_of
@@ -36,26 +36,58 @@ from wire.tokens import output_from_proto
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
 
 
+class MoveEvents(Protocol):
+    """The events of an attempt that matter to a move of its answer (``router/move.py``). Called in the turn of the event."""
+
+    def handed_over(self, attempt: "Attempt", num_tokens: int) -> None:
+        """Continue elsewhere: the last leg's worker lends the KV of ``num_tokens`` tokens but the last.
+
+        Raises KvbatonError if that is not possible.
+        """
+
+    def continued(self) -> None:
+        """Record that the last leg has emitted its first token."""
+
+    def attempt_ended(self) -> None:
+        """Record that the attempt has ended: by itself, by a failure or by a cancel."""
+
+
+class NoMove:
+    """Fulfils ``MoveEvents`` for an attempt whose answer is not moved."""
+
+    def handed_over(self, attempt: "Attempt", num_tokens: int) -> None:
+        """Raise WorkerLostError: nothing is reserved for the rest of the answer."""
+        raise WorkerLostError(
+            f"worker {attempt.legs.last.worker.name} has handed the request off after {num_tokens} tokens, "
+            "and it is not moved"
+        )
+
+    def continued(self) -> None:
+        """Do nothing."""
+
+    def attempt_ended(self) -> None:
+        """Do nothing."""
+
+
+_NO_MOVE = NoMove()
+
+
 class Attempt:
     """Owns the legs of one attempt, and what they have sent.
 
-    report: collects what the workers report about themselves. unread: counts what the client has not read, of which this
-    attempt may hold max_unread_bytes. failure: set once the attempt has failed.
+    report: collects what the workers report about themselves. output: where the tokens go. failure: set once the attempt has
+    failed. move: of the answer to another worker, if there is one.
     """
 
     def __init__(
-        self,
-        task: AttemptTask,
-        legs: AttemptLegs,
-        report: LegReport,
-        unread: UnreadAccount,
-        max_unread_bytes: int,
+        self, task: AttemptTask, legs: AttemptLegs, report: LegReport, output: AttemptOutput
     ) -> None:
         self.task = task
         self.legs = legs
         self.failure: Failure | None = None
-        inbox: Inbox[TokenBatch] = Inbox(unread, max_unread_bytes, self._settle)
-        self._output = AttemptOutput(Delivery(task.number, len(task.delivered)), inbox)
+        self.move: MoveEvents = _NO_MOVE
+        self._output = output
+        output.belong_to(task.number, self._settle)
         self._report = report
         self._postponed: PostponedFailure | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -96,6 +128,41 @@ class Attempt:
                 return True
         return False
 
+    def can_be_moved_from(self, worker: AttachedWorker) -> bool:
+        """Return True if the last leg decodes on this worker, and is not being moved already."""
+        leg = self.legs.last
+        is_decoding = self.legs.is_open(leg) and leg.has_emitted and self.legs.is_needed(leg)
+        return leg.worker is worker and is_decoding and leg.kind.result is Result.TOKENS and not self.is_moved
+
+    @property
+    def is_moved(self) -> bool:
+        """True while the answer is being moved to another worker."""
+        return self.move is not _NO_MOVE
+
+    def stay(self, move: MoveEvents) -> None:
+        """Record that this move is given up. Does nothing if it is not the attempt's."""
+        if self.move is move:
+            self.move = _NO_MOVE
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens that have arrived and that the client has not read."""
+        return self._output.unread
+
+    def continue_with(self, task: AttemptTask, legs: AttemptLegs, hold: CreditHold) -> "Attempt":
+        """End this attempt, whose last leg was handed off, and return the one that takes its output over.
+
+        The first of its legs stands for the lease, with the credit of the leg that was handed off. hold: the credit for the
+        other one.
+        """
+        lent = self.legs.last.handed_off()
+        attempt = Attempt(task, legs, self._report, self._output)
+        attempt.move = self.move
+        self.move = _NO_MOVE
+        self._settle()
+        attempt.bind([lent, hold])
+        return attempt
+
     def next(self, take: Take[TokenBatch] | None = None) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
@@ -106,6 +173,7 @@ class Attempt:
 
     def _settle(self) -> None:
         """Release the workers."""
+        self.move.attempt_ended()
         if self._timer:
             self._timer.cancel()
         if self._postponed:
@@ -169,9 +237,14 @@ class Attempt:
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
+        if output.handed_over:
+            self.move.handed_over(self, output.first_index)
+            return
         is_first = bool(output.token_ids) and not leg.has_emitted
         if is_first:
             self.legs.take_over(leg)
+            if leg is self.legs.last:
+                self.move.continued()
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
         self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
         if output.finish_reason:

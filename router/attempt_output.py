@@ -1,21 +1,27 @@
 """The tokens of one attempt, between the workers that emit them and the client that reads them."""
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from contract.errors import KvbatonError
 from contract.outputs import EngineOutput, FinishReason
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token, TokenBatch, tokens_of
-from router.inbox import Inbox, Take, size_of
+from router.inbox import Inbox, Take, UnreadAccount, size_of
 
 
 class AttemptOutput:
-    """Owns the tokens that have arrived too early, those that the client has not read, and the end of the answer."""
+    """Owns the tokens that have arrived too early, those that the client has not read, and the end of the answer.
 
-    def __init__(self, delivery: Delivery, inbox: Inbox[TokenBatch]) -> None:
-        self._delivery = delivery
-        self._inbox = inbox
+    num_delivered: tokens that earlier attempts have delivered. unread: counts what the client has not read, of which this
+    answer may hold max_bytes. It belongs to one attempt (``belong_to``), and if the answer is moved to another worker, to
+    the one that continues it.
+    """
+
+    def __init__(self, num_delivered: int, unread: UnreadAccount, max_bytes: int) -> None:
+        self._delivery = Delivery(next_index=num_delivered)
+        self._on_overflow: Callable[[], None] = lambda: None
+        self._inbox: Inbox[TokenBatch] = Inbox(unread, max_bytes, lambda: self._on_overflow())
         self._due: list[Token] = []
         self._entries: list[pb.TokenEntry] = []
         self._end: EngineOutput | None = None
@@ -29,6 +35,16 @@ class AttemptOutput:
     def is_complete(self) -> bool:
         """True if the end of the answer and all tokens before it have arrived."""
         return self._end is not None and self._delivery.is_complete
+
+    @property
+    def unread(self) -> list[int]:
+        """The tokens that the client has not read yet, in order."""
+        return [token.token_id for batch in self._inbox.unread for token in batch.tokens]
+
+    def belong_to(self, attempt: int, on_overflow: Callable[[], None]) -> None:
+        """Take what follows from this attempt only. on_overflow: called when too much is unread."""
+        self._delivery.continue_as(attempt)
+        self._on_overflow = on_overflow
 
     def add(self, output: EngineOutput, entry: pb.TokenEntry) -> None:
         """Take the tokens of a worker's output. entry: counts with its size while the client has not read it."""

@@ -34,7 +34,8 @@ class Leg:
         self.may_hold = True
         self.call: asyncio.Task[None] | None = None
         self._is_done = False
-        self._key: LegKey = ("", 0, 0)
+        self._keys: tuple[LegKey, LegKey] = (("", 0, 0), ("", 0, 0))
+        """The key of its entries, and the one by which it is cancelled."""
         self._hold: CreditHold | None = None
         self._receive: Callable[[Event], None] = lambda event: None
 
@@ -57,16 +58,30 @@ class Leg:
 
     def bind(self, key: LegKey, on_event: "Callable[[Leg, Event], None]", hold: CreditHold) -> None:
         """Pass what the worker sends for it to ``on_event``. The leg releases ``hold`` when it is unbound."""
-        self._key = key
+        self._keys = (key, key)
         self._receive = partial(on_event, self)
         self._hold = hold
         self.worker.bind(key, self._receive)
 
     def unbind(self) -> None:
         """Receive nothing more, and release the worker's credit. Does nothing the second time."""
-        self.worker.unbind(self._key)
+        self.worker.unbind(self._keys[0])
         if self._hold:
             self._hold.release()
+
+    def may_be_lent_to(self, attempt: int) -> None:
+        """Record that the worker may hold a lease for this later attempt, which a cancel has to end too."""
+        key = self._keys[0]
+        (request_id, _, choice) = key
+        self._keys = (key, (request_id, attempt, choice))
+
+    def handed_off(self) -> CreditHold:
+        """Record that the worker has ended it and lends its KV. Return the worker's credit, which another leg releases."""
+        assert self._hold is not None, "the leg is not bound"
+        hold = self._hold
+        self._hold = None
+        self.done()
+        return hold
 
     def done(self) -> None:
         """Record that the worker has ended it, or that a later leg has taken over: the worker holds nothing."""
@@ -86,7 +101,7 @@ class Leg:
         if not self.may_hold or self.worker.gone.is_set():
             return
         try:
-            await self.worker.cancel(self._key)
+            await self.worker.cancel(self._keys[1])
         except KvbatonError as error:
             logger.warning("%s; the request's own deadline ends it there", error.message)
 

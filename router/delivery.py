@@ -54,6 +54,11 @@ class Delivery:
         """True when every token up to the end has been released."""
         return self.end is not None and self.next_index >= self.end
 
+    def continue_as(self, attempt: int) -> None:
+        """Take the following tokens from another attempt."""
+        self._attempt = attempt
+        self._early.clear()
+
     def accept(self, attempt: int, tokens: Sequence[Token]) -> list[Token]:
         """Take consecutive tokens of an attempt. Return those that are due now, in order."""
         if attempt != self._attempt:

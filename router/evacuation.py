@@ -1,9 +1,11 @@
 """Takes the legs of draining workers to other workers, so that no request waits for, or fails with, a worker that ends.
 
 1. A worker drains: its credit is nothing, so no leg is bound to it any more. Legs on which an answer is to end, and which
-   have emitted nothing there, begin again on another worker if there is one. All others continue.
-2. At the worker's deadline each leg that is left begins again on another worker, behind the tokens that were delivered.
-3. The worker reports that it is empty, or is gone.
+   have emitted nothing there, begin again on another worker if there is one.
+2. Answers that it decodes are moved to other workers (``router/moving.py``). What cannot be moved continues, and is tried
+   again.
+3. At the worker's deadline each leg that is left begins again on another worker, behind the tokens that were delivered.
+4. The worker reports that it is empty, or is gone.
 
 A leg that begins again is a replay (law 5) without a failure: it does not count as one of those that a request survives.
 """
@@ -18,10 +20,15 @@ from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.leg_failure import WorkerDrainedError
 from router.metrics import DrainMetrics
+from router.move import MoveResult
+from router.moving import Mover
 from router.registry import Registry
 from router.request_run import RequestRuns
 
 logger = logging.getLogger(__name__)
+
+_AGAIN_SECONDS = 0.1
+"""The time after which answers that could not be moved are tried again: nothing reports when they can be."""
 
 
 @dataclass
@@ -49,12 +56,14 @@ class Evacuation:
         self,
         registry: Registry,
         runs: RequestRuns,
+        mover: Mover,
         changes: ChangeSignal,
         metrics: DrainMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._registry = registry
         self._runs = runs
+        self._mover = mover
         self._changes = changes
         self._metrics = metrics
         self._clock = clock
@@ -105,6 +114,15 @@ class Evacuation:
             text = f"worker {worker.name} drains, and has not begun to decode the request"
             for run in list(self._runs.open_runs):
                 run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
+        self._runs.tasks.spawn(self._move_answers(worker), f"move the answers of {worker.name}")
+
+    async def _move_answers(self, worker: AttachedWorker) -> None:
+        """Move what the worker decodes to other workers, until the drain is over or its legs are taken away."""
+        while (drain := self._drains.get(worker)) and not drain.were_moved and not drain.is_empty:
+            moved = await self._mover.move_all(worker, list(self._runs.open_runs))
+            if num_moved := moved[MoveResult.MOVED]:
+                logger.info("%d answers were moved away from worker %s", num_moved, worker.name)
+            await asyncio.sleep(_AGAIN_SECONDS)
 
     def _has_other(self, worker: AttachedWorker) -> bool:
         """Return True if another worker has the role of this one and accepts legs."""

@@ -130,6 +130,11 @@ class Inbox(Generic[Item]):
         if self._num_bytes > self._max_bytes and not self.is_overfull:
             self._overflow(_too_slow(f"more than {self._max_bytes} bytes wait for it"))
 
+    @property
+    def unread(self) -> list[Item]:
+        """The items that were not read yet, in order."""
+        return [item for item, _ in self._items if not isinstance(item, KvbatonError)]
+
     async def get(self, take: Take[Item] | None = None) -> Item:
         """Return the oldest unread item, or raise it if it is an error.
 

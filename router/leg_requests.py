@@ -89,6 +89,11 @@ def transfers_of(legs: Iterable[Leg], name: str) -> list[SendTransfer | ReceiveT
 def _receiving(sender: Leg | None, sent: SendTransfer | ReceiveTransfer | None) -> ReceiveTransfer:
     if sender is None or not isinstance(sent, SendTransfer):
         raise TypeError("a leg receives KV, and no leg before it sends any")
+    return receiving(sender, sent)
+
+
+def receiving(sender: Leg, sent: SendTransfer) -> ReceiveTransfer:
+    """Return the transfer of a leg that receives what ``sender`` sends."""
     peer = sender.worker.registration
     return ReceiveTransfer(
         transfer_id=sent.transfer_id,

@@ -123,7 +123,9 @@ GENERATION = RequestPlan(
 """An answer whose KV is handed over."""
 EMBEDDING = RequestPlan(legs=((EMBED, Role.PREFILL),), alone=EMBED, prefers_legs=True)
 """An embedding, which nothing is decoded for."""
-PLANS = (GENERATION, RECOMPUTE, EMBEDDING)
+CONTINUATION = RequestPlan(legs=((DECODE, Role.DECODE),), alone=DECODE)
+"""An answer that is moved while it is decoded: the worker that decodes it lends its KV."""
+PLANS = (GENERATION, RECOMPUTE, EMBEDDING, CONTINUATION)
 """The plans that a request may wait for."""
 
 

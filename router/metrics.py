@@ -29,6 +29,7 @@ class RouterMetrics(Collector):
         self.requests = RequestMetrics(self._registry)
         self.batches = BatchMetrics(self._registry)
         self.drains = DrainMetrics(self._registry)
+        self.moves = MoveMetrics(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, without the times of their creation."""
@@ -133,6 +134,22 @@ class DrainMetrics:
         """Count a drain. result: empty, moved, undone or lost."""
         self._drains.labels(result).inc()
         self._seconds.observe(seconds)
+
+
+class MoveMetrics:
+    """The moves of answers from one worker to another while they are decoded."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._moves = _counter(registry, "migrations_total", "result")
+        self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
+
+    def ended(self, result: str) -> None:
+        """Count a move. result: a ``MoveResult``."""
+        self._moves.labels(result).inc()
+
+    def paused(self, seconds: float) -> None:
+        """Record the time between the last token of the source and the first one of the target."""
+        self._pause.observe(seconds)
 
 
 class BatchMetrics:

@@ -31,8 +31,8 @@ class PlacementRequest:
     together at the most; with may_be_cut a worker that ends the answer earlier is chosen if no other is attached for a
     while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
     they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
-    request because of its length. is_replay: an earlier attempt was begun. is_local: the plan's fallback is required,
-    because handing over KV has failed again and again.
+    request because of its length, and others that must not be chosen. is_replay: an earlier attempt was begun. is_local:
+    the plan's fallback is required, because handing over KV has failed again and again.
     """
 
     num_prompt_tokens: int

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from contract.errors import KvbatonError, UnavailableError
 from contract.identity import Role
@@ -17,6 +17,7 @@ from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
 from router.attempt_legs import AttemptLegs
+from router.attempt_output import AttemptOutput
 from router.delivery import TokenBatch
 from router.failures import Failures
 from router.fair_queue import QueueOrder
@@ -24,7 +25,7 @@ from router.inbox import Take, UnreadAccount, UnreadBytes
 from router.leg_failure import deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
-from router.legs import LEG_KINDS, LegKind
+from router.legs import CONTINUATION, LEG_KINDS, LegKind
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
@@ -123,11 +124,12 @@ class RequestRun:
             try:
                 batch = await attempt.next(self._taking(attempt, take))
             except KvbatonError as error:
+                attempt = self._attempt or attempt  # the answer may have been moved meanwhile
                 self.close()
                 self._failures.note(attempt, error)
                 self.tracked.replayed(error, len(self._delivered))
             else:
-                self._note(attempt, batch)
+                self._note(self._attempt or attempt, batch)
                 return batch
 
     def _taking(self, attempt: Attempt, take: Take[TokenBatch] | None) -> Take[TokenBatch] | None:
@@ -138,7 +140,7 @@ class RequestRun:
         def taken(batch: TokenBatch) -> bool:
             is_taken = take(batch)
             if is_taken:
-                self._note(attempt, batch)
+                self._note(self._attempt or attempt, batch)  # the answer may have been moved meanwhile
             return is_taken
 
         return taken
@@ -182,16 +184,57 @@ class RequestRun:
             raise self._failures.without_workers(error) from error
         return attempts[self]
 
+    @property
+    def attempt(self) -> Attempt | None:
+        """The attempt that runs."""
+        return self._attempt
+
+    @property
+    def known_tokens(self) -> list[int]:
+        """The tokens of the answer that have arrived, whether the client has read them or not."""
+        return [*self._delivered, *(self._attempt.unread if self._attempt else ())]
+
+    def take_number(self) -> int:
+        """Return the number of the next attempt, which no other one will have."""
+        number = self._num_attempts
+        self._num_attempts += 1
+        return number
+
+    def return_number(self, number: int) -> None:
+        """Use a number again that no worker has seen. Does nothing if a later one is taken."""
+        if number == self._num_attempts - 1:
+            self._num_attempts = number
+
+    def continue_with(self, attempt: Attempt) -> None:
+        """Use an attempt that has taken over from the one that ran."""
+        self._attempt = attempt
+
     def new_attempt(self, reservation: Reservation) -> Attempt:
         """Make the run's next attempt, which is to begin on the reserved workers now."""
-        task = AttemptTask(self.request, tuple(self._delivered), self._num_attempts)
+        task = AttemptTask(self.request, tuple(self._delivered), self.take_number())
         legs = AttemptLegs.of(reservation, self._parts.kinds, self._parts.tasks)
-        self._num_attempts += 1
-        self._attempt = Attempt(task, legs, self.report, self._unread, self._parts.unread.max_of_answer)
+        output = AttemptOutput(len(self._delivered), self._unread, self._parts.unread.max_of_answer)
+        self._attempt = Attempt(task, legs, self.report, output)
         if legs.last.worker.role is Role.DECODE and not legs.hand_over:
             self.tracked.recomputed_locally(legs.last.worker.name)
         self.tracked.bound()
         return self._attempt
+
+    def move_request(self, excluded: frozenset[str]) -> tuple[PlacementRequest, QueueOrder]:
+        """Return what another worker needs to continue the answer, and its place in the queue: before all new requests.
+
+        excluded: workers that must not be chosen. The answer is not cut to fit one.
+        """
+        request = replace(
+            self._placement_request(1),
+            plan=CONTINUATION,
+            num_prompt_tokens=len(self.request.prompt_token_ids) + len(self.known_tokens),
+            may_be_cut=False,
+            too_small=self._failures.too_small | excluded,
+            is_replay=True,
+            is_local=False,
+        )
+        return request, self._order(request)
 
     def _placement_request(self, num_choices: int) -> PlacementRequest:
         request = self.request

@@ -14,6 +14,7 @@ from router.evacuation import Evacuation
 from router.inspection import Inspection
 from router.metrics import RouterMetrics
 from router.model_source import ModelSource
+from router.moving import Mover
 from router.pipeline import Pipeline
 from router.public_apis import PublicApis
 from router.request_path import RequestPath
@@ -58,7 +59,10 @@ class RouterService:
         self._settings = settings
         metrics = RouterMetrics()
         self._path = RequestPath(settings, metrics.requests)
-        evacuation = Evacuation(self._path.registry, self._path.runs, self._path.changes, metrics.drains)
+        mover = Mover(self._path.registry, self._path.runs, metrics.moves)
+        evacuation = Evacuation(
+            self._path.registry, self._path.runs, mover, self._path.changes, metrics.drains
+        )
         self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
         self._drain = Drain(

@@ -70,6 +70,9 @@ ROUTER_METRICS = {
     "request_local_recomputes_total": "Replays whose prompt a decode worker computed.",
     "drains_total": "Drains of workers, by result: empty, moved (legs were left at the deadline), undone or lost.",
     "drain_seconds": "Time from the beginning of a worker's drain to its result.",
+    "migrations_total": "Moves of answers to another worker while they are decoded, by result: moved, ended (the answer was "
+    "over first), refused (it stays), no_target, or replayed (its KV is computed again).",
+    "migration_pause_seconds": "Time between the last token of an answer before a move and the first one after it.",
     "num_batches": "Stored batches, by status.",
     "num_file_bytes": "Bytes of stored files, with uploads and results of open batches.",
     "batch_requests_total": "Requests of batches, by outcome: completed, failed, expired, retried or preempted.",

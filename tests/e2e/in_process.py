@@ -35,8 +35,9 @@ class LocalWorker:
 
 @dataclass
 class LocalService:
-    """The router's public HTTP address, and its workers."""
+    """The router, its public HTTP address, and its workers."""
 
+    router: RouterService
     http: str
     workers: list[LocalWorker]
 
@@ -74,7 +75,7 @@ async def running_in_process(
             workers.append(await _start_worker(stack, role, settings))
         async with asyncio.timeout(20):
             await router.wait_ready()
-        yield LocalService(router.addresses.http, workers)
+        yield LocalService(router, router.addresses.http, workers)
 
 
 async def _start_worker(stack: AsyncExitStack, role: Role, settings: WorkerSettings) -> LocalWorker:

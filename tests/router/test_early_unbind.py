@@ -15,6 +15,7 @@ from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
 from router.attempt_legs import AttemptLegs
+from router.attempt_output import AttemptOutput
 from router.bound_leg import Leg
 from router.inbox import UnreadBytes
 from router.leg_report import LegReport
@@ -77,7 +78,9 @@ def begun_on(
             Leg(LegPlan(PREFILL, prefill.name, 0), LEG_KINDS[PREFILL], prefill),
             Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
         ]
-        attempt = Attempt(AttemptTask(request), AttemptLegs(legs, tasks), LegReport(), account, 1000)
+        attempt = Attempt(
+            AttemptTask(request), AttemptLegs(legs, tasks), LegReport(), AttemptOutput(0, account, 1000)
+        )
         begin([attempt], reservation_on(prefill, decode), tasks)
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)
         yield attempt

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from contract.errors import InvalidRequestError
 from contract.identity import Role
 from contract.membership import DrainOrder
 from protos import worker_pb2 as pb
@@ -19,8 +20,14 @@ LATER = 600.0
 
 
 def stalling_at(index: int) -> Any:
-    """Return a script whose first attempt stalls before the token with this index; later attempts play to the end."""
-    return lambda task: Script(tokens=TOKENS, stall_at=None if task.attempt else index)
+    """Return a script whose first attempt stalls before the token with this index; later attempts play to the end.
+
+    Nothing is handed off, so that all that is left at the deadline is replayed.
+    """
+    refusal = InvalidRequestError("the script hands nothing off")
+    return lambda task: Script(
+        tokens=TOKENS, stall_at=None if task.attempt else index, refuse_hand_off=refusal
+    )
 
 
 def drain(worker: ScriptedWorker, seconds: float, *, is_empty: bool = False) -> None:

@@ -19,6 +19,7 @@ from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
 from router.attempt_legs import AttemptLegs
+from router.attempt_output import AttemptOutput
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder
 from router.inbox import UnreadBytes
@@ -131,7 +132,7 @@ class Queue:
             task = AttemptTask(request.of_choice(choice))
             legs = AttemptLegs.of(reservation, LEG_KINDS, self.tasks)
             with unread.open("a") as account:
-                attempts.append(Attempt(task, legs, LegReport(), account, 1000))
+                attempts.append(Attempt(task, legs, LegReport(), AttemptOutput(0, account, 1000)))
         begin(attempts, reservation, self.tasks)
         return attempts
 

@@ -24,6 +24,7 @@ from router.inbox import UnreadBytes
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegKind, LegPlan, Placement, Result
 from router.membership import MembershipServicer
 from router.metrics import RouterMetrics
+from router.moving import Mover
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.registry import Registry
@@ -125,12 +126,13 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     tasks = TaskSet()
     unread = UnreadBytes(10_000, 100_000)
     runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), tasks, unread, 3, kinds=KINDS)
+    metrics = RouterMetrics()
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
         MembershipServicer(
             registry,
-            Evacuation(registry, runs, changes, RouterMetrics().drains),
+            Evacuation(registry, runs, Mover(registry, runs, metrics.moves), changes, metrics.drains),
             "router-0",
             cluster,
             5.0,

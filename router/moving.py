@@ -1,0 +1,206 @@
+"""Moves answers from one worker to another while they are decoded, without computing anything again.
+
+1. Room is reserved at a target, before the source is touched: an answer leaves its worker only for another one.
+2. The source is ordered to hand the answer off. It ends its leg with ``handed_over``, behind the last token of it, and lends
+   the KV of all tokens but the last to the next attempt.
+3. In the turn of that entry the next attempt begins: its first leg stands for the lease, its second one is an ordinary
+   decode leg at the target, which fetches what its cache lacks. The client's stream is not interrupted.
+4. The move is over with the target's first token. If anything fails before that, the attempt fails, and a replay follows.
+
+From the order on, cancels to the source name the next attempt, so that they end the lease too. The choices of one prompt
+are moved one after another: later ones find the prompt in the target's cache.
+"""
+
+import asyncio
+import logging
+import math
+import secrets
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from contract.errors import ErrorKind, KvbatonError, NotFoundError, UnavailableError
+from contract.requests import HandOff
+from router.attached_worker import AttachedWorker
+from router.legs import CONTINUATION
+from router.metrics import MoveMetrics
+from router.move import Move, MoveResult
+from router.registry import Registry
+from router.request_run import RequestRun, RequestRuns
+from router.reservation import Reservation
+from wire.legs import hand_off_to_proto
+
+logger = logging.getLogger(__name__)
+
+MIN_AT_ONCE = 2
+SHARE_AT_ONCE = 0.05
+"""Answers that leave one worker at a time: moves take bandwidth and steps from the answers that stay."""
+_MIN_TOKENS = 2
+"""Tokens that an answer must have, so that its prompt is computed, and that must be left of it, so that a move helps."""
+_HAND_OFF_SECONDS = 2.0
+"""The time within which a worker must begin to hand off; it refuses later."""
+_UNCERTAIN_SECONDS = 1.0
+"""The time for which an entry is awaited after a call of which it is unknown whether the worker accepted it."""
+_UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
+
+
+class Mover:
+    """Moves answers between workers. Owns the number of moves from each worker.
+
+    A worker that answers are moved away from is no target of another move: two workers that lend to each other could both
+    wait for blocks (law 4).
+    """
+
+    def __init__(self, registry: Registry, runs: RequestRuns, metrics: MoveMetrics) -> None:
+        self._registry = registry
+        self._runs = runs
+        self._metrics = metrics
+        self._sources: Counter[AttachedWorker] = Counter()
+
+    def can_move(self, run: RequestRun, source: AttachedWorker) -> bool:
+        """Return True if the answer is decoded on this worker, can be lent, and has enough tokens left."""
+        attempt = run.attempt
+        return (
+            attempt is not None
+            and attempt.can_be_moved_from(source)
+            and bool(source.registration.control_address)
+            and len(run.known_tokens) >= _MIN_TOKENS
+            and _num_left(run) >= _MIN_TOKENS
+        )
+
+    def has_target(self, source: AttachedWorker) -> bool:
+        """Return True if another worker may take answers of this one, whether it has room now or not."""
+        excluded = self._excluded(source)
+        return any(
+            worker.role in CONTINUATION.end_roles and worker.has_credit and worker.name not in excluded
+            for worker in self._registry.workers
+        )
+
+    async def move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
+        """Move one answer away from a worker, and wait until it continues elsewhere or the move has failed.
+
+        An answer that cannot be moved stays as it is. Cancel the task to give the move up.
+        """
+        self._sources[source] += 1
+        try:
+            result = await self._move(run, source)
+        finally:
+            self._sources[source] -= 1
+            if not self._sources[source]:
+                del self._sources[source]
+        self._metrics.ended(result.value)
+        return result
+
+    async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MoveResult]:
+        """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
+
+        Those with the most tokens left go first, a few at a time, and the choices of one prompt one after another.
+        """
+        movable = [run for run in runs if self.can_move(run, source)]
+        work = _Work(sorted(movable, key=_num_left, reverse=True))
+        num_at_once = max(MIN_AT_ONCE, math.ceil(SHARE_AT_ONCE * len(movable)))
+        async with asyncio.TaskGroup() as group:
+            for _ in range(min(num_at_once, len(movable))):
+                group.create_task(self._move_next(source, work))
+        return work.results
+
+    async def _move_next(self, source: AttachedWorker, work: "_Work") -> None:
+        while run := work.take():
+            result = await self.move(run, source)
+            work.done(run, result)
+
+    async def _move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
+        if not self.can_move(run, source):
+            return MoveResult.ENDED
+        if not self.has_target(source):
+            return MoveResult.NO_TARGET
+        request, order = run.move_request(self._excluded(source))
+        try:
+            async with self._runs.queue.reserve(request, order) as reservation:
+                if not self.can_move(run, source) or reservation.lost_workers:
+                    return MoveResult.ENDED
+                return await self._hand_off(run, source, reservation)
+        except UnavailableError:
+            return MoveResult.NO_TARGET
+
+    async def _hand_off(
+        self, run: RequestRun, source: AttachedWorker, reservation: Reservation
+    ) -> MoveResult:
+        """Order the source to hand the answer off, whose room at the target is reserved."""
+        attempt = run.attempt
+        assert attempt is not None, "the run can be moved"
+        (request_id, number, choice) = attempt.task.key
+        order = HandOff(
+            request_id=request_id,
+            attempt=number,
+            choice=choice,
+            transfer_id=f"{request_id}.{number}.{secrets.token_hex(4)}",
+            next_attempt=run.take_number(),
+        )
+        move = Move(run, attempt, reservation, order, self._runs.tasks)
+        move.begin()
+        try:
+            await _order(move, source)
+        except KvbatonError as error:
+            logger.info("%s stays on worker %s: %s", request_id, source.name, error.message)
+            move.refused()
+            return MoveResult.ENDED if isinstance(error, NotFoundError) else move.result
+        finally:
+            move.end()
+        if move.pause_seconds is not None:
+            self._metrics.paused(move.pause_seconds)
+        return move.result
+
+    def _excluded(self, source: AttachedWorker) -> frozenset[str]:
+        """Return the ids of the workers to which nothing is moved from ``source``."""
+        blocked = self._runs.unreachable.blocked(self._registry.workers)
+        unreached = {target for sender, target in blocked if sender == source.name}
+        return frozenset({source.name, *(worker.name for worker in self._sources), *unreached})
+
+
+async def _order(move: Move, source: AttachedWorker) -> None:
+    """Order the source to hand off, and wait until the move is over, however long the call takes.
+
+    Raises the error with which the source has refused: then it lends nothing.
+    """
+    call = asyncio.create_task(source.calls.hand_off(hand_off_to_proto(move.order, _HAND_OFF_SECONDS)))
+    over = asyncio.create_task(move.over.wait())
+    try:
+        await asyncio.wait({call, over}, return_when=asyncio.FIRST_COMPLETED)
+        if call.done() and (error := call.exception()) and not move.is_handed_over:
+            if not (isinstance(error, KvbatonError) and error.kind in _UNCERTAIN):
+                raise error
+            await asyncio.wait({over}, timeout=_UNCERTAIN_SECONDS)
+            if not move.is_handed_over:
+                return
+        await move.over.wait()
+    finally:
+        call.cancel()
+        over.cancel()
+
+
+@dataclass
+class _Work:
+    """The runs that wait for their move. moving: ids of the requests of which a choice is being moved."""
+
+    waiting: list[RequestRun]
+    moving: set[str] = field(default_factory=set)
+    results: Counter[MoveResult] = field(default_factory=Counter)
+
+    def take(self) -> RequestRun | None:
+        """Return the next run of a request of which no other choice is being moved; None if there is none."""
+        for run in self.waiting:
+            if run.request.request_id not in self.moving:
+                self.waiting.remove(run)
+                self.moving.add(run.request.request_id)
+                return run
+        return None
+
+    def done(self, run: RequestRun, result: MoveResult) -> None:
+        """Record that a move is over."""
+        self.moving.discard(run.request.request_id)
+        self.results[result] += 1
+
+
+def _num_left(run: RequestRun) -> int:
+    return run.request.sampling.max_tokens - len(run.known_tokens)
