@@ -23,7 +23,7 @@ class Rules:
     """Production's rules; a mutant has another class or a switch for one of them.
 
     checks_lease_twice: a read asks for its lease after its last byte as well. tells_attempts_apart: the router gives
-    every attempt a number of its own.
+    every attempt a number of its own. leaves_unbound: a worker that drains leaves only when no leg is bound to it.
     """
 
     prefill_scheduler: Callable[..., Scheduler] = Scheduler
@@ -32,6 +32,7 @@ class Rules:
     fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
     checks_lease_twice: bool = True
     tells_attempts_apart: bool = True
+    leaves_unbound: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,11 @@ class Scenario:
     num_faults: int = 0
     max_replays: int = 2
     rules: Rules = field(default_factory=Rules)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if nothing fails: workers only drain, and no deadline may be needed."""
+        return set(self.faults) == {"drain"}
 
     def token(self, number: int, position: int) -> int:
         """Return the token at this position of request ``number``: its prompt and answer are given (law 6)."""
