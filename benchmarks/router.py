@@ -1,12 +1,13 @@
 """Measures what one router process passes per second of its own CPU time, without an engine.
 
-    python -m benchmarks.router [--rounds 3] [--only streams,completions,idle]
+    python -m benchmarks.router [--rounds 3] [--only streams,completions,idle,two]
 
 The workers (``benchmarks.router_worker``) and the clients are parts of this process. The router is another one, whose CPU
 seconds are counted, so that other processes change the figures little.
 
 - streams: 64 concurrent streams from a pair that hands over; a worker sends one message a step, with a token of each.
 - completions: answers of two tokens, each on a connection of its own, by one worker and by a pair.
+- two: twice as many streams over two routers, which share the workers; per CPU second of the router that used more.
 - idle: streams that are open and silent: the router's memory, and its descriptors before, during and after them.
 """
 
@@ -42,7 +43,7 @@ from serving.descriptors import raise_descriptor_limit
 from text.model_card import ModelCard
 
 MODEL = Path(__file__).parents[1] / "kvbaton" / "demo_model"
-PARTS = ("streams", "completions", "idle")
+PARTS = ("streams", "completions", "idle", "two")
 _ANSWERS = Path(__file__).parents[1] / "README.md"
 _START_SECONDS = 60.0
 _PAIR = (Role.PREFILL, Role.DECODE)
@@ -67,11 +68,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class Bench:
-    """A router with its workers."""
+    """Routers with their workers. router: the first one."""
 
     plan: Plan
-    router: RouterProcess
+    routers: list[RouterProcess]
     workers: list[SteppingWorker]
+
+    @property
+    def router(self) -> RouterProcess:
+        """The first router, which most parts measure alone."""
+        return self.routers[0]
 
     async def streams(self, one: Callable[[int], Coroutine[Any, Any, None]]) -> dict[str, float]:
         """Measure concurrent streams, each of which ``one`` reads, in tokens."""
@@ -83,6 +89,19 @@ class Bench:
                     tasks.create_task(one(plan.num_tokens))
 
         return await self._per_cpu_second(plan.num_streams * plan.num_tokens, read_all())
+
+    async def shared(self) -> dict[str, float]:
+        """Measure concurrent streams over all routers, as many for each as ``streams`` has."""
+        plan = self.plan
+
+        async def read_all() -> None:
+            async with asyncio.TaskGroup() as tasks:
+                for router in self.routers:
+                    for _ in range(plan.num_streams):
+                        tasks.create_task(stream(router.http, COMPLETIONS, plan.num_tokens))
+
+        num_tokens = len(self.routers) * plan.num_streams * plan.num_tokens
+        return await self._per_cpu_second(num_tokens, read_all())
 
     async def completions(self) -> dict[str, float]:
         """Measure answers of two tokens."""
@@ -131,13 +150,15 @@ class Bench:
         return {"bytes": process.memory_info().rss, "descriptors": process.num_fds()}
 
     async def _per_cpu_second(self, count: int, work: Awaitable[None]) -> dict[str, float]:
-        """Do ``work``, in which ``count`` units pass the router, and divide them by the CPU seconds of its process."""
-        used = _cpu_seconds(self.router.pid)
+        """Do ``work``, in which ``count`` units pass the routers, and divide them by the CPU seconds of the busiest one."""
+        before = [_cpu_seconds(router.pid) for router in self.routers]
         begin = time.perf_counter()
         async with asyncio.timeout(self.plan.time_limit):
             await work
         seconds = time.perf_counter() - begin
-        used = _cpu_seconds(self.router.pid) - used
+        used = max(
+            _cpu_seconds(router.pid) - former for router, former in zip(self.routers, before, strict=True)
+        )
         return {"per_cpu_second": count / used, "cpu_seconds": used, "seconds": seconds}
 
 
@@ -147,8 +168,10 @@ def _cpu_seconds(pid: int) -> float:
 
 
 @asynccontextmanager
-async def running_bench(plan: Plan, roles: tuple[Role, ...], *arguments: str) -> AsyncIterator[Bench]:
-    """Run a router with these arguments and one worker of each role."""
+async def running_bench(
+    plan: Plan, roles: tuple[Role, ...], *arguments: str, num_routers: int = 1
+) -> AsyncIterator[Bench]:
+    """Run routers with these arguments and one worker of each role."""
     card = ModelCard.from_folder(MODEL)
     ids = card.tokenizer.encode(_ANSWERS.read_text(), add_special_tokens=False)
     # A part of a character is no text yet: a stream that is silent behind it would have sent nothing.
@@ -156,15 +179,21 @@ async def running_bench(plan: Plan, roles: tuple[Role, ...], *arguments: str) ->
     ids = [token_id for token_id in ids if texts[token_id] and "\ufffd" not in texts[token_id]]
     secret = secrets.token_hex(16)
     async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(TemporaryDirectory()))
-        router = await stack.enter_async_context(
-            router_process(folder, secret, MODEL, *arguments, time_limit=_START_SECONDS)
-        )
+        routers = []
+        for _ in range(num_routers):
+            folder = Path(stack.enter_context(TemporaryDirectory()))
+            routers.append(
+                await stack.enter_async_context(
+                    router_process(folder, secret, MODEL, *arguments, time_limit=_START_SECONDS)
+                )
+            )
+        internal = [router.internal for router in routers]
         workers = [SteppingWorker(ids, plan.step_seconds) for _ in roles]
         for worker, role in zip(workers, roles, strict=True):
-            await stack.enter_async_context(attached(worker, role, router.internal, secret, card))
-        await complete(router.http, COMPLETIONS, 2)
-        yield Bench(plan, router, workers)
+            await stack.enter_async_context(attached(worker, role, internal, secret, card))
+        for router in routers:
+            await complete(router.http, COMPLETIONS, 2)
+        yield Bench(plan, routers, workers)
 
 
 async def measure_router(plan: Plan, parts: tuple[str, ...] = PARTS) -> dict[str, Any]:
@@ -186,6 +215,11 @@ async def measure_router(plan: Plan, parts: tuple[str, ...] = PARTS) -> dict[str
         for name, roles in (("one_worker", _ALONE), ("pair", _PAIR)):
             async with running_bench(plan, roles) as bench:
                 figures["completions"][name] = await _median(plan, bench.completions)
+    if "two" in parts:
+        figures["two"] = {}
+        for num_routers in (1, 2):
+            async with running_bench(plan, _PAIR, num_routers=num_routers) as bench:
+                figures["two"][str(num_routers)] = await _median(plan, bench.shared)
     if "idle" in parts:
         most = str(plan.num_idle + plan.at_once)
         limits = ("--max-connections", most, "--max-connections-per-address", most)
@@ -211,6 +245,9 @@ def table(figures: dict[str, Any]) -> str:
         (f"answers of two tokens, {name.replace('_', ' ')}", f"{found['median']:,.0f}")
         for name, found in figures.get("completions", {}).items()
     ]
+    if two := figures.get("two"):
+        one, both = (two[number]["median"] for number in ("1", "2"))
+        rows.append(("tokens over two routers", f"{both:,.0f} ({both / one:.2f} times one)"))
     if idle := figures.get("idle"):
         used = (idle["bytes_during"] - idle["bytes_before"]) / plan["num_idle"] / 1024
         rows += [

@@ -83,14 +83,18 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         self.silent.clear()
         self._is_busy.set()
 
-    async def run(self, stream: RouterStream) -> None:
-        """Emit tokens until cancelled."""
+    async def run(self, streams: Sequence[RouterStream]) -> None:
+        """Emit tokens until cancelled, each on the stream of its request's router."""
         while True:
             await self._is_busy.wait()
             await asyncio.sleep(self.step_seconds)
-            if entries := [self._emit(key, leg) for key, leg in list(self.legs.items())]:
-                stream.send(*entries)
-            else:
+            entries: dict[str, list[pb.TokenEntry]] = {}
+            for key, leg in list(self.legs.items()):
+                entries.setdefault(leg.task.session, []).append(self._emit(key, leg))
+            for stream in streams:
+                if own := entries.get(stream.session):
+                    stream.send(*own)
+            if not entries:
                 self._is_busy.clear()
 
     def _begin(self, task: pb.Task, end: int) -> pb.Accepted:
@@ -123,9 +127,9 @@ _NUMBERS = count()
 
 @asynccontextmanager
 async def attached(
-    worker: SteppingWorker, role: Role, router: str, secret: str, card: ModelCard
+    worker: SteppingWorker, role: Role, routers: Sequence[str], secret: str, card: ModelCard
 ) -> AsyncIterator[None]:
-    """Attach a worker to the router at the internal address ``router`` until the block ends. card: of its model."""
+    """Attach a worker to the routers at these internal addresses until the block ends. card: of its model."""
     worker_id = f"{role.value}-{next(_NUMBERS)}"
     boot_id = new_boot_id()
     tls = worker_tls(secret, worker_id, boot_id)
@@ -133,33 +137,33 @@ async def attached(
     worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', tls.server_credentials)}"
     await server.start()
-    stream = RouterStream(router)
+    streams = [RouterStream(router) for router in routers]
+    registration = pb.Registration(
+        protocol_min=WORKER_PROTOCOL_MAX,
+        protocol_max=WORKER_PROTOCOL_MAX,
+        worker_id=worker_id,
+        boot_id=boot_id,
+        role=role.value,
+        address=address,
+        control_address=address,
+        model_name="m",
+        model_fingerprint="benchmark@float32",
+        kv_layout=kv_layout(),
+        max_model_len=card.max_model_len,
+        num_blocks=2**24,
+        vocab_size=card.vocab_size,
+    )
     try:
-        await stream.open(
-            tls,
-            pb.Registration(
-                protocol_min=WORKER_PROTOCOL_MAX,
-                protocol_max=WORKER_PROTOCOL_MAX,
-                worker_id=worker_id,
-                boot_id=boot_id,
-                role=role.value,
-                address=address,
-                control_address=address,
-                model_name="m",
-                model_fingerprint="benchmark@float32",
-                kv_layout=kv_layout(),
-                max_model_len=card.max_model_len,
-                num_blocks=2**24,
-                vocab_size=card.vocab_size,
-            ),
-        )
-        stream.grant(_CREDIT)
-        stepping = asyncio.create_task(worker.run(stream))
+        for stream in streams:
+            await stream.open(tls, registration)
+            stream.grant(_CREDIT)
+        stepping = asyncio.create_task(worker.run(streams))
         try:
             yield
         finally:
             stepping.cancel()
             await asyncio.wait({stepping})
     finally:
-        await stream.close()
+        for stream in streams:
+            await stream.close()
         await server.stop(None)

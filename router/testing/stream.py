@@ -14,9 +14,10 @@ from serving.grpc_options import internal_channel_options
 
 
 class RouterStream:
-    """Owns the connection to the router at ``address`` between ``open`` and ``close``."""
+    """Owns the connection to the router at ``address`` between ``open`` and ``close``. session: the router's name for it."""
 
     def __init__(self, address: str) -> None:
+        self.session = ""
         self._address = address
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._channel: grpc.aio.Channel | None = None
@@ -33,7 +34,10 @@ class RouterStream:
         stub = worker_pb2_grpc.MembershipStub(self._channel)
         self._outbox.put_nowait(pb.WorkerMessage(registration=registration))
         self._call = stub.Attach(self._messages())
-        if await self._call.read() is grpc.aio.EOF:
+        first = await self._call.read()
+        if first is not grpc.aio.EOF:
+            self.session = str(first.welcome.session)
+        else:
             raise grpc.aio.AioRpcError(
                 await self._call.code(),
                 await self._call.initial_metadata(),

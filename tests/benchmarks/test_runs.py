@@ -257,9 +257,10 @@ async def test_a_router_alone(children: list[psutil.Process]) -> None:
         num_streams=3, num_tokens=80, step_seconds=0.001, num_completions=40, at_once=4, num_idle=20, rounds=1
     )
     found = await router.measure_router(plan)
-    rates = [*found["streams"].values(), *found["completions"].values()]
-    assert len(rates) == 5 and all(rate["median"] > 0 for rate in rates)
+    rates = [*found["streams"].values(), *found["completions"].values(), *found["two"].values()]
+    assert len(rates) == 7 and all(rate["median"] > 0 for rate in rates)
     idle = found["idle"]
     assert idle["descriptors_during"] >= idle["descriptors_before"] + 20 > idle["descriptors_after"]
     assert "| tokens of 3 streams, chats |" in router.table(found)
+    assert "| tokens over two routers |" in router.table(found)
     assert not new_children(children)
