@@ -26,7 +26,8 @@ class RouterSessions:
 
     A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
     stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
-    request in the engine. on_order: receives the routers' messages about the worker itself.
+    request in the engine. on_order: receives the routers' messages about the worker itself. on_report: called when a router
+    has reported what it holds.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class RouterSessions:
         accepted: AcceptedRequests,
         abort: Callable[[EngineRequest], Awaitable[None]],
         on_order: Callable[[pb.RouterMessage], None],
+        on_report: Callable[[], None],
     ) -> None:
         self._credit = credit
         self._shares = CreditShares(credit())
         self._on_order = on_order
+        self._on_report = on_report
         self._accepted = accepted
         self._abort = abort
         self._streams: dict[str, RouterStream] = {}
@@ -49,6 +52,11 @@ class RouterSessions:
     def is_open(self) -> bool:
         """True while at least one router is attached."""
         return self._is_open.is_set()
+
+    @property
+    def has_bound_legs(self) -> bool:
+        """True while a router may have a leg bound to this worker, as far as is known."""
+        return self._shares.num_committed.num_requests > 0
 
     async def wait_open(self) -> None:
         """Block until a router has accepted this worker."""
@@ -80,6 +88,7 @@ class RouterSessions:
         if message.HasField("credit_use"):
             use = credit_use_from_proto(message.credit_use)
             self._send(self._shares.report(stream.session, use))
+            self._on_report()
         else:
             self._on_order(message)
 
@@ -125,9 +134,12 @@ class RouterSessions:
                 self._send(self._shares.plan(self._accepted.take_uses()))
                 self.send_load(stats())
 
-    def debug_state(self) -> list[dict[str, Any]]:
-        """Return each router's share of the credit and what the worker has of it, as plain data."""
-        return [
+    def debug_state(self) -> dict[str, Any]:
+        """Return each router's share of the credit and what the worker has of it, as plain data.
+
+        num_overdrawn_credits: reports of routers that held more legs than they were given.
+        """
+        routers = [
             {
                 "router_id": stream.router_id,
                 "address": stream.address,
@@ -138,6 +150,7 @@ class RouterSessions:
             }
             for session, stream in self._streams.items()
         ]
+        return {"routers": routers, "num_overdrawn_credits": self._shares.num_overdrawn}
 
     def _send(self, credits: Mapping[str, Credit]) -> None:
         for session, credit in credits.items():

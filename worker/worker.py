@@ -16,6 +16,7 @@ from wire.membership import registration_to_proto
 from worker.accepted_requests import AcceptedRequests
 from worker.draining import Drain
 from worker.early_cancels import EarlyCancels
+from worker.emptiness import Emptiness
 from worker.lifecycle import Lifecycle
 from worker.orders import carry_out
 from worker.registration import WorkerIdentity, credit_of, registration_of
@@ -38,12 +39,14 @@ class Worker:
         self.engine = engine
         self.lifecycle = Lifecycle(identity.role)
         self._settings = settings
-        self.drain = Drain(
-            self.lifecycle,
+        emptiness = Emptiness(
             engine,
             lambda: self.num_requests,
+            lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
-            settings.drain_seconds,
+        )
+        self.drain = Drain(
+            self.lifecycle, emptiness, lambda: self._sessions.send_credit(), settings.drain_seconds
         )
         full = credit_of(identity, settings, engine)
         self._accepted = AcceptedRequests()
@@ -52,6 +55,7 @@ class Worker:
             self._accepted,
             self._abort_request,
             lambda message: carry_out(message, self.drain),
+            emptiness.note_report,
         )
         self._links: RouterLinks | None = None
         self._early_cancels = EarlyCancels()
@@ -177,7 +181,7 @@ class Worker:
             "role": self.lifecycle.role.value,
             "state": self.lifecycle.state.value,
             "attached": self.is_ready,
-            "routers": self._sessions.debug_state(),
+            **self._sessions.debug_state(),
             "num_accepted": self.num_requests,
             "engine_process": facts_of(await self.engine.call("pid")),
             **state,

@@ -83,7 +83,7 @@ class Explorer:
             for request in rules.routers.states[world.router].requests:
                 found.endings.add((request.ended, tuple(request.rungs)))
             return
-        if world.num_faults == found.scenario.num_faults:
+        if world.num_faults == found.scenario.num_faults or found.scenario.is_planned:
             self._break(number, (), "without any fault only a deadline ends this: " + "; ".join(left))
             return
         for action in rules.time(world):

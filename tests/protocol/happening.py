@@ -86,6 +86,14 @@ def _digesting(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
             yield (index,)
 
 
+def _drainable(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
+    router = rules.routers.states[world.router]
+    for (index,) in _attached(rules, world):
+        worker = world.workers[index]
+        if router.workers.get(worker.name) == worker.boot and worker.name not in router.draining:
+            yield (index,)
+
+
 def _uncut(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
     return ((index,) for index, link in enumerate(world.links) if not link.is_cut and link.is_up)
 
@@ -105,6 +113,7 @@ def _unended(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
 PLACES: dict[str, Callable[["WorldRules", World], Iterator[tuple[Any, ...]]]] = {
     "crash": lambda rules, world: ((i,) for i, one in enumerate(world.workers) if one.state is not None),
     "deaf": _attached,
+    "drain": _drainable,
     "cut": _uncut,
     "repeat": _busy,
     "delay": _busy,

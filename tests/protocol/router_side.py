@@ -66,7 +66,11 @@ class RouterRequest:
 
 
 class RouterSide:
-    """Owns every request until it ends. workers: those that are attached, by name. calls: on their way to workers."""
+    """Owns every request until it ends.
+
+    workers: those that are attached, by name. calls: on their way to workers. draining: the workers that drain, each with
+    whether its legs have begun again elsewhere.
+    """
 
     def __init__(self, scenario: Scenario, sink: Sink) -> None:
         self.scenario, self.sink = scenario, sink
@@ -74,6 +78,7 @@ class RouterSide:
         self.workers = {f"P{index}": f"P{index}.1" for index in range(scenario.num_prefill)}
         self.workers |= {f"D{index}": f"D{index}.1" for index in range(scenario.num_decode)}
         self.calls: list[LegCall] = []
+        self.draining: dict[str, bool] = {}
         self.bind_all()
 
     def prepare(self) -> None:
@@ -86,6 +91,7 @@ class RouterSide:
         """Sort the calls: their order between different workers means nothing."""
         self.calls.sort(key=lambda call: (call[1], call[2], call[3], call[0] == "cancel"))
         self.workers = dict(sorted(self.workers.items()))
+        self.draining = dict(sorted(self.draining.items()))
         for request in self.requests:
             if request.ended and (request.legs or request.delivered):
                 raise LawBrokenError(f"request {request.number} has ended, and goes on")
@@ -142,12 +148,37 @@ class RouterSide:
     def lose(self, worker: str) -> None:
         """Close the worker's stream; see ``AttachedWorker.gone``."""
         boot = self.workers.pop(worker)
+        self.draining.pop(worker, None)
         for request in self.requests:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
             if lost is not None and not lost.is_over:
                 lost.may_hold = False
                 is_known = worker in request.failed_workers
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
+
+    def drain(self, worker: str) -> None:
+        """Take a draining worker's credit; see ``router.evacuation.Evacuation``."""
+        self.draining[worker] = False
+        if any(other[0] == worker[0] and other not in self.draining for other in self.workers):
+            for request in self.requests:
+                if request.decode and request.decode.worker == worker and not request.decode.has_spoken:
+                    self._move(request)
+
+    def has_legs(self, worker: str) -> bool:
+        """Return whether a leg is bound to the worker."""
+        return any(
+            leg.worker == worker and not leg.is_over for request in self.requests for leg in request.legs
+        )
+
+    def move_legs(self, worker: str) -> None:
+        """Begin the legs that are left at a worker's deadline again elsewhere; see ``Evacuation.move_legs``."""
+        self.draining[worker] = True
+        for request in self.requests:
+            if any(leg.worker == worker and not leg.is_over for leg in request.legs):
+                self._move(request)
+
+    def _move(self, request: RouterRequest) -> None:
+        self._fail(request, ErrorKind.WORKER_LOST, set(), is_known=True)
 
     def attach(self, worker: str, boot: str) -> None:
         """Register a worker."""
@@ -239,7 +270,8 @@ class RouterSide:
 
     def _view(self, worker: str) -> WorkerView:
         role = Role.PREFILL if worker.startswith("P") else Role.DECODE
-        return WorkerView(worker_id=worker, role=role, max_requests=99, max_tokens=10_000)
+        max_requests = 0 if worker in self.draining else 99
+        return WorkerView(worker_id=worker, role=role, max_requests=max_requests, max_tokens=10_000)
 
     def _begin(self, request: RouterRequest, placement: Placement) -> None:
         request.attempt = request.num_attempts if self.scenario.rules.tells_attempts_apart else 0

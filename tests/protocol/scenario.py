@@ -24,6 +24,7 @@ class Rules:
 
     checks_lease_twice: a read asks for its lease after its last byte as well. tells_attempts_apart: the router gives
     every attempt a number of its own. names_next_attempt: a cancel to the source of a move names the next attempt.
+    leaves_unbound: a worker that drains leaves only when no leg is bound to it.
     """
 
     prefill_scheduler: Callable[..., Scheduler] = Scheduler
@@ -33,6 +34,7 @@ class Rules:
     checks_lease_twice: bool = True
     tells_attempts_apart: bool = True
     names_next_attempt: bool = True
+    leaves_unbound: bool = True
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class Scenario:
     num_moves: int = 0
     may_leave: bool = False
     rules: Rules = field(default_factory=Rules)
+
+    @property
+    def is_planned(self) -> bool:
+        """True if nothing fails: workers only drain, and no deadline may be needed."""
+        return set(self.faults) == {"drain"}
 
     def token(self, number: int, position: int) -> int:
         """Return the token at this position of request ``number``: its prompt and answer are given (law 6)."""

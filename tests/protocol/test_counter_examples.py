@@ -10,6 +10,7 @@ from tests.protocol.explorer import Explorer
 from tests.protocol.scenario import Rules, Scenario
 from tests.protocol.worlds import (
     CHUNKED,
+    DRAINED,
     LEASE_ALONE,
     LEFT_WHILE_MOVED,
     MAX_WORLDS,
@@ -75,6 +76,14 @@ def test_production_breaks_nothing_there(scenario: Scenario, rules: Rules, law: 
     """Explore twice as many worlds of the same scenario as it takes to find what the mutant breaks."""
     mutant = Explorer(replace(scenario, rules=rules)).explore()
     assert Explorer(scenario, max_worlds=2 * mutant.num_worlds).explore().broken is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_worker_that_leaves_with_a_leg_on_its_way_costs_a_failure() -> None:
+    """It is empty, and the call that starts a leg arrives nowhere: the router must report first that none is bound."""
+    findings = Explorer(replace(DRAINED, rules=mutants.EARLY_LEAVE)).explore()
+    assert {how for how, _ in findings.endings} == {"answered", "error worker_lost"}
 
 
 @pytest.mark.explore

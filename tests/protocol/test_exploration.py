@@ -12,7 +12,7 @@ from kv_transfer.protocol.events import RetryStep
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer, Findings
 from tests.protocol.scenario import Scenario
-from tests.protocol.worlds import HEALED, HUGE, LADDER, LARGE, MAX_WORLDS, RUNGS, SMALL
+from tests.protocol.worlds import DRAINS, HEALED, HUGE, LADDER, LARGE, LARGE_DRAINS, MAX_WORLDS, RUNGS, SMALL
 
 
 def explored(scenario: Scenario) -> Findings:
@@ -39,6 +39,20 @@ def test_no_law_breaks_in_any_order_of_events(scenario: Scenario) -> None:
         assert endings == {"answered", *(["cancelled"] if scenario.may_leave else [])}
     if scenario.num_moves:
         assert ("answered", ("local>P0", "moved>D0")) in findings.endings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "scenario",
+    [*DRAINS, *(pytest.param(each, marks=pytest.mark.explore) for each in LARGE_DRAINS)],
+    ids=lambda scenario: scenario.name,
+)
+def test_every_request_is_answered_through_drains(scenario: Scenario) -> None:
+    """No worker fails: no deadline is needed, nothing is left anywhere, and every answer is whole."""
+    findings = explored(scenario)
+    assert {how for how, _ in findings.endings} == {"answered"}
+    assert max(len(rungs) for _, rungs in findings.endings) > 1
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ _DEADLINES = ("expire", "late", "overdue")
 ALL_FAULTS = (
     "crash",
     "deaf",
+    "drain",
     "cut",
     "repeat",
     "delay",

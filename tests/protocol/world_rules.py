@@ -87,12 +87,26 @@ class WorldRules:
         is_known = router.workers.get(worker.name) == worker.boot
         if world.streams[index] and is_known:
             yield "hear", index
+        if is_known and worker.state is not None and worker.name in router.draining:
+            yield from self._drain_on(world, router, index, worker)
         if is_known and (worker.state is None or not worker.is_attached):
             yield "lose", index
         elif worker.state is None and not is_known:
             yield "restart", index
         elif not worker.is_attached and not is_known:
             yield "wake", index
+
+    def _drain_on(
+        self, world: World, router: RouterSide, index: int, worker: WorkerState
+    ) -> Iterator[Action]:
+        """Return the actions of a drain: its deadline, and the end of a worker that holds nothing any more."""
+        has_legs = router.has_legs(worker.name)
+        if has_legs and not router.draining[worker.name]:
+            yield "evict", index
+        if has_legs and self.scenario.rules.leaves_unbound:
+            return
+        if not (world.streams[index] or self.machine_of(worker).states[worker.state or 0].what_is_held()):
+            yield "exit", index
 
     def faults(self, world: World) -> Iterator[Action]:
         """Return the actions of the environment; each costs one fault."""
@@ -155,6 +169,15 @@ class WorldRules:
     def _lose(self, world: World, index: int) -> World:
         world = world._replace(streams=with_item(world.streams, index, ()))
         return self.ask_router(world, "lose", world.workers[index].name)
+
+    def _drain(self, world: World, index: int) -> World:
+        return self.ask_router(world, "drain", world.workers[index].name)
+
+    def _evict(self, world: World, index: int) -> World:
+        return self.ask_router(world, "move_legs", world.workers[index].name)
+
+    def _exit(self, world: World, index: int) -> World:
+        return self._crash(world, index)
 
     def _restart(self, world: World, index: int) -> World:
         worker = self._boot(world.workers[index])

@@ -64,6 +64,7 @@ LARGE = [
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
     *(struck(MOVED, fault) for fault in ("late", "deaf")),
+    replace(struck(ONE, "drain", 2), name="a drain and a crash", faults=("drain", "crash")),
 ]
 """Worlds that are exhausted in minutes."""
 HUGE = [
@@ -75,6 +76,22 @@ HUGE = [
 ]
 """Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000
+HUGE += [
+    replace(struck(ONE, "drain"), name="two prefill workers; drain", num_prefill=2),
+    struck(ONE, "drain", 2),
+]
+DRAINED = replace(struck(ONE, "drain"), max_replays=0)
+DRAINS = [
+    DRAINED,
+    replace(DRAINED, name="one request, published block by block; drain", prefill_chunk=2),
+    replace(DRAINED, name="one-sided reads without digests; drain", is_one_sided=True, checks_digests=False),
+]
+"""A worker drains at any moment, its deadline passes at any moment, and it is started again when it has left.
+
+max_replays: a single failure would end the request.
+"""
+LARGE_DRAINS = [replace(DRAINED, name="two decode workers; drain", num_decode=2)]
+"""The same, exhausted in a minute."""
 LADDER = replace(
     struck(ONE, "sever", 2),
     name="two prefill workers, two severed ways to read",

@@ -270,3 +270,36 @@ async def test_a_prefill_worker_is_empty_when_nobody_can_read_its_kv_any_more(tm
         assert leases and not it.worker.drain.is_empty
         await until(lambda: view.capacity.credit.is_empty)
         assert (await it.worker.debug_state())["leases"] == []
+
+
+async def test_a_stopped_worker_waits_for_a_leg_that_is_on_its_way(tmp_path: Path) -> None:
+    """The router has bound it before it received the credit: it must not fail with the worker."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        hold = view.capacity.hold("", 10)
+        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
+        await until(lambda: view.capacity.credit.is_empty)
+        await asyncio.sleep(0.3)
+        assert not stopping.done()
+        await it.call("Decode", waiting_leg())
+        await until(lambda: not view.capacity.credit.is_empty)
+        hold.release()
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        async with asyncio.timeout(10):
+            await stopping
+        assert view.is_leaving
+
+
+async def test_a_leg_that_never_arrives_keeps_a_stopped_worker_only_while_it_is_bound(tmp_path: Path) -> None:
+    """Its call has failed: the router sends no message about that, and is asked again."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        hold = view.capacity.hold("", 10)
+        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
+        await until(lambda: view.capacity.credit.is_empty)
+        hold.release()
+        async with asyncio.timeout(10):
+            await stopping
+        assert view.is_leaving
