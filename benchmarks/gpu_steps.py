@@ -17,7 +17,7 @@ from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend
 from engine.compute.batch import InputBatch
-from engine.compute.forward import ForwardPass, fused
+from engine.compute.forward import ForwardPass, draw_on_cuda, fused
 from engine.compute.forward_graphs import CudaRecorder, GraphedForward
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs, prepare_inputs
@@ -26,7 +26,7 @@ from engine.models.decoder import CausalLM
 from engine.models.language_model import Head, LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import sample
+from engine.sampling.sampler import draw_by_torch, sample
 
 BLOCK_SIZE = 16
 BEST = SamplingParams(temperature=0.0)
@@ -111,7 +111,8 @@ class RandomModel:
         """Make a forward pass with one graph of ``graph_size`` requests, or without graphs."""
         backend = create_backend(backend_name)
         model = self.model if backend_name == "torch" else self.fused
-        plain = PlainForward(model, backend, BLOCK_SIZE, self.device)
+        draw = draw_on_cuda(backend_name) if self.device.type == "cuda" else draw_by_torch
+        plain = PlainForward(model, backend, BLOCK_SIZE, self.device, draw)
         if graph_size is None:
             return plain
         graphed = GraphedForward(

@@ -10,9 +10,10 @@ from contract.identity import Role
 from launch.arguments import to_arguments
 from launch.child_settings import from_file
 from launch.command_settings import command_setting_names
+from launch.devices import Placement, num_gpus, place
 from launch.model import model_name
 from launch.router_processes import LOOPBACK, ROUTER, RouterAddresses, router_names
-from launch.settings import LocalSettings, available_cores, child_environment
+from launch.settings import LocalSettings, available_cores, child_environment, visible_gpus
 from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
 from worker.options import WorkerOptions
@@ -23,11 +24,16 @@ _NVIDIA = Path("/dev/nvidiactl")
 
 
 def local_processes(
-    settings: LocalSettings, model: Path, secret_file: Path, cores: Sequence[int] | None = None
+    settings: LocalSettings,
+    model: Path,
+    secret_file: Path,
+    cores: Sequence[int] | None = None,
+    num_devices: int | None = None,
 ) -> list[ProcessSpec]:
     """Return the routers first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
 
-    cores: those that the workers share; None: those of this process. Raises SettingError if too few are there to pin.
+    cores: those that the workers share; None: those of this process. num_devices: the machine's GPUs; None: counted.
+    Raises SettingError if there are too few of either.
     """
     name = settings.served_model_name or model_name(settings.model)
     shared = {
@@ -40,11 +46,11 @@ def local_processes(
     num_workers = sum(pools.values())
     cores = available_cores() if cores is None else cores
     num_threads = settings.num_threads or max(1, len(cores) // num_workers)
+    places = _places(settings, pools, num_devices)
     own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {
         **shared,
         **_given_options(settings),
-        "workers_on_host": num_workers,
         "num_threads": num_threads,
         "admin": LOOPBACK,
     }
@@ -59,7 +65,10 @@ def local_processes(
         for index in range(count):
             worker = f"{role.value}-{index}"
             cores_flag = _without({"cores": next(own_cores, None)}, given)
-            command = _worker_command(role, routers, {**flags, **cores_flag, "worker_id": worker})
+            place_flags = _place_flags(places[role][index], given)
+            command = _worker_command(
+                role, routers, {**flags, **cores_flag, **place_flags, "worker_id": worker}
+            )
             specs.append(_spec(worker, role, routers, command, given, settings))
     return specs
 
@@ -118,13 +127,38 @@ def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
     )
 
 
+def _places(
+    settings: LocalSettings, pools: Mapping[Role, int], num_devices: int | None
+) -> dict[Role, list[Placement]]:
+    """Return the workers' places. Raises SettingError for lists of GPUs beside a device that is not "auto" or "cuda"."""
+    given = settings.given_devices
+    if settings.device not in ("auto", "cuda"):
+        if any(given.values()):
+            raise SettingError(
+                f"device is {settings.device}, and GPUs of workers are listed; leave it unset", param="device"
+            )
+        return place(pools, {}, 0, 1)
+    return place(
+        pools,
+        given,
+        num_gpus(visible_gpus()) if num_devices is None else num_devices,
+        settings.tensor_parallel_size,
+    )
+
+
+def _place_flags(where: Placement, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the flags for a worker's place; a device in the settings file for its role stays."""
+    placed = {} if where.device is None else _without({"device": where.device}, given)
+    return {**placed, "workers_on_host": where.num_sharing}
+
+
 def _nice(role: Role, settings: LocalSettings) -> int | None:
     """Return the niceness of a worker: on shared cores decoding has precedence over prompts."""
     return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
 
 
 def _may_use_gpu(settings: LocalSettings) -> bool:
-    return settings.device == "cuda" or (settings.device == "auto" and _NVIDIA.exists())
+    return settings.device.startswith("cuda") or (settings.device == "auto" and _NVIDIA.exists())
 
 
 def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> list[str]:

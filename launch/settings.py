@@ -10,6 +10,8 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliSuppress
 
 from contract.errors import SettingError
+from contract.identity import Role
+from launch.devices import parse_devices
 from serving.settings import Address, Settings
 from serving.settings_file import is_secret, nearest
 from worker.options import WorkerOptions
@@ -17,6 +19,13 @@ from worker.options import WorkerOptions
 DEMO = "demo"
 """Name of the model that is shipped with the package."""
 
+
+def _check_devices(text: str) -> str:
+    parse_devices(text)
+    return text
+
+
+Devices = Annotated[str, AfterValidator(_check_devices)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "KVBATON_"
 
@@ -66,6 +75,12 @@ class PoolSettings(CommandSettings):
 class LocalSettings(WorkerOptions, PoolSettings):
     """The settings of all processes on one machine."""
 
+    prefill_devices: Devices | None = None
+    """GPUs of the prefill workers, as 0,2-4; unset: workers without a list are spread evenly over all GPUs."""
+    decode_devices: Devices | None = None
+    """GPUs of the decode workers; see prefill_devices."""
+    both_devices: Devices | None = None
+    """GPUs of the aggregated workers; see prefill_devices."""
     num_threads: int | None = Field(default=None, ge=1)
     """Compute threads of each worker; unset: the machine's cores divided by the number of workers."""
     pin_cores: bool = False
@@ -82,6 +97,15 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """File with the cluster's secret; unset: a new one for these processes."""
     files_dir: Path | None = None
     """Folder of /v1/files and /v1/batches; unset: both are disabled, as they always are in run, chat and batch."""
+
+    @property
+    def given_devices(self) -> dict[Role, list[int] | None]:
+        """The GPUs of each role's workers, None where none are given."""
+        texts = (self.prefill_devices, self.decode_devices, self.both_devices)
+        return {
+            role: None if text is None else parse_devices(text)
+            for role, text in zip((Role.PREFILL, Role.DECODE, Role.AGGREGATED), texts, strict=True)
+        }
 
     @property
     def num_routers(self) -> int:
@@ -166,6 +190,11 @@ def _is_private(name: str) -> bool:
 
 def _as_variable(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def visible_gpus() -> str | None:
+    """Return the list of GPUs that CUDA shows to processes started here; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def available_cores() -> list[int]:

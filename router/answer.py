@@ -4,6 +4,7 @@ End tokens are hidden, stop strings cut, reasoning and tool calls separated from
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -93,6 +94,17 @@ class Delta(msgspec.Struct, kw_only=True):
                     append(self.calls, piece)
 
 
+class DeltaSink(Protocol):
+    """Takes deltas in the turn of the event loop in which their tokens arrive, so that no task has to be woken for them."""
+
+    @property
+    def has_room(self) -> bool:
+        """True if a delta can be put now: nothing that was put before waits for the client."""
+
+    def put(self, delta: Delta) -> None:
+        """Send a delta on. Not the last one of an answer, and none of many tokens."""
+
+
 class Answer:
     """One choice as its client receives it.
 
@@ -121,9 +133,15 @@ class Answer:
             self._parser.tags,
             skip_special_tokens=request.skip_special_tokens,
         )
+        self._is_plain = self._parser.is_plain and self._stops.is_empty
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
         self.is_finished = False
+
+    @property
+    def ends_with_tokens(self) -> bool:
+        """True if only its workers end it: there are no stop strings."""
+        return self._stops.is_empty
 
     def push(self, batch: TokenBatch) -> Delta:
         """Return the delta of a batch. Tokens after a stop string are not part of it."""
@@ -145,6 +163,11 @@ class Answer:
         token.text_offset = offset
         delta.tokens.append(token)
         self.num_tokens += 1
+        if self._is_plain:
+            if text:
+                delta.text += text
+                append(delta.pieces, Content(text))
+            return
         was_reasoning = self._parser.is_reasoning
         # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
         certain = text if self.num_tokens < self._min_tokens else self._stops.push(text)

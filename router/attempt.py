@@ -24,7 +24,7 @@ from router.attempt_output import AttemptOutput
 from router.bound_leg import Leg, start
 from router.capacity import CreditHold
 from router.delivery import TokenBatch
-from router.inbox import Event, size_of
+from router.inbox import Event, Take
 from router.leg_failure import Failure, PostponedFailure, deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask, error_of, leg_request, transfers_of
@@ -163,12 +163,13 @@ class Attempt:
         attempt.bind([lent, hold])
         return attempt
 
-    def next(self) -> Coroutine[Any, Any, TokenBatch]:
+    def next(self, take: Take[TokenBatch] | None = None) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
-        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError.
+        WorkerLostError, the worker's own error; CancelledError when too many bytes are unread; DeadlineError. take: takes
+        tokens that arrive while the caller waits.
         """
-        return self._output.next()
+        return self._output.next(take)
 
     def _settle(self) -> None:
         """Release the workers."""
@@ -248,7 +249,7 @@ class Attempt:
         self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
         if output.finish_reason:
             self._take_end(leg, output)
-        self._output.add(output, size_of(entry))
+        self._output.add(output, entry)
         if is_first or output.finish_reason:  # no other entry changes whether a leg is over
             self.legs.unbind_finished()
 

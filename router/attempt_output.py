@@ -5,8 +5,9 @@ from typing import Any
 
 from contract.errors import KvbatonError
 from contract.outputs import EngineOutput, FinishReason
+from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token, TokenBatch, tokens_of
-from router.inbox import Inbox, UnreadAccount
+from router.inbox import Inbox, Take, UnreadAccount, size_of
 
 
 class AttemptOutput:
@@ -22,7 +23,7 @@ class AttemptOutput:
         self._on_overflow: Callable[[], None] = lambda: None
         self._inbox: Inbox[TokenBatch] = Inbox(unread, max_bytes, lambda: self._on_overflow())
         self._due: list[Token] = []
-        self._num_bytes = 0
+        self._entries: list[pb.TokenEntry] = []
         self._end: EngineOutput | None = None
 
     @property
@@ -45,10 +46,10 @@ class AttemptOutput:
         self._delivery.continue_as(attempt)
         self._on_overflow = on_overflow
 
-    def add(self, output: EngineOutput, num_bytes: int) -> None:
-        """Take the tokens of a worker's output. num_bytes: what it counts while the client has not read it."""
+    def add(self, output: EngineOutput, entry: pb.TokenEntry) -> None:
+        """Take the tokens of a worker's output. entry: counts with its size while the client has not read it."""
         self._due += self._delivery.accept(output.attempt, tokens_of(output))
-        self._num_bytes += num_bytes
+        self._entries.append(entry)
 
     def end_with(self, output: EngineOutput, num_tokens: int) -> None:
         """Record that the answer ends with this output, after ``num_tokens`` tokens."""
@@ -65,17 +66,18 @@ class AttemptOutput:
         else:
             return
         self._due = []
-        num_bytes = self._num_bytes
-        self._num_bytes = 0
-        self._inbox.put(batch, num_bytes)
+        entries = self._entries
+        self._entries = []
+        if not self._inbox.offer(batch):
+            self._inbox.put(batch, sum(map(size_of, entries)))
 
     def fail(self, error: KvbatonError) -> None:
         """Raise ``error`` at the client behind the tokens that it has not read."""
         self._inbox.put(error)
 
-    def next(self) -> Coroutine[Any, Any, TokenBatch]:
-        """Return the next tokens. Raises the error with which the attempt has failed."""
-        return self._inbox.get()
+    def next(self, take: Take[TokenBatch] | None) -> Coroutine[Any, Any, TokenBatch]:
+        """Return the next tokens that ``take`` does not take. Raises the error with which the attempt has failed."""
+        return self._inbox.get(take)
 
     def close(self) -> None:
         """Drop what the client has not read."""

@@ -11,6 +11,8 @@ from protos import worker_pb2 as pb
 
 Event = pb.TokenEntry | KvbatonError
 Item = TypeVar("Item")
+Take = Callable[[Item], bool]
+"""Takes an item in the turn of the event loop in which it arrives; returns False to leave it to the waiting reader."""
 _FULL_ANSWERS = 4
 """The number of full answers of one request that may be unread, all together."""
 
@@ -101,8 +103,22 @@ class Inbox(Generic[Item]):
         self._on_overflow = on_overflow
         self._items: deque[tuple[Item | KvbatonError, int]] = deque()
         self._arrival: asyncio.Future[None] | None = None
+        self._take: Take[Item] | None = None
         self.is_overfull = False
         account.end_with(self._overflow)
+
+    def offer(self, item: Item) -> bool:
+        """Return True if the waiting reader has taken an item at once. It fails with the error that this has raised.
+
+        A reader waits only while nothing is unread.
+        """
+        if self._take is None or self._arrival is None or self._arrival.done():
+            return False
+        try:
+            return self._take(item)
+        except Exception as error:  # noqa: BLE001 - the reader raises it
+            self._arrival.set_exception(error)
+            return True
 
     def put(self, item: Item | KvbatonError, num_bytes: int = 0) -> None:
         """Append an item. It is dropped once the inbox has overflowed."""
@@ -119,8 +135,12 @@ class Inbox(Generic[Item]):
         """The items that were not read yet, in order."""
         return [item for item, _ in self._items if not isinstance(item, KvbatonError)]
 
-    async def get(self) -> Item:
-        """Return the oldest unread item, or raise it if it is an error."""
+    async def get(self, take: Take[Item] | None = None) -> Item:
+        """Return the oldest unread item, or raise it if it is an error.
+
+        take: is called with the items that arrive while the caller waits. Those that it takes are not returned.
+        """
+        self._take = take
         while not self._items:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
@@ -133,6 +153,7 @@ class Inbox(Generic[Item]):
 
     def close(self) -> None:
         """Drop what is unread: the client does not read any more."""
+        self._take = None
         self._account.forget(self._overflow)
         self._drop()
 

@@ -25,7 +25,9 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 
 from contract.outputs import FinishReason
-from router.answer import Answer, Delta, Prompt, Usage
+from router.answer import Answer, Delta, DeltaSink, Prompt, Usage
+from router.delivery import TokenBatch
+from router.inbox import Take
 from router.limits import check_repeated
 from router.merge_streams import merge_streams
 from router.model_source import ModelSource
@@ -36,6 +38,9 @@ from router.request_tracker import RequestTracker
 from router.round_robin import RoundRobin
 from router.tasks import cooperatively
 from text.model_card import ModelCard
+
+_MANY_TOKENS = 8
+"""Tokens of a batch up to which its JSON is so small that a connection takes it at once."""
 
 
 class Pipeline:
@@ -51,17 +56,20 @@ class Pipeline:
         self._rounds = RoundRobin()
 
     @asynccontextmanager
-    async def generate(self, *requests: GenerationRequest) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+    async def generate(
+        self, *requests: GenerationRequest, sink: DeltaSink | None = None
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         """Yield a stream of the deltas of all answers as they are computed. ``index`` is the answer that a delta belongs to.
 
         Every prompt has ``num_choices`` answers, which are numbered after those of the prompts before it. The last delta of
         each answer has ``finish_reason``, ``usage`` (a prompt counts for its first answer only) and ``timings``. All prompts
         are admitted and checked before one is sent. Leave the block or cancel its task to end the answers early. Raises
-        KvbatonError, also while the stream is read.
+        KvbatonError, also while the stream is read. sink: gets those deltas of a single answer that it has room for while
+        the stream's reader waits; the stream yields the others.
         """
         check_repeated(requests)
         async with self._open(requests) as (runs, card):
-            streams = [_answer(run, card) for run in runs]
+            streams = [_answer(run, card, sink if len(runs) == 1 else None) for run in runs]
             async with aclosing(merge_streams(streams)) as deltas:
                 yield deltas
 
@@ -100,20 +108,42 @@ class Pipeline:
             yield runs, card
 
 
-async def _answer(run: RequestRun, card: ModelCard) -> AsyncGenerator[Delta, None]:
-    """Yield the deltas of one answer. ``run.next`` waits for workers, begins attempts, and retries."""
+async def _answer(run: RequestRun, card: ModelCard, sink: DeltaSink | None) -> AsyncGenerator[Delta, None]:
+    """Yield the deltas of one answer that ``sink`` does not get.
+
+    ``run.next`` waits for workers, begins attempts, and retries.
+    """
     answer = Answer(run.request, card)
+    take = _taking(run, answer, sink) if sink and answer.ends_with_tokens else None
     while not answer.is_finished:
-        is_first = answer.num_tokens == 0
-        delta = answer.push(await run.next())
-        if is_first:
-            delta.prompt = Prompt(run.request.prompt_token_ids, run.report.prompt_logprobs)
-        run.tracked.arrived(delta)
+        delta = _delta(run, answer, await run.next(take))
         if delta.finish_reason:
             run.close()  # a stop string ends the answer before its workers do
             usage = _usage(run, answer.num_tokens, answer.num_reasoning_tokens)
             run.tracked.finish(delta, delta.finish_reason, usage, run.report)
         yield delta
+
+
+def _taking(run: RequestRun, answer: Answer, sink: DeltaSink) -> Take[TokenBatch]:
+    """Return a function that puts the delta of a batch into a sink, unless it is the last one or the sink has no room."""
+
+    def take(batch: TokenBatch) -> bool:
+        if batch.finish_reason or len(batch.tokens) > _MANY_TOKENS or not sink.has_room:
+            return False
+        sink.put(_delta(run, answer, batch))
+        return True
+
+    return take
+
+
+def _delta(run: RequestRun, answer: Answer, batch: TokenBatch) -> Delta:
+    """Return the delta of tokens that have just arrived."""
+    is_first = answer.num_tokens == 0
+    delta = answer.push(batch)
+    if is_first:
+        delta.prompt = Prompt(run.request.prompt_token_ids, run.report.prompt_logprobs)
+    run.tracked.arrived(delta)
+    return delta
 
 
 async def _embedding(run: RequestRun) -> AsyncGenerator[Delta, None]:

@@ -309,12 +309,13 @@ def _unreached(choice: _Choice, turn: int, unreachable: Pairs) -> WorkerView | N
 def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
     """Return True if the worker's credit reaches for the request, or if it has nothing to do.
 
-    A prefill worker takes another prompt while its queue is below its limit; other workers if the whole request fits.
+    A prefill worker takes another prompt while its queue is below its limit; other workers if the whole request fits. Each
+    choice is a leg, so several choices begin beside other requests only if there is credit for all of them.
     """
-    if worker.num_requests >= worker.max_requests:
-        return False
     if worker.num_requests == 0:
-        return True
+        return worker.max_requests > 0
+    if worker.num_requests + request.num_choices > worker.max_requests:
+        return False
     if worker.role is Role.PREFILL:
         return worker.num_tokens < worker.max_tokens
     needed = worker.num_tokens + request.num_tokens

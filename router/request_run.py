@@ -21,7 +21,7 @@ from router.attempt_output import AttemptOutput
 from router.delivery import TokenBatch
 from router.failures import Failures
 from router.fair_queue import QueueOrder
-from router.inbox import UnreadAccount, UnreadBytes
+from router.inbox import Take, UnreadAccount, UnreadBytes
 from router.leg_failure import deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
@@ -114,25 +114,44 @@ class RequestRun:
         attempt = self._attempt
         return attempt is not None and attempt.leave(worker, error, only_unstarted=only_unstarted)
 
-    async def next(self) -> TokenBatch:
-        """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure."""
+    async def next(self, take: Take[TokenBatch] | None = None) -> TokenBatch:
+        """Return the next tokens, of whichever attempt emits them. Raises the error that no further attempt can cure.
+
+        take: takes tokens in the turn of the event loop in which they arrive, while the caller waits. They are not returned.
+        """
         while True:
             attempt = self._attempt or await self._begin()
             try:
-                batch = await attempt.next()
+                batch = await attempt.next(self._taking(attempt, take))
             except KvbatonError as error:
                 attempt = self._attempt or attempt  # the answer may have been moved meanwhile
                 self.close()
                 self._failures.note(attempt, error)
                 self.tracked.replayed(error, len(self._delivered))
             else:
-                attempt = self._attempt or attempt
-                if batch.tokens and not self._delivered:
-                    attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
-                self._delivered += [token.token_id for token in batch.tokens]
-                if attempt.is_decoding:
-                    self._failures.progress(attempt)
+                self._note(self._attempt or attempt, batch)
                 return batch
+
+    def _taking(self, attempt: Attempt, take: Take[TokenBatch] | None) -> Take[TokenBatch] | None:
+        """Return a function that notes the tokens of an attempt which ``take`` has taken."""
+        if take is None:
+            return None
+
+        def taken(batch: TokenBatch) -> bool:
+            is_taken = take(batch)
+            if is_taken:
+                self._note(self._attempt or attempt, batch)  # the answer may have been moved meanwhile
+            return is_taken
+
+        return taken
+
+    def _note(self, attempt: Attempt, batch: TokenBatch) -> None:
+        """Record that tokens of an attempt are on their way to the client."""
+        if batch.tokens and not self._delivered:
+            attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
+        self._delivered += [token.token_id for token in batch.tokens]
+        if attempt.is_decoding:
+            self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:
         """Begin the next attempt. Raises DeadlineError if the deadline passes before that."""

@@ -29,6 +29,11 @@ class StopAutomaton:
         self._first = re.compile("[" + "".join(map(re.escape, sorted(firsts))) + "]") if firsts else None
 
     @property
+    def is_empty(self) -> bool:
+        """True if there are no strings."""
+        return self._first is None
+
+    @property
     def num_states(self) -> int:
         """The number of existing states; one until a text contains the first character of a string."""
         return len(self.depths)
@@ -104,6 +109,11 @@ class StopStrings:
         self._state = 0
         self.matched: str | None = None
         """The stop string that ended the text."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if there are no stop strings, so that all text is certain at once."""
+        return self._automaton.is_empty
 
     def push(self, text: str) -> str:
         """Add text and return the text that is certain now; empty after a match."""

@@ -3,20 +3,27 @@
 Declare a new one here, or in the group of the part that uses it (``engine.options``, ``kv_transfer.options``).
 """
 
-from typing import Literal
+import re
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from contract.options import DrainOptions, Options
 from engine.options import EngineOptions
 from kv_transfer.options import TransferOptions
 
 
+def _check_device(device: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", device):
+        raise ValueError("it must be auto, cpu, cuda, or cuda:N for the GPU with this number")
+    return device
+
+
 class DeviceOptions(Options):
     """The device that the model runs on."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that the model runs on."""
+    device: Annotated[str, AfterValidator(_check_device)] = "auto"
+    """Device that the model runs on: auto, cpu, cuda, or cuda:N for one GPU."""
 
 
 # Help texts list the fields of the last base first.

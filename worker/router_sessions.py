@@ -144,9 +144,12 @@ class RouterSessions:
                 self._send(self._shares.plan(self._accepted.take_uses()))
                 self.send_load(stats())
 
-    def debug_state(self) -> list[dict[str, Any]]:
-        """Return each router's share of the credit and what the worker has of it, as plain data."""
-        return [
+    def debug_state(self) -> dict[str, Any]:
+        """Return each router's share of the credit and what the worker has of it, as plain data.
+
+        num_overdrawn_credits: reports of routers that held more legs than they were given.
+        """
+        routers = [
             {
                 "router_id": stream.router_id,
                 "address": stream.address,
@@ -157,6 +160,7 @@ class RouterSessions:
             }
             for session, stream in self._streams.items()
         ]
+        return {"routers": routers, "num_overdrawn_credits": self._shares.num_overdrawn}
 
     def _role(self) -> pb.WorkerMessage:
         taken = RoleOrder(role=self._lifecycle.role.value, epoch=self._lifecycle.role_epoch)

@@ -183,7 +183,7 @@ class Worker:
             "role": self.lifecycle.role.value,
             "state": self.lifecycle.state.value,
             "attached": self.is_ready,
-            "routers": self._sessions.debug_state(),
+            **self._sessions.debug_state(),
             "num_accepted": self.num_requests,
             "engine_process": facts_of(await self.engine.call("pid")),
             **state,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, create_backend
-from engine.attention.choice import Needs, choose_backend
+from engine.attention.choice import Needs, choose_backend, is_installed
 from engine.compute.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
@@ -115,7 +115,8 @@ def _on_cuda(
     settings: EngineSettings,
     device: torch.device,
 ) -> ForwardPass:
-    plain = PlainForward(model, backend, settings.block_size, device)
+    draw = draw_on_cuda(settings.attention_backend)
+    plain = PlainForward(model, backend, settings.block_size, device, draw)
     if (reason := _why_eager(settings)) is not None:
         logger.info("no CUDA graphs: %s", reason)
         return plain
@@ -136,6 +137,15 @@ def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) ->
     may_take_kernels = device.type == "cpu" and settings.attention_backend == "auto"
     kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
     return draw_by_torch if kernels is None else KernelDraw(kernels)
+
+
+def draw_on_cuda(attention_backend: str) -> Draw:
+    """Return sampling by Triton if it is installed, except beside plain torch's attention: the reference."""
+    if attention_backend == "torch" or not is_installed("triton"):
+        return draw_by_torch
+    from engine.sampling.triton_draw import draw_by_triton
+
+    return draw_by_triton
 
 
 def _why_eager(settings: EngineSettings) -> str | None:

@@ -19,7 +19,7 @@ from engine.compute.inputs import PreparedInputs
 from engine.compute.staging import on_device, padded
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
-from engine.sampling.sampler import Draw, draw_by_torch
+from engine.sampling.sampler import Draw
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ class GraphedForward:
         self._block_size = block_size
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
-        self.draw: Draw = draw_by_torch
+        self.draw: Draw = plain.draw
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """See ForwardPass."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.compute.staging import to_device
 from engine.outputs import LogprobsLists
 from engine.sampling.logits_processors import SamplingRow, adjusted
-from engine.sampling.randomness import UNIFORM_BITS, uniform_bits
+from engine.sampling.randomness import UNIFORM_BITS, uniform_bits_of
 
 Draw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
 """Scores ``[num_rows, vocab_size]``, how each row draws, and which rows do (with temperature above 0) → their tokens, int64.
@@ -26,7 +26,7 @@ Draw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
 Any token for a row of NaN, and where none may be drawn.
 """
 
-_WEIGHT_SCALE = 2.0**40
+WEIGHT_SCALE = 2.0**40
 _MAX_ELEMENTS_AT_ONCE = {"cpu": 2**18, "cuda": 2**24}
 """The number of scores processed together: on the host they stay in the caches, on a device one call has enough work."""
 _LOW_BITS = 27
@@ -112,10 +112,10 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sample a token of each row."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
-    _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
+    keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
     _keep_top_p(weights, [row.sampling.top_p for row in rows])
-    uniforms = [uniform_bits(row.sampling.seed, row.position) for row in rows]
-    return invert(weights, scaled(to_device(np.array(uniforms), scores.device), weights.sum(dim=-1)))
+    uniforms = uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
+    return invert(weights, scaled(to_device(uniforms, scores.device), weights.sum(dim=-1)))
 
 
 def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:
@@ -145,17 +145,17 @@ def _weights(scores: Tensor, temperatures: list[float]) -> Tensor:
     temperature = to_device(np.array(temperatures, dtype=np.float64), scores.device)[:, None]
     wide = scores.to(torch.float64)
     distances = (wide - wide.amax(dim=-1, keepdim=True)) / temperature
-    return (distances.exp() * _WEIGHT_SCALE).round().to(torch.int64)
+    return (distances.exp() * WEIGHT_SCALE).round().to(torch.int64)
 
 
 def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
     """Set weights below the share p of the best token's weight to 0, in place (arXiv:2407.01082)."""
     if any(limits):
-        least = to_device(np.array([round(p * _WEIGHT_SCALE) for p in limits]), weights.device)
+        least = to_device(np.array([round(p * WEIGHT_SCALE) for p in limits]), weights.device)
         weights.masked_fill_(weights < least[:, None], 0)
 
 
-def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
+def keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
     """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
     asking = [i for i, k in enumerate(limits) if 0 < k < scores.shape[1]]
     if asking:

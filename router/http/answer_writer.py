@@ -4,9 +4,12 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
+from router.answer import Delta
 from router.http.boundary import STREAM, request_id_header
 from router.http.exchange import Exchange
+from router.http.formatter import AnswerFormatter
 from router.http.lifetime import let_client_cancel
+from router.http.streaming import EventStream
 from router.http.timing_header import server_timing
 from router.pipeline import Pipeline
 
@@ -24,17 +27,51 @@ class AnswerWriter:
     async def write(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         """Answer ``request``; its client can cancel it meanwhile. Raises KvbatonError."""
         let_client_cancel(request)
-        async with exchange.deltas(self._pipeline) as deltas:
-            if not exchange.options.stream:
-                found = [delta async for delta in deltas]
-                return json_bytes(await exchange.whole(found), server_timing(request, found))
-            stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
+        if not exchange.options.stream:
+            found = _Collected()
+            async with exchange.deltas(self._pipeline, found) as deltas:
+                async for delta in deltas:
+                    found.put(delta)
+                return json_bytes(await exchange.whole(found.deltas), server_timing(request, found.deltas))
+        stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
+        async with exchange.deltas(self._pipeline, _Sent(stream, exchange.formatter)) as deltas:
             request[STREAM] = stream
             async for delta in deltas:
                 if chunks := exchange.formatter.chunks(delta):
                     await stream.send(chunks)
             await stream.done()
             return stream.response
+
+
+class _Collected:
+    """The deltas of an answer that is not streamed."""
+
+    has_room = True
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+
+    def put(self, delta: Delta) -> None:
+        """Add a delta."""
+        self.deltas.append(delta)
+
+
+class _Sent:
+    """The deltas of a stream that its connection takes at once."""
+
+    def __init__(self, stream: EventStream, formatter: AnswerFormatter) -> None:
+        self._stream = stream
+        self._formatter = formatter
+
+    @property
+    def has_room(self) -> bool:
+        """True if the headers were sent and nothing waits for the client."""
+        return self._stream.has_room
+
+    def put(self, delta: Delta) -> None:
+        """Write the events of a delta."""
+        if chunks := self._formatter.chunks(delta):
+            self._stream.send_now(chunks)
 
 
 def json_bytes(whole: bytes, headers: Mapping[str, str]) -> web.Response:

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from contract.errors import KvbatonError
-from router.answer import Delta
+from router.answer import Delta, DeltaSink
 from router.best_of import choose_best
 from router.http.formatter import AnswerFormatter, AnswerOptions
 from router.http.streaming import EventStream
@@ -46,10 +46,15 @@ class Exchange:
     field_names: Mapping[str, str] = field(default_factory=dict)
 
     @asynccontextmanager
-    async def deltas(self, pipeline: Pipeline) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Run the requests for as long as the block lasts. Errors raised within it name the field of the body."""
+    async def deltas(
+        self, pipeline: Pipeline, sink: DeltaSink | None = None
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
+        """Run the requests for as long as the block lasts. Errors raised within it name the field of the body.
+
+        sink: gets deltas that the reader of the stream need not be woken for.
+        """
         try:
-            async with pipeline.generate(*self.requests) as deltas:
+            async with pipeline.generate(*self.requests, sink=sink) as deltas:
                 yield deltas
         except KvbatonError as error:
             if error.param == "grammar":

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +16,16 @@ _SMALL_BYTES = 2**14
 """Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
 
 
+def _finish_now(writing: Coroutine[Any, Any, None]) -> None:
+    """Run a write that does not wait. Raises RuntimeError if it would."""
+    try:
+        writing.send(None)
+    except StopIteration:
+        return
+    writing.close()
+    raise RuntimeError("a write to a connection with room has waited")
+
+
 def _data(payload: bytes) -> bytes:
     return b"data: " + payload + b"\n\n"
 
@@ -26,6 +36,7 @@ class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
         self._request = request
         self._stall_seconds = stall_seconds
+        self._is_begun = False
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -35,9 +46,18 @@ class EventStream:
             }
         )
 
+    @property
+    def has_room(self) -> bool:
+        """True if the headers were sent and a small write cannot wait for the client."""
+        return self._is_begun and self._is_empty()
+
+    def send_now(self, chunks: Sequence[Event]) -> None:
+        """Write chunks while there is room, without a turn of the event loop."""
+        _finish_now(self.response.write(self._events(chunks)))
+
     async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
-        await self._write(b"".join([self._event(chunk) for chunk in chunks]))
+        await self._write(self._events(chunks))
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
@@ -49,7 +69,10 @@ class EventStream:
             await self._write(self._event(error), is_last=True)
 
     def _event(self, chunk: Event) -> bytes:
-        return _data(msgspec.json.encode(chunk))
+        return _data(bytes(chunk) if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk))
+
+    def _events(self, chunks: Sequence[Event]) -> bytes:
+        return self._event(chunks[0]) if len(chunks) == 1 else b"".join(map(self._event, chunks))
 
     async def _write(self, payload: bytes, *, is_last: bool = False) -> None:
         """Write, and end the response after the last payload. The connection of a client that stalls is closed."""
@@ -66,13 +89,17 @@ class EventStream:
 
     def _has_room(self, payload: bytes) -> bool:
         """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
+        return self._is_empty() and len(payload) <= _SMALL_BYTES
+
+    def _is_empty(self) -> bool:
+        """Return True if the client is connected and everything was sent to it."""
         transport = self._request.transport
-        is_empty = transport is not None and not transport.get_write_buffer_size()
-        return is_empty and len(payload) <= _SMALL_BYTES
+        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
 
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
         if not self.response.prepared:
             await self.response.prepare(self._request)
+            self._is_begun = True
         if is_last:
             await self.response.write_eof(payload)
         elif payload:

@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,13 +79,15 @@ class Fleet:
             log = (self.folder / f"{name}.log").read_text()[-2000:]
             raise UnavailableError(f"{name}: {error.message}\n{log}") from error
 
-    async def start_worker(self, name: str, role: Role, **flags: Any) -> None:
-        """Start a worker of this fleet's router with the demo model, and wait until it is registered."""
+    async def start_worker(
+        self, name: str, role: Role, *, routers: Sequence[str] = (ROUTER,), **flags: Any
+    ) -> None:
+        """Start a worker of these routers with the demo model, and wait until it is registered."""
         await self.start(
             name,
             role,
             worker_id=name,
-            router=self.facts[ROUTER]["internal"],
+            router=",".join(self.facts[router]["internal"] for router in routers),
             secret_file=self.secret_file,
             dtype="float32",
             num_threads=1,

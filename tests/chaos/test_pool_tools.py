@@ -8,7 +8,7 @@ import pytest
 from tests.chaos.pool.answers import Choice, MixedAnswer, mistake_in
 from tests.chaos.pool.balancer import running_balancer
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
-from tests.chaos.pool.report import PoolReport, Stream, pauses_of
+from tests.chaos.pool.report import PoolReport, Stream, bucket_quantiles, pauses_of
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -72,6 +72,15 @@ def test_a_pause_counts_for_the_events_that_its_stream_was_open_at() -> None:
     assert found["kill"] == {"count": 1, "p50": 3.0, "p99": 3.0, "max": 3.0, "added_p99": 2.0}
     assert found["quiet"]["max"] == 1.0
     assert "late" not in found
+
+
+def test_quantiles_of_a_histogram_are_those_of_all_processes() -> None:
+    texts = [
+        'h_bucket{le="0.1"} 60.0\nh_bucket{le="1.0"} 99.0\nh_bucket{le="+Inf"} 99.0\n',
+        'h_bucket{le="0.1"} 0.0\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 1.0\n',
+    ]
+    assert bucket_quantiles(texts, "h") == {"count": 100, "p50_at_most": 0.1, "p99_at_most": 1.0}
+    assert bucket_quantiles(['h_bucket{le="+Inf"} 0.0'], "h") == {} == bucket_quantiles([], "h")
 
 
 async def test_the_balancer_skips_a_dead_backend_and_remembers_who_served_whom() -> None:

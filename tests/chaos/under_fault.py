@@ -27,7 +27,7 @@ from tests.chaos.steady import steady_answers
 PEER_TIMEOUT = 1.0
 LEASE = 2.0
 DEADLINE = 60.0
-TIMES = {"peer_timeout_seconds": PEER_TIMEOUT, "lease_seconds": LEASE}
+TIMES: dict[str, Any] = {"peer_timeout_seconds": PEER_TIMEOUT, "lease_seconds": LEASE}
 
 
 @dataclass

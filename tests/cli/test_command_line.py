@@ -74,7 +74,7 @@ def test_an_unknown_command_is_answered_with_the_list_of_commands() -> None:
         (("up", "--prefil", "2"), "unrecognized arguments: --prefil *** (see kvbaton up --help)"),
         (("up", "--prefill"), "argument --prefill: expected one argument (see kvbaton up --help)"),
         (("up", "--prefill", "900"), "prefill is '900': .*allowed: at least 0, at most 64 "),
-        (("up", "--device", "tpu"), "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+        (("up", "--device", "tpu"), "device is 'tpu': it must be auto, cpu, cuda, or cuda:N"),
         (("up", "--http", "here"), "http is 'here': 'here' is not HOST:PORT"),
         (("up", "--http", "127.0.0.1:70000"), r"http is .* \(port 0..65535; 0 picks a free one\)"),
         (("up", "--prefill", "1"), "prefill is 1 but decode is 0; each needs the other"),

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contract.sampling import SamplingParams
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.randomness import UNIFORM_BITS, uniform_bits
+from engine.sampling.randomness import UNIFORM_BITS, uniform_bits, uniform_bits_of
 from engine.sampling.sampler import invert, sample, scaled
 
 VOCAB = 50
@@ -170,7 +170,12 @@ def test_uniform_bits_are_philox(seed: int, position: int) -> None:
     The reference reproduces the known answer of its authors. Counter 0 is never used: position 0 is counter 1.
     """
     assert philox_4x64(0, 0) == 0x16554D9ECA36314C
-    assert uniform_bits(seed, position) == philox_4x64(position + 1, seed % 2**128) >> (64 - UNIFORM_BITS)
+    expected = philox_4x64(position + 1, seed % 2**128) >> (64 - UNIFORM_BITS)
+    assert uniform_bits(seed, position) == expected
+    other = philox_4x64(position + 1, 5) >> (64 - UNIFORM_BITS)
+    for repeats in (1, 30):  # one by one, and together
+        found = uniform_bits_of([seed, seed, 5] * repeats, [0, position, position] * repeats)
+        assert found.tolist() == [uniform_bits(seed, 0), expected, other] * repeats
 
 
 def test_greedy_takes_the_lowest_id_of_the_best() -> None:

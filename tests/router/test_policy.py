@@ -174,3 +174,12 @@ def test_an_embedding_goes_to_a_prefill_worker_else_to_one_that_is_both() -> Non
 )
 def test_what_an_embedding_lacks_is_named(workers: list[WorkerView], missing: str | None) -> None:
     assert missing_role(WorkerViews.of(workers).sizes, EMBEDDING) == missing
+
+
+@pytest.mark.parametrize(
+    ("num_running", "num_choices", "has_room"), [(2, 2, True), (2, 3, False), (0, 9, True), (4, 1, False)]
+)
+def test_choices_begin_together_or_wait(num_running: int, num_choices: int, has_room: bool) -> None:
+    """Each choice counts as a leg. A request with more choices than a worker's credit runs there alone."""
+    view = view_with(worker(B, 0), num_requests=num_running, num_tokens=num_running, max_tokens=10_000)
+    assert bool(chosen([view], replace(WISH, num_choices=num_choices))) is has_room

@@ -26,6 +26,8 @@ from engine.attention.triton_backend import (
 )
 from engine.fused import triton_kernels as fused
 from engine.fused.rows import num_warps_of
+from engine.sampling import triton_kernels as draw
+from engine.sampling.triton_draw import NUM_WARPS, REACH, TILE
 
 STATES = (
     "query", "output", "cache", "key", "value",
@@ -71,11 +73,31 @@ def compiled(kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget) 
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     result = triton.compile(source, target=target, options=options)
+    return {"dtype": NAMES[dtype], "head_dim": head_dim, "varying": _varying(kernel), **_used(kernel, result)}
+
+
+def compiled_draw(kernel: Any, target: GPUTarget) -> dict[str, Any]:
+    """Return the same for a kernel that draws tokens."""
+    constants = {"scale": 2**40, "uniform_bits": 53, "tile": TILE, "reach": REACH}
+    names = kernel.arg_names
+    kinds = {
+        "scores": "*fp32",
+        "temperatures": "*fp64",
+        "shares": "*fp64",
+        "row_stride": "i32",
+        "size": "i32",
+    }
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "*i64") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    result = triton.compile(
+        ASTSource(kernel, signature, values), target=target, options={"num_warps": NUM_WARPS}
+    )
+    return {"dtype": "fp64", "head_dim": 0, "varying": [], **_used(kernel, result)}
+
+
+def _used(kernel: Any, result: Any) -> dict[str, Any]:
     return {
         "kernel": kernel.__name__,
-        "dtype": NAMES[dtype],
-        "head_dim": head_dim,
-        "varying": _varying(kernel),
         "shared": result.metadata.shared,
         "stack": _stack(result.asm["cubin"]),
         "tensor_cores": len(re.findall("mma.sync|wgmma.mma_async", result.asm["ptx"])),
@@ -135,6 +157,8 @@ def main() -> None:
             fused.gate_kernel,
         ):
             sys.stdout.write(json.dumps(compiled(kernel, dtype, head_dim, target)) + "\n")
+    for kernel in (draw.weigh_kernel, draw.choose_kernel):
+        sys.stdout.write(json.dumps(compiled_draw(kernel, target)) + "\n")
 
 
 if __name__ == "__main__":

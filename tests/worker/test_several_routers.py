@@ -143,7 +143,7 @@ async def test_a_request_that_names_no_session_needs_a_single_router(tmp_path: P
             await it.stub.Decode(waiting_leg())
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         await it.routers[0].stop()
-        await until(lambda: len(it.worker._sessions.debug_state()) == 1)
+        await until(lambda: len(it.worker._sessions.debug_state()["routers"]) == 1)
         await it.stub.Decode(waiting_leg())
         assert it.worker.num_requests == 1
 

@@ -25,6 +25,11 @@ class AnswerParser:
         return tuple(tag for parser in (self._reasoning, self._calls) if parser for tag in parser.tags)
 
     @property
+    def is_plain(self) -> bool:
+        """True if there are no parsers, so that all text is content."""
+        return self._reasoning is None and self._calls is None
+
+    @property
     def is_reasoning(self) -> bool:
         """True while the text is in the reasoning."""
         return self._reasoning is not None and self._reasoning.is_reasoning

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf, isfinite
 from typing import Any
 
 from tests.chaos.held_resources import count, read_metrics
@@ -54,6 +55,7 @@ class PoolReport:
     num_replays: float = 0
     num_local_recomputes: float = 0
     num_moves: Counter[str] = field(default_factory=Counter)
+    move_pauses: dict[str, float] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -85,13 +87,14 @@ class PoolReport:
             self.failed.append(f"question {answer.question.number}, {what}{status}: {answer.error}")
 
     async def count_replays(self, pool: Pool) -> None:
-        """Read the counts of replays of all routers, since their last start."""
+        """Read the counts of replays and moves of all routers, since their last start."""
         metrics = [await read_metrics(pool.fleet.facts[router]["admin"]) for router in pool.routers]
         self.num_replays = count(metrics, "kvbaton_request_replays_total")
         self.num_local_recomputes = count(metrics, "kvbaton_request_local_recomputes_total")
         for text in metrics:
             for result, number in _MOVES.findall(text):
                 self.num_moves[result] += int(float(number))
+        self.move_pauses = bucket_quantiles(metrics, "kvbaton_migration_pause_seconds")
 
     @property
     def is_clean(self) -> bool:
@@ -128,6 +131,28 @@ def pauses_of(
         kind: {**each, "added_p99": round(max(0.0, each["p99"] - usual), 4)}
         for kind, each in summaries.items()
     }
+
+
+def bucket_quantiles(metrics: Sequence[str], histogram: str) -> dict[str, float]:
+    """Return the count, and the upper bounds of the buckets of the median and the 99th percentile; empty without a value.
+
+    A bound that is infinite is left out.
+
+    metrics: /metrics of several processes.
+    """
+    line = re.compile(rf'^{histogram}_bucket\{{le="([^"]+)"\}} ([\d.]+)$', re.M)
+    totals: Counter[float] = Counter()
+    for text in metrics:
+        for bound, number in line.findall(text):
+            totals[float(bound)] += int(float(number))
+    count_of_all = totals[inf]
+    if not count_of_all:
+        return {}
+    bounds = {
+        name: next(bound for bound in sorted(totals) if totals[bound] >= share * count_of_all)
+        for name, share in (("p50_at_most", 0.5), ("p99_at_most", 0.99))
+    }
+    return {"count": count_of_all, **{name: bound for name, bound in bounds.items() if isfinite(bound)}}
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

@@ -1,0 +1,117 @@
+"""Places the workers of one machine on its GPUs, and counts how many of them share a GPU's memory."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from contract.errors import SettingError
+from contract.identity import Role
+
+_NODES = Path("/dev")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One worker's place. device: its setting; None: what all workers are given. num_sharing: workers on its fullest GPU."""
+
+    device: str | None
+    num_sharing: int
+
+
+def num_gpus(visible: str | None, nodes: Path = _NODES) -> int:
+    """Return the number of NVIDIA GPUs that this machine's workers may use, without loading torch.
+
+    visible: CUDA_VISIBLE_DEVICES. A build of torch for the CPU can use none.
+    """
+    if _has_cpu_build():
+        return 0
+    if visible is not None:
+        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
+    return len([each for each in nodes.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)])
+
+
+def _has_cpu_build() -> bool:
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return True
+
+
+def parse_devices(text: str) -> list[int]:
+    """Return the numbers in a list of numbers and ranges, as "0,2-4". Raises ValueError."""
+    numbers = list[int]()
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,4})(?:-(\d{1,4}))?", part.strip())
+        if match is None:
+            raise ValueError("it must be a list of GPU numbers and ranges, as 0,2-4")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if last < first:
+            raise ValueError(f"the range {part.strip()} ends before it begins")
+        numbers += range(first, last + 1)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError("it names a GPU twice")
+    return numbers
+
+
+def place(
+    pools: Mapping[Role, int], given: Mapping[Role, Sequence[int] | None], num_devices: int, num_ranks: int
+) -> dict[Role, list[Placement]]:
+    """Return each worker's place. Workers without a list are spread evenly over all GPUs, and those with one over theirs.
+
+    num_ranks: GPUs of each worker, which are side by side. Without several GPUs, and without a list, nothing is placed.
+    Raises SettingError for a list with a GPU that is not there, or without enough GPUs side by side.
+    """
+    num_workers = sum(pools.values())
+    if num_devices < 2 and not any(given.values()):
+        return {role: [Placement(None, num_workers)] * count for role, count in pools.items()}
+    everywhere = _groups(range(num_devices), num_ranks)
+    turns = 0
+    starts: dict[Role, list[int]] = {}
+    for role, count in pools.items():
+        own = given.get(role)
+        if own is None:
+            if not everywhere and count:
+                raise _too_few("tensor_parallel_size", num_ranks, f"this machine has {num_devices}")
+            starts[role] = [everywhere[(turns + index) % len(everywhere)] for index in range(count)]
+            turns += count
+            continue
+        name = f"{role.value}_devices"
+        if missing := [number for number in own if number >= num_devices]:
+            raise SettingError(
+                f"{name} has GPU {missing[0]}, and this machine has {num_devices} GPUs", param=name
+            )
+        groups = _groups(own, num_ranks)
+        if not groups and count:
+            raise _too_few(name, num_ranks, f"it lists {len(own)}")
+        starts[role] = [groups[index % len(groups)] for index in range(count)]
+    users = Counter(
+        first + rank for firsts in starts.values() for first in firsts for rank in range(num_ranks)
+    )
+    return {
+        role: [
+            Placement(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks)))
+            for first in firsts
+        ]
+        for role, firsts in starts.items()
+    }
+
+
+def _groups(numbers: Sequence[int], size: int) -> list[int]:
+    """Return the first GPU of each group of ``size`` that are side by side, without overlap."""
+    firsts = list[int]()
+    available = sorted(numbers)
+    while available:
+        first = available.pop(0)
+        others = list(range(first + 1, first + size))
+        if available[: size - 1] == others:
+            firsts.append(first)
+            del available[: size - 1]
+    return firsts
+
+
+def _too_few(name: str, num_ranks: int, found: str) -> SettingError:
+    return SettingError(f"{name}: each worker needs {num_ranks} GPUs side by side, and {found}", param=name)

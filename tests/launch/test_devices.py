@@ -1,0 +1,99 @@
+"""The GPUs of the workers of one machine: lists, an even spread, groups for ranks, and shares of memory."""
+
+from pathlib import Path
+
+import pytest
+
+from contract.errors import SettingError
+from contract.identity import Role
+from launch import devices
+from launch.arguments import parse
+from launch.devices import Placement, num_gpus, parse_devices, place
+from launch.machine_settings import UpSettings
+from launch.processes import local_processes
+from launch.worker_settings import DecodeCommand
+from tests.launch.test_processes import ROUTER_FACTS, flags
+
+P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+
+
+def placed(settings: UpSettings, num_devices: int) -> dict[str, tuple[str | None, str]]:
+    """The device and the number of workers that share its memory, by worker."""
+    found = local_processes(settings, Path("/models/one"), Path("/private/secret"), None, num_devices)
+    own = {spec.name: flags(spec.command({"router": ROUTER_FACTS})) for spec in found[1:]}
+    return {name: (each.get("--device"), each["--workers-on-host"]) for name, each in own.items()}
+
+
+def test_without_several_gpus_nothing_is_placed() -> None:
+    for num_devices in (0, 1):
+        assert placed(UpSettings(), num_devices) == {"prefill-0": (None, "2"), "decode-0": (None, "2")}
+    assert placed(UpSettings(device="cpu"), 8) == {"prefill-0": ("cpu", "2"), "decode-0": ("cpu", "2")}
+    assert placed(UpSettings(device="cuda:3"), 8)["decode-0"] == ("cuda:3", "2")
+
+
+def test_workers_are_spread_over_all_gpus() -> None:
+    """A worker has a GPU of its own where there are enough, else the GPU's memory is divided by its workers."""
+    assert placed(UpSettings(), 8) == {"prefill-0": ("cuda:0", "1"), "decode-0": ("cuda:1", "1")}
+    three = placed(UpSettings(prefill=1, decode=2), 2)
+    assert three == {"prefill-0": ("cuda:0", "2"), "decode-0": ("cuda:1", "1"), "decode-1": ("cuda:0", "2")}
+
+
+def test_lists_choose_the_gpus_of_a_role() -> None:
+    settings = UpSettings(prefill=2, decode=3, prefill_devices="0,1", decode_devices="2-3")
+    assert placed(settings, 4) == {
+        "prefill-0": ("cuda:0", "1"),
+        "prefill-1": ("cuda:1", "1"),
+        "decode-0": ("cuda:2", "2"),
+        "decode-1": ("cuda:3", "1"),
+        "decode-2": ("cuda:2", "2"),
+    }
+    assert placed(UpSettings(both=1, both_devices="0"), 1) == {"both-0": ("cuda:0", "1")}
+
+
+def test_ranks_have_gpus_side_by_side() -> None:
+    places = place({P: 1, D: 2}, {P: [0, 1], D: None}, 6, 2)
+    assert places == {
+        P: [Placement("cuda:0", 2)],
+        D: [Placement("cuda:0", 2), Placement("cuda:2", 1)],
+    }
+    assert place({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, 2)[B] == [
+        Placement("cuda:1", 1),
+        Placement("cuda:4", 1),
+    ]
+    with pytest.raises(
+        SettingError, match="decode_devices: each worker needs 2 GPUs side by side, and it lists 2"
+    ):
+        place({P: 0, D: 1}, {D: [0, 2]}, 4, 2)
+    with pytest.raises(SettingError, match="each worker needs 4 GPUs side by side, and this machine has 3"):
+        place({B: 1}, {}, 3, 4)
+
+
+def test_wrong_lists_are_rejected_by_name() -> None:
+    with pytest.raises(SettingError, match="decode_devices has GPU 4, and this machine has 4 GPUs"):
+        placed(UpSettings(decode_devices="0-4"), 4)
+    with pytest.raises(SettingError, match="device is cpu, and GPUs of workers are listed"):
+        placed(UpSettings(device="cpu", prefill_devices="0"), 4)
+    for text, words in (
+        ("0,x", "list of GPU numbers"),
+        ("3-1", "ends before"),
+        ("1,0-2", "names a GPU twice"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            parse_devices(text)
+        with pytest.raises(SettingError, match=f"prefill_devices is '{text}': .*{words}"):
+            parse(UpSettings, "kvbaton up", ["--prefill-devices", text])
+    assert parse_devices("0, 2-4,9") == [0, 2, 3, 4, 9]
+
+
+def test_a_worker_takes_one_gpu() -> None:
+    given = ["--router", "127.0.0.1:7", "--device", "cuda:5"]
+    assert parse(DecodeCommand, "kvbaton decode", given).device == "cuda:5"
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert num_gpus(None, tmp_path) == 0 or not devices._has_cpu_build()
+    monkeypatch.setattr(devices, "_has_cpu_build", lambda: False)
+    assert num_gpus(None, tmp_path) == 3
+    assert [num_gpus(visible, tmp_path) for visible in ("", "-1", "3", "1,0")] == [0, 0, 1, 2]
