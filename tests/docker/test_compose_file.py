@@ -12,6 +12,8 @@ PROFILES = {"cpu": {"prefill", "decode"}, "gpu": {"prefill-gpu", "decode-gpu"}}
 SHARED = {"router", "secret"}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+KERNELS = "/run/kvbaton/kernels"
+CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
@@ -43,8 +45,10 @@ def test_the_profiles_differ_in_the_device_only() -> None:
     for role in ("prefill", "decode"):
         cpu, gpu = SERVICES[role], SERVICES[f"{role}-gpu"]
         differing = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
-        assert differing - {"build"} == {"profiles", "image", "environment", "deploy"}
-        own = {"KVBATON_DEVICE", "KVBATON_WORKERS_ON_HOST"}
+        assert differing - {"build"} == {"profiles", "image", "environment", "deploy", "volumes"}
+        assert [each for each in gpu["volumes"] if each not in cpu["volumes"]] == [f"kernels:{KERNELS}"]
+        assert set(cpu["volumes"]) < set(gpu["volumes"])
+        own = {"KVBATON_DEVICE", "KVBATON_WORKERS_ON_HOST", *CACHES}
         assert {k: v for k, v in environment(f"{role}-gpu").items() if k not in own} == {
             k: v for k, v in environment(role).items() if k not in own
         }
@@ -55,6 +59,20 @@ def test_the_profiles_differ_in_the_device_only() -> None:
         for name in PROFILES["gpu"]
     ]
     assert devices[0] != devices[1]
+
+
+def test_kernels_can_be_compiled_and_loaded_in_a_gpu_worker() -> None:
+    """Triton needs a C compiler, and a folder that is writable and not mounted noexec, as a tmpfs is."""
+    for name in PROFILES["gpu"]:
+        for variable in CACHES:
+            assert f"{environment(name)[variable]}/".startswith(f"{KERNELS}/")
+        assert not any(each.startswith("/run") for each in SERVICES[name]["tmpfs"])
+    assert "kernels" in COMPOSE["volumes"]
+    assert re.search(r"install -d -m 0700 -o kvbaton [^\n]*" + KERNELS, DOCKERFILE)
+    worker = DOCKERFILE[DOCKERFILE.index("FROM service AS worker") :]
+    condition = 'RUN if [ "$TORCH_BUILD" = cuda ]; then'
+    assert worker.index("ARG TORCH_BUILD") < worker.index(condition) < worker.index("USER 10001")
+    assert "gcc libc6-dev" in worker[worker.index(condition) : worker.index("    fi")]
 
 
 def test_only_the_routers_public_ports_are_published_and_only_to_this_machine() -> None:
