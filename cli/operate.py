@@ -1,4 +1,4 @@
-"""``kvbaton workers``: lists the workers of a running service, and lets one of them drain or serve again."""
+"""``kvbaton workers``: lists the workers of a running service, and lets one drain, serve again, or take another role."""
 
 import asyncio
 import json
@@ -49,6 +49,8 @@ async def _run(settings: WorkersSettings) -> None:
                 console.print(pool_view(pool, console))
             case "drain":
                 _print(settings, await _drain(admin, worker_named(settings.worker, pool), settings))
+            case "flip":
+                _print(settings, await _flip(admin, worker_named(settings.worker, pool), settings))
             case "undrain":
                 _print(settings, await admin.order(worker_named(settings.worker, pool), "undrain"))
 
@@ -79,6 +81,14 @@ async def _drain(admin: RouterAdmin, worker: str, settings: WorkersSettings) -> 
             facts = await admin.order(worker, "drain", deadline=settings.deadline_seconds, wait=_WAIT_SECONDS)
         except NotFoundError:  # its process has ended meanwhile
             facts = {**facts, "state": "leaving"}
+    return facts
+
+
+async def _flip(admin: RouterAdmin, worker: str, settings: WorkersSettings) -> dict[str, Any]:
+    """Let a worker take a role, and wait until it has it unless ``no_wait``; return the last known facts of the worker."""
+    facts = await admin.order(worker, "flip", role=settings.role)
+    while settings.wait and not (facts["role"] == settings.role and facts["state"] == "serving"):
+        facts = await admin.order(worker, "flip", role=settings.role, wait=_WAIT_SECONDS)
     return facts
 
 

@@ -39,16 +39,20 @@ class RouterAdmin:
         """
         return await self._request("GET", "/admin/workers")
 
-    async def order(self, worker: str, verb: str, **seconds: float | None) -> dict[str, Any]:
-        """Let a worker ``drain`` or ``undrain``; return its entry of the list, once the router answers.
+    async def order(self, worker: str, verb: str, **query: float | str | None) -> dict[str, Any]:
+        """Let a worker ``drain``, ``undrain`` or ``flip``; return its entry of the list, once the router answers.
 
-        seconds: ``deadline`` and ``wait`` of a drain. Raises NotFoundError for a worker that is not attached, and what
+        query: ``deadline``, ``wait`` (seconds), ``role``. Raises NotFoundError for a worker that is not attached, and what
         ``pool`` raises.
         """
-        query = {name: f"{value:g}" for name, value in seconds.items() if value is not None}
-        patience = _ANSWER_SECONDS + (seconds.get("wait") or 0.0)
+        given = {
+            name: value if isinstance(value, str) else f"{value:g}"
+            for name, value in query.items()
+            if value is not None
+        }
+        patience = _ANSWER_SECONDS + float(query.get("wait") or 0.0)
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
-        return await self._request("POST", path, query, patience)
+        return await self._request("POST", path, given, patience)
 
     async def _request(
         self,

@@ -18,6 +18,10 @@ class Role(StrEnum):
     AGGREGATED = "both"
 
 
+WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+"""The roles that a worker may have."""
+
+
 def new_boot_id() -> str:
     """Return a random id for one process start, by which a restarted worker at the same address is recognized."""
     return secrets.token_hex(8)

@@ -96,6 +96,13 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int = 0
 
 
+class RoleOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks a worker to take another role, or reports the role that a worker has taken. epoch: the greatest one counts."""
+
+    role: str = ""
+    epoch: int = 0
+
+
 class DrainOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Asks a worker to drain. deadline_seconds: the time for its legs; None: the worker's own ``drain_seconds``."""
 

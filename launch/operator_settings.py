@@ -28,26 +28,29 @@ class OperatorSettings(CommandSettings):
 
 
 class WorkersSettings(OperatorSettings):
-    """List the workers of a running service, or let one of them drain or serve again.
+    """List the workers of a running service, or let one of them drain, serve again, or take another role.
 
     A worker is named by its id, or by the beginning of it. A worker that drains takes no new requests. Those that it has end
-    there, or at the deadline on other workers. Its process keeps running.
+    there, or at the deadline on other workers. Its process keeps running. A worker that takes another role drains first.
 
     Examples:
       kvbaton workers --admin 127.0.0.1:9101
       kvbaton workers --ready-file ready.json --json
       kvbaton workers drain decode-0 --deadline 60 --ready-file ready.json
       kvbaton workers undrain decode-0 --ready-file ready.json
+      kvbaton workers flip decode-1 prefill --ready-file ready.json
     """
 
-    action: CliPositionalArg[Literal["list", "drain", "undrain"]] = "list"
+    action: CliPositionalArg[Literal["list", "drain", "undrain", "flip"]] = "list"
     """The action."""
     worker: CliPositionalArg[str] = ""
-    """Id of the worker that drains or serves again, or the beginning of it."""
+    """Id of the worker of the action, or the beginning of it."""
+    role: CliPositionalArg[Literal["", "prefill", "decode", "both"]] = ""
+    """Role that the worker takes, with flip."""
     deadline_seconds: float | None = Field(default=None, ge=0, le=MAX_SECONDS)
     """Time for the requests of a worker that drains; unset: the worker's own drain_seconds; short form: --deadline."""
     wait: bool = True
-    """Wait until the worker that drains holds nothing any more."""
+    """Wait until the worker that drains holds nothing any more, or has taken its role."""
 
     @model_validator(mode="after")
     def _check_action(self) -> "WorkersSettings":
@@ -57,12 +60,18 @@ class WorkersSettings(OperatorSettings):
             raise ValueError(
                 f"worker is not given: name the worker, as in `kvbaton workers {self.action} decode-0`"
             )
+        if (self.action == "flip") is not bool(self.role):
+            raise ValueError(
+                f"role is {self.role!r}: flip needs a role, and nothing else takes one, as in"
+                " `kvbaton workers flip decode-1 prefill`"
+            )
         return self
 
     def refuse_useless_flags(self) -> None:
         """Raise SettingError for flags about a drain with another action."""
         flags = {name for name, origin in self.sources.origins.items() if origin == FLAG}
-        if self.action != "drain" and (useless := sorted(flags & {"deadline_seconds", "wait"})):
+        used = {"drain": {"deadline_seconds", "wait"}, "flip": {"wait"}}.get(self.action, set())
+        if useless := sorted(flags & {"deadline_seconds", "wait"} - used):
             raise SettingError(
                 f"{useless[0]} has no effect on {self.action!r}; it belongs to `kvbaton workers drain WORKER`",
                 param=useless[0],

@@ -1013,6 +1013,7 @@ class WorkerMessage(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
+    ROLE_TAKEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def registration(self) -> Global___Registration: ...
     @_builtins.property
@@ -1023,6 +1024,8 @@ class WorkerMessage(_message.Message):
     def goodbye(self) -> Global___Goodbye: ...
     @_builtins.property
     def credit(self) -> Global___Credit: ...
+    @_builtins.property
+    def role_taken(self) -> Global___RoleTaken: ...
     def __init__(
         self,
         *,
@@ -1031,12 +1034,13 @@ class WorkerMessage(_message.Message):
         load: Global___Load | None = ...,
         goodbye: Global___Goodbye | None = ...,
         credit: Global___Credit | None = ...,
+        role_taken: Global___RoleTaken | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit", "role_taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1084,6 +1088,58 @@ class Undrain(_message.Message):
 Global___Undrain: _TypeAlias = Undrain  # noqa: Y015
 
 @_typing.final
+class RoleChange(_message.Message):
+    """The request to take another role. The worker drains, takes the role when it is empty and no leg is bound, and serves again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """prefill, decode or both."""
+    epoch: _builtins.int
+    """Orders requests of several routers; one that is not above the last one carried out is ignored."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleChange: _TypeAlias = RoleChange  # noqa: Y015
+
+@_typing.final
+class RoleTaken(_message.Message):
+    """The role that a worker has now. It is sent before the credit of a new stream too, if it is not the registered one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: _builtins.str
+    """prefill, decode or both."""
+    epoch: _builtins.int
+    """Epoch of the request that is carried out."""
+    def __init__(
+        self,
+        *,
+        role: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoleTaken: _TypeAlias = RoleTaken  # noqa: Y015
+
+@_typing.final
 class RouterMessage(_message.Message):
     """A message from the router to a worker."""
 
@@ -1092,6 +1148,7 @@ class RouterMessage(_message.Message):
     WELCOME_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    ROLE_CHANGE_FIELD_NUMBER: _builtins.int
     CREDIT_USE_FIELD_NUMBER: _builtins.int
     UNDRAIN_FIELD_NUMBER: _builtins.int
     @_builtins.property
@@ -1100,6 +1157,8 @@ class RouterMessage(_message.Message):
     def goodbye(self) -> Global___Goodbye: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def role_change(self) -> Global___RoleChange: ...
     @_builtins.property
     def credit_use(self) -> Global___CreditUse: ...
     @_builtins.property
@@ -1110,14 +1169,15 @@ class RouterMessage(_message.Message):
         welcome: Global___Welcome | None = ...,
         goodbye: Global___Goodbye | None = ...,
         drain: Global___Drain | None = ...,
+        role_change: Global___RoleChange | None = ...,
         credit_use: Global___CreditUse | None = ...,
         undrain: Global___Undrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "credit_use", "undrain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "role_change", "credit_use", "undrain"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from contract.errors import WorkerLostError
 from contract.identity import Role
-from contract.membership import Credit, DrainOrder, Registration
+from contract.membership import Credit, DrainOrder, Registration, RoleOrder
 from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
@@ -18,7 +18,7 @@ from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
-from wire.membership import drain_to_proto, load_from_proto
+from wire.membership import drain_to_proto, load_from_proto, role_change_to_proto
 
 _MAX_CANCELS = 4
 """Cancels that are sent to one worker at a time.
@@ -63,7 +63,7 @@ class AttachedWorker:
 
     @property
     def role(self) -> Role:
-        """The role in which it has registered."""
+        """The role in which it has registered, or that it has taken since."""
         return Role(self.registration.role)
 
     @property
@@ -112,6 +112,10 @@ class AttachedWorker:
     def drain(self, order: DrainOrder) -> None:
         """Send the worker the request to drain. It answers with its credit."""
         self.outbox.put_nowait(pb.RouterMessage(drain=drain_to_proto(order)))
+
+    def flip(self, order: RoleOrder) -> None:
+        """Send the worker the request to take another role. It answers with its credit, and reports the role later."""
+        self.outbox.put_nowait(pb.RouterMessage(role_change=role_change_to_proto(order)))
 
     def undrain(self) -> None:
         """Send the worker the request to serve again."""

@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from contract.identity import WORKER_ROLES, Role
+from contract.membership import RoleOrder
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.leg_failure import WorkerDrainedError
@@ -87,6 +89,14 @@ class Evacuation:
             drain.timer = asyncio.get_running_loop().call_later(
                 credit.drain_seconds, self.move_legs, worker, "its time to drain is over"
             )
+
+    def role_taken(self, worker: AttachedWorker, taken: RoleOrder) -> None:
+        """Process the role that an empty worker has taken, or that it had already when it attached."""
+        if taken.role not in WORKER_ROLES:
+            logger.warning("worker %s reported the role %r; ignored", worker.name, taken.role)
+        elif taken.role != worker.role:
+            self._registry.take_role(worker, Role(taken.role))
+            self._metrics.flipped(taken.role)
 
     def worker_gone(self, worker: AttachedWorker) -> None:
         """End the drain of a worker that is detached, if one is on."""

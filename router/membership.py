@@ -23,6 +23,7 @@ from wire.membership import (
     credit_use_to_proto,
     load_from_proto,
     registration_from_proto,
+    role_taken_from_proto,
     welcome_to_proto,
 )
 
@@ -115,6 +116,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "credit":
                     _grant(worker, credit_from_proto(message.credit))
                     self._evacuation.credit_changed(worker)
+                case "role_taken":
+                    self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
                 case "goodbye":
                     worker.leave()
                     return

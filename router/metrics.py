@@ -124,16 +124,21 @@ class _Times:
 
 
 class DrainMetrics:
-    """The drains of workers."""
+    """The drains of workers, and their changes of roles."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._drains = _counter(registry, "drains_total", "result")
         self._seconds = _histogram(registry, "drain_seconds", _LONG)
+        self._flips = _counter(registry, "flips_total", "role")
 
     def ended(self, result: str, seconds: float) -> None:
         """Count a drain. result: empty, moved, undone or lost."""
         self._drains.labels(result).inc()
         self._seconds.observe(seconds)
+
+    def flipped(self, role: str) -> None:
+        """Count a worker that has taken this role."""
+        self._flips.labels(role).inc()
 
 
 class MoveMetrics:

@@ -193,6 +193,7 @@ class _Choice:
         return (
             worker.size in self._sizes
             and worker.view.worker_id not in self._taken
+            and worker.view.worker_id not in self._request.too_small
             and _has_room(worker.view, self._request)
         )
 

@@ -4,8 +4,10 @@ import logging
 import time
 from collections.abc import Callable
 
+from msgspec import structs
+
 from contract.errors import IncompatiblePeerError, InvalidRequestError
-from contract.identity import Role
+from contract.identity import WORKER_ROLES, Role
 from contract.layout import KVLayout, weights_of
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
@@ -127,6 +129,16 @@ class Registry:
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.notify()
 
+    def take_role(self, worker: AttachedWorker, role: Role) -> None:
+        """Record that a worker without legs has taken another role."""
+        if role is worker.role:
+            return
+        logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
+        worker.registration = structs.replace(worker.registration, role=role.value)
+        worker.capacity.held = None if role is Role.PREFILL else self._held
+        self._on_change(worker, True)
+        self._changes.notify()
+
     def detach(self, worker: AttachedWorker, reason: str) -> None:
         """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""
         if self._workers.get(worker.name) is worker:
@@ -193,9 +205,10 @@ class Registry:
 def _check_complete(new: Registration) -> KVLayout:
     """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
     names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
-    roles = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
-    if new.role not in roles:
-        raise InvalidRequestError(f"role is {new.role!r}; choose one of {', '.join(roles)}", param="role")
+    if new.role not in WORKER_ROLES:
+        raise InvalidRequestError(
+            f"role is {new.role!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
+        )
     for name in names:
         if not getattr(new, name):
             raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)

@@ -1,6 +1,7 @@
-"""The admin API about workers: ``GET /admin/workers``, and ``POST /admin/workers/ID/drain`` and ``/undrain``."""
+"""The admin API about workers: ``GET /admin/workers``, and ``POST /admin/workers/ID/drain``, ``/undrain``, ``/flip``."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
@@ -8,10 +9,12 @@ from typing import Any
 
 from aiohttp import web
 
-from contract.errors import NotFoundError, UnavailableError
-from contract.membership import DrainOrder
+from contract.errors import InvalidRequestError, NotFoundError, UnavailableError
+from contract.identity import WORKER_ROLES, Role
+from contract.membership import DrainOrder, RoleOrder
 from router.admin_access import AdminAccess
 from router.attached_worker import AttachedWorker
+from router.registry import Registry
 from router.request_path import RequestPath
 from router.worker_facts import worker_facts
 from serving.query import seconds_in
@@ -34,6 +37,7 @@ class WorkerAdmin:
             web.get("/admin/workers", guard(self._list)),
             web.post("/admin/workers/{id}/drain", guard(self._drain)),
             web.post("/admin/workers/{id}/undrain", guard(self._undrain)),
+            web.post("/admin/workers/{id}/flip", guard(self._flip)),
         ]
 
     async def _list(self, _: web.Request) -> web.Response:
@@ -56,6 +60,22 @@ class WorkerAdmin:
         worker.undrain()
         await self._until_answered(worker, lambda: not worker.capacity.credit.is_draining)
         return web.json_response(worker_facts(worker))
+
+    async def _flip(self, request: web.Request) -> web.Response:
+        """Send the order to take a role: 200 once the worker has it, 202 if it has not within ``wait`` seconds."""
+        worker = self._worker_of(request)
+        role = _role_in(request)
+        wait = seconds_in(request, "wait") or 0.0
+        _check_flip(self._path.registry, worker, role)
+        worker.flip(RoleOrder(role=role.value, epoch=time.time_ns() // 1000))
+        capacity = worker.capacity
+
+        def is_done() -> bool:
+            return worker.gone.is_set() or (worker.role is role and not capacity.credit.is_draining)
+
+        await self._until_answered(worker, lambda: capacity.credit.is_draining or worker.role is role)
+        is_taken = await self._within(wait, is_done)
+        return web.json_response(worker_facts(worker), status=200 if is_taken else 202)
 
     def _worker_of(self, request: web.Request) -> AttachedWorker:
         name = request.match_info["id"]
@@ -86,3 +106,24 @@ class WorkerAdmin:
             "num_requests_running": path.tracker.num_running,
             "workers": [worker_facts(worker) for worker in path.registry.workers],
         }
+
+
+def _role_in(request: web.Request) -> Role:
+    """Return the role in the query. Raises InvalidRequestError if it is none of a worker."""
+    text = request.query.get("role", "")
+    if text not in WORKER_ROLES:
+        raise InvalidRequestError(
+            f"role is {text[:40]!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
+        )
+    return Role(text)
+
+
+def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:
+    """Raise InvalidRequestError if requests could not be answered any more when the worker has this role."""
+    roles = {other.role for other in registry.workers if other is not worker and other.has_credit} | {role}
+    needed = {Role.PREFILL} if registry.embeds_only else {Role.PREFILL, Role.DECODE}
+    if Role.AGGREGATED not in roles and (missing := needed - roles):
+        names = " and no ".join(sorted(each.value for each in missing))
+        raise InvalidRequestError(
+            f"worker {worker.name} is needed: no {names} worker would be left", param="role"
+        )

@@ -73,6 +73,7 @@ ROUTER_METRICS = {
     "migrations_total": "Moves of answers to another worker while they are decoded, by result: moved, ended (the answer was "
     "over first), refused (it stays), no_target, or replayed (its KV is computed again).",
     "migration_pause_seconds": "Time between the last token of an answer before a move and the first one after it.",
+    "flips_total": "Workers that have taken another role, by this role.",
     "num_batches": "Stored batches, by status.",
     "num_file_bytes": "Bytes of stored files, with uploads and results of open batches.",
     "batch_requests_total": "Requests of batches, by outcome: completed, failed, expired, retried or preempted.",

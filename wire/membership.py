@@ -3,7 +3,7 @@
 from typing import Literal
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from protos import worker_pb2 as pb
 
 _LoadFigure = Literal[
@@ -156,6 +156,26 @@ def credit_from_proto(message: pb.Credit) -> Credit:
         drain_seconds=message.drain_seconds,
         is_empty=message.is_empty,
     )
+
+
+def role_change_to_proto(order: RoleOrder) -> pb.RoleChange:
+    """Translate the request to take another role."""
+    return pb.RoleChange(role=order.role, epoch=order.epoch)
+
+
+def role_change_from_proto(message: pb.RoleChange) -> RoleOrder:
+    """Translate the request to take another role."""
+    return RoleOrder(role=message.role, epoch=message.epoch)
+
+
+def role_taken_to_proto(taken: RoleOrder) -> pb.RoleTaken:
+    """Translate the report of a worker's role."""
+    return pb.RoleTaken(role=taken.role, epoch=taken.epoch)
+
+
+def role_taken_from_proto(message: pb.RoleTaken) -> RoleOrder:
+    """Translate the report of a worker's role."""
+    return RoleOrder(role=message.role, epoch=message.epoch)
 
 
 def drain_to_proto(order: DrainOrder) -> pb.Drain:

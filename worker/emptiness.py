@@ -35,6 +35,7 @@ class Emptiness:
         self._unbound = asyncio.Event()
         self._reported = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
+        self._action: Callable[[], None] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -48,11 +49,27 @@ class Emptiness:
 
     def watch(self) -> None:
         """Begin, or begin again: the worker holds something."""
-        self.close()
+        self._stop()
         self._watch = asyncio.create_task(self._until_unbound(), name="watch whether the worker is empty")
 
+    def when_unbound(self, action: Callable[[], None]) -> None:
+        """Call ``action`` once the worker is empty and unbound, unless ``close`` is called before; at once if it is so."""
+        self._action = action
+        if self.is_unbound:
+            self._act()
+
     def close(self) -> None:
-        """Stop watching, and forget what was found. Does nothing the second time."""
+        """Stop watching, and forget what was found and what was to follow. Does nothing the second time."""
+        self._action = None
+        self._stop()
+
+    def _act(self) -> None:
+        action = self._action
+        self._action = None
+        if action:
+            action()
+
+    def _stop(self) -> None:
         if self._watch:
             self._watch.cancel()
             self._watch = None
@@ -84,6 +101,8 @@ class Emptiness:
             if not await _is_set_within(self._reported, _ASK_AGAIN_SECONDS):
                 self._announce()
         self._unbound.set()
+        self._watch = None
+        self._act()
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

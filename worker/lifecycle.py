@@ -42,11 +42,13 @@ _SERVED: Mapping[Role, frozenset[LegCall]] = MappingProxyType(
 class Lifecycle:
     """Owns the state and the role of one worker: STARTING → SERVING ⇄ DRAINING → LEFT.
 
-    is_stopping: the worker's process is to end, so that a drain cannot be undone.
+    is_stopping: the worker's process is to end, so that a drain cannot be undone. role_epoch: that of the last change of the
+    role; 0 while the worker has the role in which it started.
     """
 
     def __init__(self, role: Role) -> None:
         self.role = role
+        self.role_epoch = 0
         self.state = WorkerState.STARTING
         self.is_stopping = False
 
@@ -76,6 +78,11 @@ class Lifecycle:
         """Accept nothing more, for good."""
         self.is_stopping = True
         self.state = WorkerState.LEFT
+
+    def take_role(self, role: Role, epoch: int) -> None:
+        """Serve in another role from now on. The worker must be empty: it lends and fetches in one role only (law 4)."""
+        self.role = role
+        self.role_epoch = epoch
 
     def serves(self, call: LegCall) -> bool:
         """Return True if the current role serves this call."""

@@ -23,15 +23,15 @@ class WorkerIdentity:
     boot_id: str
 
 
-def credit_of(identity: WorkerIdentity, settings: WorkerSettings, engine: EngineClient) -> Credit:
-    """Return the most work that the worker accepts at once.
+def credit_of(role: Role, settings: WorkerSettings, engine: EngineClient) -> Credit:
+    """Return the most work that the worker accepts at once in this role.
 
     A prefill worker is limited by its queue of prompt tokens; every worker by the size of its KV cache.
     """
     info = engine.info
     kv_tokens = (info.num_blocks - 1) * info.layout.block_size
     queued = settings.max_queued_tokens or _QUEUED_STEPS * settings.max_num_batched_tokens
-    is_prefill = identity.role is Role.PREFILL
+    is_prefill = role is Role.PREFILL
     return Credit(
         max_requests=settings.max_num_seqs, max_tokens=min(queued, kv_tokens) if is_prefill else kv_tokens
     )

@@ -5,15 +5,16 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from contract.errors import UnavailableError
-from contract.membership import Credit
+from contract.membership import Credit, RoleOrder
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
 from engine.scheduling.stats import SchedulerStats
 from protos import worker_pb2 as pb
-from wire.membership import credit_to_proto, credit_use_from_proto, load_to_proto
+from wire.membership import credit_to_proto, credit_use_from_proto, load_to_proto, role_taken_to_proto
 from wire.tokens import step_to_proto
 from worker.accepted_requests import AcceptedRequests
 from worker.credit_shares import CreditShares
+from worker.lifecycle import Lifecycle
 from worker.load_reports import LoadReports
 from worker.router_stream import RouterStream
 
@@ -32,12 +33,14 @@ class RouterSessions:
 
     def __init__(
         self,
+        lifecycle: Lifecycle,
         credit: Callable[[], Credit],
         accepted: AcceptedRequests,
         abort: Callable[[EngineRequest], Awaitable[None]],
         on_order: Callable[[pb.RouterMessage], None],
         on_report: Callable[[], None],
     ) -> None:
+        self._lifecycle = lifecycle
         self._credit = credit
         self._shares = CreditShares(credit())
         self._on_order = on_order
@@ -81,6 +84,8 @@ class RouterSessions:
         self._streams[stream.session] = stream
         self._reports[stream.session] = LoadReports()
         self._is_open.set()
+        if self._lifecycle.role_epoch:
+            stream.send(self._role())
         self._send(self._shares.open(stream.session, self._credit(), self._accepted.take_uses()))
 
     def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
@@ -105,6 +110,11 @@ class RouterSessions:
     def send_credit(self) -> None:
         """Divide the worker's credit anew and send every router its share, since the credit has changed."""
         self._send(self._shares.set_total(self._credit(), self._accepted.take_uses()))
+
+    def send_role(self) -> None:
+        """Report the worker's role to every router, since it has changed."""
+        for stream in self._streams.values():
+            stream.send(self._role())
 
     def send_step(self, outputs: Iterable[EngineOutput], stats: SchedulerStats) -> None:
         """Send the outputs of one step, each to the router of its request; those of lost streams are dropped."""
@@ -151,6 +161,10 @@ class RouterSessions:
             for session, stream in self._streams.items()
         ]
         return {"routers": routers, "num_overdrawn_credits": self._shares.num_overdrawn}
+
+    def _role(self) -> pb.WorkerMessage:
+        taken = RoleOrder(role=self._lifecycle.role.value, epoch=self._lifecycle.role_epoch)
+        return pb.WorkerMessage(role_taken=role_taken_to_proto(taken))
 
     def _send(self, credits: Mapping[str, Credit]) -> None:
         for session, credit in credits.items():

@@ -17,6 +17,7 @@ from worker.accepted_requests import AcceptedRequests
 from worker.draining import Drain
 from worker.early_cancels import EarlyCancels
 from worker.emptiness import Emptiness
+from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
 from worker.orders import carry_out
 from worker.registration import WorkerIdentity, credit_of, registration_of
@@ -48,13 +49,14 @@ class Worker:
         self.drain = Drain(
             self.lifecycle, emptiness, lambda: self._sessions.send_credit(), settings.drain_seconds
         )
-        full = credit_of(identity, settings, engine)
+        self.flip = Flip(self.lifecycle, self.drain, emptiness, lambda: self._sessions.send_role())
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
-            lambda: self.drain.credit(full),
+            self.lifecycle,
+            lambda: self.drain.credit(credit_of(self.lifecycle.role, settings, engine)),
             self._accepted,
             self._abort_request,
-            lambda message: carry_out(message, self.drain),
+            lambda message: carry_out(message, self.drain, self.flip),
             emptiness.note_report,
         )
         self._links: RouterLinks | None = None

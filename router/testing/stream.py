@@ -66,6 +66,10 @@ class RouterStream:
         """Send a new credit."""
         self._outbox.put_nowait(pb.WorkerMessage(credit=credit))
 
+    def take_role(self, role: str, epoch: int) -> None:
+        """Report another role."""
+        self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
+
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         while message := await self._outbox.get():
             yield message

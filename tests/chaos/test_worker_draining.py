@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.chaos.settings import chaos_rng
-from tests.chaos.under_fault import Outcome, Scene, running_scene
+from tests.chaos.under_fault import Outcome, Scene, running_scene, until_streaming
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 NEVER = 100.0
@@ -136,3 +136,20 @@ async def test_all_workers_are_restarted_one_after_the_other(tmp_path: Path) -> 
 
         nothing_failed(await scene.during(restart_all, num_streams=12))
         await scene.until_calm(len(workers))
+
+
+async def test_workers_change_their_roles_and_back(tmp_path: Path) -> None:
+    """Their processes stay, their answers move or end, and a role is never left without a worker."""
+    async with running_scene(tmp_path, chaos_rng("flip"), brief(*PAIRS)) as scene:
+        pids = {name: scene.fleet.children[name].pid for name in PAIRS}
+
+        async def flip() -> None:
+            for name, role in (("decode-1", "prefill"), ("decode-1", "decode"), ("prefill-1", "decode")):
+                await until_streaming(scene.fleet)
+                status, facts = await scene.fleet.order(name, f"flip?role={role}&wait=60")
+                assert (status, facts["role"], facts["state"]) == (200, role, "serving")
+                await until_busy(scene, name)
+
+        nothing_failed(await scene.during(flip, num_streams=12))
+        assert {name: scene.fleet.children[name].pid for name in PAIRS} == pids
+        await scene.until_calm(len(PAIRS))

@@ -311,3 +311,24 @@ async def test_a_contradiction_is_refused(arguments: Sequence[str], words: str) 
     code, output, errors = await kvbaton("workers", *arguments, "--admin", "127.0.0.1:1")
     assert (code, output) == (2, "")
     assert words in errors
+
+
+async def test_a_worker_takes_another_role() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        running = asyncio.create_task(kvbaton("workers", "flip", "decode-1", "prefill", *admin(cluster)))
+        order = await obey(worker, pb.Credit(is_draining=True, is_empty=True))
+        assert order.role_change.role == "prefill"
+        worker.stream.take_role("prefill", order.role_change.epoch)
+        worker.stream.grant(FULL)
+        code, output, _ = await running
+        assert (code, output) == (0, "decode-1 (prefill) is serving\n")
+
+
+@pytest.mark.parametrize(
+    "words", [("flip", "decode-0"), ("drain", "decode-0", "prefill"), ("flip", "decode-0", "router")]
+)
+async def test_a_role_belongs_to_a_flip(words: tuple[str, ...]) -> None:
+    code, _, errors = await kvbaton("workers", *words, "--admin", "127.0.0.1:1")
+    assert code == 2
+    assert "role" in errors

@@ -33,6 +33,14 @@ _READ = {
 }
 
 
+_OF_REQUESTS = {
+    "doubt": ("FAULT: the attempt of", "takes too long; another one is begun"),
+    "leave": ("the client of", "goes away"),
+    "overdue": ("the deadline of", "is over"),
+    "move": ("router: a move of", "to D0 is begun"),
+}
+
+
 def draw(findings: Findings, rules: WorldRules) -> str:
     """Return the way to the broken law, a line for each step."""
     lines = [f"counter-example in {findings.scenario.name!r}, {len(findings.steps)} steps:"]
@@ -61,15 +69,8 @@ def describe(rules: WorldRules, world: World, action: Action) -> str:
         return world.workers[places[0]].boot + ("" if what.startswith(("'", ":")) else " ") + what
     if kind == "deliver":
         return _call(rules.routers.states[world.router], places[0])
-    if kind in ("doubt", "leave", "overdue"):
-        what = {
-            "doubt": "FAULT: the attempt of",
-            "leave": "FAULT: the client of",
-            "overdue": "the deadline of",
-        }[kind]
-        end = {"doubt": "takes too long; another one is begun", "leave": "goes away", "overdue": "is over"}[
-            kind
-        ]
+    if kind in _OF_REQUESTS:
+        (what, end) = _OF_REQUESTS[kind]
         return f"{what} request {places[0]} {end}"
     if kind == "limbo":
         receiver, sender, frame = world.limbo[places[0]]
@@ -97,6 +98,9 @@ def _on_link(world: World, kind: str, places: list[int]) -> str:
 
 def _call(router: RouterSide, index: int) -> str:
     kind, boot, number, attempt, num_delivered, sender = router.calls[index]
+    if kind in ("cancel", "hand_off"):
+        next_attempt = f", for attempt {num_delivered}" if kind == "hand_off" else ""
+        return f"router → {boot}: {kind} request {number}, attempt {attempt}{next_attempt}"
     source = f", KV from {sender}" if kind == "decode" and sender else ""
     behind = f", behind {num_delivered} tokens" if num_delivered else ""
     return f"router → {boot}: {kind} request {number}, attempt {attempt}{source}{behind}"

@@ -5,10 +5,12 @@ from typing import Any, cast
 from contract.errors import KvbatonError
 from contract.identity import Role
 from contract.layout import KVLayout, Side
-from contract.requests import ReceiveTransfer, SendTransfer
+from contract.outputs import EngineOutput
+from contract.requests import HandOff, ReceiveTransfer, SendTransfer
 from engine.connector import ReceiverConnector, SenderConnector, TransferEvent
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.block_pool import BlockPool
+from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity
 from engine.scheduling.scheduler import Scheduler
 from kv_transfer.control.fetching import FetchTransfers
@@ -21,6 +23,8 @@ from tests.protocol.sink import LawBrokenError, Sink
 
 Content = tuple[int, ...]
 LEASE_SECONDS = 10.0
+HANDED_OVER = "handed over"
+"""Stands in an entry in place of its finish reason."""
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=1, block_size=BLOCK_SIZE, dtype="bfloat16")
 
 
@@ -139,17 +143,36 @@ class EngineSide:
         computed = self._compute(output)
         self.take_metadata(output.kv_connector_metadata)
         computed.finished_sending, computed.finished_recving = self.completions.take()
-        for outputs in self.scheduler.update_from_output(output, computed).values():
-            for one in outputs:
-                self.sink.ask(
-                    "entry",
-                    int(one.request_id),
-                    one.attempt,
-                    one.first_index,
-                    tuple(one.token_ids),
-                    one.finish_reason and str(one.finish_reason),
-                    one.error_kind and str(one.error_kind),
-                )
+        self._send(self.scheduler.update_from_output(output, computed))
+
+    def hand_off(self, number: int, attempt: int, next_attempt: int) -> bool:
+        """Hand a request off; return False if that is refused."""
+        order = HandOff(
+            request_id=str(number),
+            attempt=attempt,
+            choice=0,
+            transfer_id=f"t{number}",
+            next_attempt=next_attempt,
+        )
+        try:
+            hand_off(self.scheduler, order)
+        except KvbatonError:
+            return False
+        self._send(self.scheduler.live.outbox.take())
+        return True
+
+    def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
+        for one in (one for of_client in outputs.values() for one in of_client):
+            end = HANDED_OVER if one.handed_over else one.finish_reason and str(one.finish_reason)
+            self.sink.ask(
+                "entry",
+                int(one.request_id),
+                one.attempt,
+                one.first_index,
+                tuple(one.token_ids),
+                end,
+                one.error_kind and str(one.error_kind),
+            )
 
     def take_metadata(self, metadata: TransferMetadata | None) -> None:
         """Take this step's orders to the data half."""

@@ -63,6 +63,7 @@ class TirelessReader(FetchTransfers):
 NO_QUARANTINE = Rules(fetch_transfers=NoQuarantine)
 NO_SECOND_CHECK = Rules(checks_lease_twice=False)
 NO_ATTEMPT = Rules(tells_attempts_apart=False)
+NO_NEXT_ATTEMPT = Rules(names_next_attempt=False)
 EAGER_READING = Rules(fetch_transfers=EagerReader)
 TIRELESS = Rules(fetch_transfers=TirelessReader)
 EARLY_LEAVE = Rules(leaves_unbound=False)

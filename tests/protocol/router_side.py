@@ -5,16 +5,20 @@ from contract.identity import Role
 from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
-from router.legs import PREFILL, Placement
+from router.legs import AGGREGATED, PREFILL, Placement, placed
 from router.policy import PlacementRequest, missing_role, place
 from router.views import WorkerView, WorkerViews
+from tests.protocol.engine_side import HANDED_OVER
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
+TARGET = "D0"
+"""The worker to which requests are moved."""
 Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
 """(request, attempt, first index, tokens, finish reason, error kind)."""
 LegCall = tuple[str, str, int, int, int, str | None]
-"""(prefill, decode or cancel; the worker's boot id; request; attempt; tokens delivered before; the sender's boot id)."""
+"""(prefill, decode, cancel or hand_off; the worker's boot id; request; attempt; tokens delivered before; the sender's boot
+id). In place of the tokens, a cancel has the attempt that was started there, and a hand-off the next attempt."""
 
 
 class RouterLeg:
@@ -47,6 +51,8 @@ class RouterRequest:
         self.delivery = Delivery()
         self.prefill: RouterLeg | None = None
         self.decode: RouterLeg | None = None
+        self.num_moves = 0
+        self.next_attempt: int | None = None
         self.rungs: list[str] = []
         self.ended: str | None = None
 
@@ -122,6 +128,9 @@ class RouterSide:
                 request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers
             )
             return
+        if finish_reason == HANDED_OVER:
+            self._hand_over(request, leg, first_index)
+            return
         if tokens and first_index > leg.next_index:
             self._fail(request, ErrorKind.WORKER_LOST, {worker})
             return
@@ -178,6 +187,46 @@ class RouterSide:
             request.failed_workers.discard(worker)
         self.bind_all()
 
+    def can_be_moved(self, request: RouterRequest) -> bool:
+        """Return whether a request may be moved now; see ``router.moving.Mover.can_move``."""
+        leg = request.decode
+        is_decoding = leg is not None and leg.worker.startswith("P") and leg.has_spoken and leg.may_hold
+        is_free = request.next_attempt is None and request.num_moves < self.scenario.num_moves
+        return is_decoding and is_free and TARGET in self.workers
+
+    def move(self, number: int) -> None:
+        """Order a request to be handed off; see ``router.move.Move.begin``."""
+        request = self.requests[number]
+        assert request.decode is not None
+        request.num_moves += 1
+        request.next_attempt = request.num_attempts
+        request.num_attempts += 1
+        self.calls.append(
+            ("hand_off", request.decode.boot, number, request.attempt, request.next_attempt, None)
+        )
+
+    def refuse(self, number: int, attempt: int) -> None:
+        """Take the refusal of an order to hand off; see ``router.move.Move.refused``."""
+        request = self.requests[number]
+        if request.attempt == attempt:
+            request.next_attempt = None
+
+    def _hand_over(self, request: RouterRequest, leg: RouterLeg, num_tokens: int) -> None:
+        """Continue at the target; see ``router.move.Move.handed_over``."""
+        next_attempt = request.next_attempt
+        if next_attempt is None or len(request.delivered) != num_tokens or TARGET not in self.workers:
+            self._fail(request, ErrorKind.WORKER_LOST, {leg.worker})
+            return
+        request.next_attempt = None
+        request.attempt = next_attempt
+        request.delivery = Delivery(next_attempt, num_tokens)
+        request.prefill = RouterLeg(leg.worker, leg.boot, num_tokens - 1)
+        request.prefill.next_index = num_tokens
+        request.decode = RouterLeg(TARGET, self.workers[TARGET], num_tokens)
+        request.rungs.append(f"moved>{TARGET}")
+        boot = request.decode.boot
+        self.calls.append(("decode", boot, request.number, next_attempt, num_tokens - 1, leg.boot))
+
     def give_up(self, number: int, kind: str) -> None:
         """End a request: the client has gone, or a deadline is over."""
         self._end(self.requests[number], kind)
@@ -214,6 +263,8 @@ class RouterSide:
         if missing_role(views.sizes, wish.least_plan):
             return
         placement = place(views, wish, request.number)
+        if self.scenario.num_moves and request.num_attempts == 0:
+            placement = placed((AGGREGATED, "P0"))
         if placement is not None:
             self._begin(request, placement)
 
@@ -241,8 +292,12 @@ class RouterSide:
     def _close(self, request: RouterRequest) -> None:
         for leg in request.legs:
             if leg.may_hold and self.workers.get(leg.worker) == leg.boot:
-                self.calls.append(("cancel", leg.boot, request.number, request.attempt, 0, None))
+                attempt = request.attempt
+                if request.next_attempt is not None and self.scenario.rules.names_next_attempt:
+                    attempt = request.next_attempt
+                self.calls.append(("cancel", leg.boot, request.number, attempt, request.attempt, None))
         request.prefill = request.decode = None
+        request.next_attempt = None
 
     def _fail(
         self, request: RouterRequest, kind: ErrorKind, failed_workers: set[str], *, is_known: bool = False

@@ -23,7 +23,8 @@ class Rules:
     """Production's rules; a mutant has another class or a switch for one of them.
 
     checks_lease_twice: a read asks for its lease after its last byte as well. tells_attempts_apart: the router gives
-    every attempt a number of its own. leaves_unbound: a worker that drains leaves only when no leg is bound to it.
+    every attempt a number of its own. names_next_attempt: a cancel to the source of a move names the next attempt.
+    leaves_unbound: a worker that drains leaves only when no leg is bound to it.
     """
 
     prefill_scheduler: Callable[..., Scheduler] = Scheduler
@@ -32,6 +33,7 @@ class Rules:
     fetch_transfers: Callable[..., FetchTransfers] = FetchTransfers
     checks_lease_twice: bool = True
     tells_attempts_apart: bool = True
+    names_next_attempt: bool = True
     leaves_unbound: bool = True
 
 
@@ -44,7 +46,8 @@ class Scenario:
     sender counts its readers and a read can be stopped. checks_digests: every landed block's (off: pools where
     digests are only sampled, so the lease alone must keep them right). num_transports: over which blocks can be read, on
     every link. num_layer_groups: in how many parts a prompt's last blocks are made readable (1 or 2). faults: names of
-    what may strike, at most ``num_faults`` times together.
+    what may strike, at most ``num_faults`` times together. num_moves: how often each request may be moved, which begins on
+    worker P0 without a hand-over then. may_leave: the client may go at any moment, and that is no fault.
     """
 
     name: str
@@ -64,6 +67,8 @@ class Scenario:
     faults: tuple[str, ...] = ()
     num_faults: int = 0
     max_replays: int = 2
+    num_moves: int = 0
+    may_leave: bool = False
     rules: Rules = field(default_factory=Rules)
 
     @property

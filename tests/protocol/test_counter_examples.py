@@ -8,7 +8,17 @@ from tests.protocol import mutants
 from tests.protocol.chart import draw
 from tests.protocol.explorer import Explorer
 from tests.protocol.scenario import Rules, Scenario
-from tests.protocol.worlds import CHUNKED, DRAINED, LEASE_ALONE, MAX_WORLDS, ONE, TWO, TWO_LEASE_ALONE, struck
+from tests.protocol.worlds import (
+    CHUNKED,
+    DRAINED,
+    LEASE_ALONE,
+    LEFT_WHILE_MOVED,
+    MAX_WORLDS,
+    ONE,
+    TWO,
+    TWO_LEASE_ALONE,
+    struck,
+)
 
 MISSING = [
     pytest.param(
@@ -38,6 +48,9 @@ MISSING = [
         "without any fault only a deadline ends this",
         16,
         id="memory order",
+    ),
+    pytest.param(
+        LEFT_WHILE_MOVED, mutants.NO_NEXT_ATTEMPT, "lease:0#0.1 holds 2 blocks", 12, id="next attempt"
     ),
 ]
 

@@ -9,7 +9,7 @@ from tests.protocol.happening import PLACES, link_actions, look
 from tests.protocol.machine import Machine
 from tests.protocol.prefill_side import PrefillSide
 from tests.protocol.reads import advance_read, break_read, look_at_reads
-from tests.protocol.router_side import RouterSide
+from tests.protocol.router_side import LegCall, RouterSide
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 from tests.protocol.world import Action, WorkerState, World, posted, remembered, with_item, without
@@ -61,8 +61,9 @@ class WorldRules:
     def _all_progress(self, world: World) -> Iterator[Action]:
         router = self.routers.states[world.router]
         for index, call in enumerate(router.calls):
-            if call[0] != "cancel" or not any(c[0] != "cancel" and c[1:4] == call[1:4] for c in router.calls):
+            if call[0] != "cancel" or not any(is_started_by(call, other) for other in router.calls):
                 yield "deliver", index
+        yield from self._choices(router)
         for index, worker in enumerate(world.workers):
             yield from self._life(world, router, index, worker)
             if worker.state is not None:
@@ -72,6 +73,14 @@ class WorldRules:
             yield from link_actions(index, link)
         for index in range(len(world.limbo)):
             yield "limbo", index
+
+    def _choices(self, router: RouterSide) -> Iterator[Action]:
+        """Return what the router and the clients may do at any moment, without a fault."""
+        for request in router.requests:
+            if router.can_be_moved(request):
+                yield "move", request.number
+            if self.scenario.may_leave and not request.ended:
+                yield "leave", request.number
 
     def _life(self, world: World, router: RouterSide, index: int, worker: WorkerState) -> Iterator[Action]:
         """Return the actions by which the router gets a worker's stream, and a dead worker comes back."""
@@ -141,6 +150,9 @@ class WorldRules:
         place = self.find(world, boot)
         if place is None or not world.workers[place].is_attached:
             return world
+        if kind == "hand_off":
+            (world, is_accepted) = self.ask(world, place, "hand_off", number, attempt, num_delivered)
+            return world if is_accepted else self.ask_router(world, "refuse", number, attempt)
         if kind == "cancel":
             return self.call(world, place, "cancel", str(number), attempt)
         transfer: SendTransfer | ReceiveTransfer | None = None
@@ -249,6 +261,9 @@ class WorldRules:
 
     def _doubt(self, world: World, number: int) -> World:
         return self.ask_router(world, "doubt", number)
+
+    def _move(self, world: World, number: int) -> World:
+        return self.ask_router(world, "move", number)
 
     def _leave(self, world: World, number: int) -> World:
         return self.ask_router(world, "give_up", number, "cancelled")
@@ -368,3 +383,8 @@ class WorldRules:
     def call(self, world: World, index: int, *call: Any) -> World:
         """Call a worker whose result does not matter."""
         return self.ask(world, index, *call)[0]
+
+
+def is_started_by(cancel: LegCall, call: LegCall) -> bool:
+    """Return whether ``call`` starts the leg that is cancelled: a router sends the cancel after it."""
+    return call[0] in ("prefill", "decode") and call[1:3] == cancel[1:3] and call[3] == cancel[4]

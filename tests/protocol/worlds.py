@@ -17,6 +17,19 @@ TWO_LEASE_ALONE = replace(
 )
 
 
+MOVED = Scenario(
+    "one request that is moved while it is decoded",
+    answers=(4,),
+    prefill_blocks=4,
+    decode_blocks=4,
+    prefill_chunk=4,
+    max_replays=1,
+    num_moves=1,
+)
+"""It begins on the worker that lends it later, and may be moved after any token, or not at all."""
+LEFT_WHILE_MOVED = replace(MOVED, name=f"{MOVED.name}, or left by its client", may_leave=True)
+
+
 def struck(scenario: Scenario, fault: str, num_faults: int = 1) -> Scenario:
     """Return the same world with faults at any moment."""
     return replace(scenario, name=f"{scenario.name}; {fault}", faults=(fault,), num_faults=num_faults)
@@ -36,6 +49,12 @@ SMALL = [
     *(struck(LEASE_ALONE, fault) for fault in ("leave", "starve_read", "cut")),
     struck(CHUNKED, "spoil"),
     *(struck(LAYERS, fault) for fault in ("corrupt", "break")),
+    MOVED,
+    LEFT_WHILE_MOVED,
+    *(
+        struck(MOVED, fault)
+        for fault in ("crash", "cut", "repeat", "delay", "corrupt", "break", "spoil", "starve")
+    ),
 ]
 """Worlds that every test run exhausts."""
 LARGE = [
@@ -44,6 +63,7 @@ LARGE = [
     struck(CHUNKED, "break", 2),
     struck(LEASE_ALONE, "late"),
     *(struck(LAYERS, fault) for fault in ("crash", "repeat", "leave", "cut", "starve")),
+    *(struck(MOVED, fault) for fault in ("late", "deaf")),
     replace(struck(ONE, "drain", 2), name="a drain and a crash", faults=("drain", "crash")),
 ]
 """Worlds that are exhausted in minutes."""
@@ -51,6 +71,8 @@ HUGE = [
     struck(TWO_LEASE_ALONE, "starve_read"),
     replace(struck(ONE, "crash"), name="two prefill workers; crash", num_prefill=2),
     replace(TWO, name="two requests that share a prefix", caches_prefixes=True, shares_prompt=True),
+    struck(MOVED, "doubt"),
+    struck(LEFT_WHILE_MOVED, "crash"),
 ]
 """Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000

@@ -248,3 +248,51 @@ async def test_orders_need_the_admin_key() -> None:
         for name in ("drain", "undrain"):
             for headers in (None, bearer(CLIENT)):
                 assert (await ordered(cluster, f"decode-0/{name}", headers))[0] == 401
+
+
+async def test_an_operator_changes_a_workers_role_and_legs_follow_it() -> None:
+    """The order goes to the worker; the router binds by the role once the worker has reported it."""
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        flipping = asyncio.create_task(ordered(cluster, "decode-1/flip?role=prefill&wait=60"))
+        order = await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        assert (order.role_change.role, order.role_change.epoch > 0) == ("prefill", True)
+        await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]))
+        assert not flipping.done()
+        worker.stream.grant(pb.Credit(is_draining=True, is_empty=True))
+        worker.stream.take_role("prefill", order.role_change.epoch)
+        worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20))
+        status, facts = await flipping
+        assert (status, facts["role"], facts["state"]) == (200, "prefill", "serving")
+        for _ in range(4):
+            assert (await cluster.post("/v1/completions", {"prompt": "x"}))[0] == 200
+        assert worker.received.prefills and not worker.received.decodes
+        metrics = await cluster.metrics()
+        assert metrics['kvbaton_flips_total{role="prefill"}'] == 1
+        assert metrics['kvbaton_drains_total{result="empty"}'] == 1
+        assert metrics['kvbaton_num_workers{role="prefill"}'] == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("decode-0/flip?role=prefill", "no decode worker would be left"),
+        ("prefill-0/flip?role=decode", "no prefill worker would be left"),
+        ("prefill-0/flip?role=router", "role is 'router'"),
+        ("prefill-0/flip", "role is ''"),
+    ],
+)
+async def test_a_role_that_would_leave_requests_without_a_worker_is_refused(path: str, text: str) -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        status, answer = await ordered(cluster, path)
+        assert (status, text in answer["error"]["message"]) == (400, True), answer
+        assert (await workers_of(cluster))["decode-0"]["state"] == "serving"
+
+
+async def test_a_role_that_no_worker_has_is_ignored() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = cluster.workers["decode-0"]
+        worker.stream.take_role("router", 1)
+        worker.stream.grant(pb.Credit(max_requests=7, max_tokens=2**20))
+        await cluster.until(lambda state: any(w["max_requests"] == 7 for w in state["workers"]))
+        assert (await workers_of(cluster))["decode-0"]["role"] == "decode"

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -169,6 +169,7 @@ credits = st.builds(
     drain_seconds=DOUBLES,
     is_empty=st.booleans(),
 )
+roles = st.builds(RoleOrder, role=TEXTS, epoch=UINT64)
 drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
 credit_uses = st.builds(CreditUse, number=UINT64, num_requests=UINT32, num_tokens=UINT64)
 hand_offs = st.tuples(

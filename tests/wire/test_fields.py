@@ -6,7 +6,7 @@ import pytest
 from google.protobuf.message import Message
 
 from contract.layout import KVLayout
-from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, Welcome
+from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import Grammar, SamplingParams
@@ -208,6 +208,8 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
         pb.Credit(max_requests=1, max_tokens=2, number=3, is_draining=True, drain_seconds=3.5, is_empty=True),
     ),
     (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
+    (RoleOrder(role="both", epoch=4), pb.RoleChange(role="both", epoch=4)),
+    (RoleOrder(role="both", epoch=4), pb.RoleTaken(role="both", epoch=4)),
     (
         CreditUse(number=1, num_requests=2, num_tokens=3),
         pb.CreditUse(number=1, num_requests=2, num_tokens=3),

@@ -10,13 +10,14 @@ from typing import Any
 
 from contract.identity import Role
 from tests.chaos.held_resources import read_states
-from tests.chaos.pool.pool import LINKED, Pool
+from tests.chaos.pool.pool import LINKED, Pool, role_of
 
 SHORT_FREEZE = 5.0
 LONG_FREEZE = 60.0
 """A worker that is frozen for that long counts as dead, and is fenced when it continues."""
 _CUT_SECONDS = 3.0
 _STAY_SECONDS = 12.0
+_FLIPPED_SECONDS = 6.0
 _STOP_SECONDS = 60.0
 
 Action = Coroutine[Any, Any, None]
@@ -147,6 +148,21 @@ async def _drain(pool: Pool, victim: str, *, by_signal: bool) -> None:
     await pool.until_back(victim)
 
 
+def flip(pool: Pool, rng: random.Random) -> Action | None:
+    """Let a worker take the other role, and some seconds later its own again."""
+    victim = pool.take(rng)
+    return _flip(pool, victim) if victim else None
+
+
+async def _flip(pool: Pool, victim: str) -> None:
+    own = role_of(victim)
+    for role in (Role.DECODE if own is Role.PREFILL else Role.PREFILL, own):
+        status, facts = await pool.order(victim, f"flip?role={role.value}&wait={_STOP_SECONDS:g}")
+        assert (status, facts.get("role")) == (200, role.value), f"flip of {victim}: {status} {facts}"
+        await asyncio.sleep(_FLIPPED_SECONDS)  # the time for which it has the role
+    await pool.until_back(victim)
+
+
 def kill_router(pool: Pool, rng: random.Random) -> Action | None:
     """Kill a router with SIGKILL if another one lives, and start it again."""
     alive = [name for name in pool.routers if name not in pool.disturbed]
@@ -173,6 +189,7 @@ EVENTS: dict[str, Event] = {
     "drain": drain,
     "two drains at once": drain_two,
     "death of the target of a move": kill_target,
+    "flip": flip,
     "join": join,
     "kill -9 of a router": kill_router,
 }
