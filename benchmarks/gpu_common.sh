@@ -21,12 +21,13 @@ bench=("$python" -m benchmarks.gpu $dry --out "$OUT")
 tests=("$python" -m pytest -c tests/gpu/alone.ini --rootdir . -q -p no:cacheprovider -m "$marker")
 
 failed=0
+patience=${DRY_RUN:+3} # a machine without a GPU may be busy and slow
 # part SECONDS NAME COMMAND...: runs it, logs it and its exit status (124: too long), and goes on.
 part() {
     local limit=$1 name=$2 status start=$SECONDS
     shift 2
     echo "== $name" | tee -a "$OUT/log"
-    timeout --kill-after=10 "$limit" "$@" 2>&1 | tee -a "$OUT/log"
+    timeout --kill-after=10 $((limit * ${patience:-1})) "$@" 2>&1 | tee -a "$OUT/log"
     status=${PIPESTATUS[0]}
     echo "== $name: exit status $status after $((SECONDS - start)) s" | tee -a "$OUT/log"
     ((status == 0)) || failed=1
