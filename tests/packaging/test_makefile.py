@@ -75,7 +75,7 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
         '-m "slow and not gpu and not docker and not sdk and not triton"' in line
         for line in planned(programs, "test-slow")
     )
-    assert any("-m pytest -m gpu" in line for line in planned(programs, "gpu-check"))
+    assert any("-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line for line in planned(programs, "gpu-check"))
     for marker in ("docker", "sdk"):
         lines = planned(programs, f"test-{marker}")
         assert any(line.endswith(f"-m pytest -m {marker} ") for line in lines)
@@ -91,7 +91,7 @@ def test_triton_is_installed_beside_the_environment_and_interpreted(programs: Pa
 def test_the_gpu_tests_run_under_a_python_of_ones_own(programs: Path) -> None:
     line, measuring = planned(programs, "gpu-check", "GPU_PYTHON=python3")
     assert measuring.startswith("python3 -m benchmarks.gpu")
-    assert line.strip() == "python3 -m pytest -m gpu tests/gpu"
+    assert line.strip() == "python3 -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu"
 
 
 def test_make_alone_lists_the_targets(programs: Path) -> None:

@@ -19,6 +19,8 @@ needs = {
     "engine.fused.decoder": "triton",
     "engine.fused.rows": "triton",
     "engine.fused.triton_kernels": "triton",
+    "engine.sampling.triton_draw": "triton",
+    "engine.sampling.triton_kernels": "triton",
 }
 target, *packages = sys.argv[1:]
 for package in packages:
