@@ -75,7 +75,10 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
         '-m "slow and not gpu and not docker and not sdk and not triton"' in line
         for line in planned(programs, "test-slow")
     )
-    assert any("-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line for line in planned(programs, "gpu-check"))
+    assert any(
+        "-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line
+        for line in planned(programs, "gpu-check")
+    )
     for marker in ("docker", "sdk"):
         lines = planned(programs, f"test-{marker}")
         assert any(line.endswith(f"-m pytest -m {marker} ") for line in lines)
