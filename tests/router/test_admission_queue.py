@@ -76,11 +76,13 @@ async def test_a_client_that_disconnects_leaves_the_queue() -> None:
         await grant_one(cluster, "both-0")
         asking = [asyncio.create_task(cluster.post(TEXT, {"prompt": "x"})) for _ in range(3)]
         await cluster.until(lambda state: state["num_in_line"] == 2)
+        received = cluster.workers["both-0"].received
+        await received.wait_for(lambda calls: len(calls.decodes) == 1)
         for task in asking:
             task.cancel()
         await cluster.until(lambda state: state["num_in_line"] == 0)
         await cluster.until(lambda state: state["workers"][0]["num_legs"] == 0)
-        assert len(cluster.workers["both-0"].received.decodes) == 1
+        assert len(received.decodes) == 1
 
 
 async def test_requests_wait_for_a_role_that_comes_soon() -> None:
