@@ -11,7 +11,6 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kv_transfer.transports.nixl.agent import load
+from benchmarks.bare_nixl import BareAgent
 from tests.chaos.settings import process_environment
 
 _POLL_SECONDS = 0.0005
@@ -93,28 +92,6 @@ def read_protocols(log: str) -> dict[str, list[str]]:
     return tables
 
 
-class _Side:
-    """An agent with a registered pool, started as in the transport."""
-
-    def __init__(self, name: str, pool: Tensor) -> None:
-        api = load("127.0.0.1").api
-        config = api.nixl_agent_config(
-            enable_prog_thread=False,
-            backends=[],
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
-        self.agent: Any = api.nixl_agent(f"{name}-{os.getpid()}", config)
-        self.agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-        self.kind = "VRAM" if pool.is_cuda else "DRAM"
-        self.agent.register_memory([(pool.data_ptr(), pool.nbytes, 0, "")], self.kind)
-
-    def blocks(self, whose: str, address: int, kind: str, shape: tuple[int, int]) -> Any:
-        """Return the descriptors of all blocks of a pool, as one strided row."""
-        num_blocks, size = shape
-        row = np.array([[address, size, 0, size, num_blocks]], dtype=np.uint64)
-        return self.agent.prep_xfer_dlist(whose, row, kind)
-
-
 def _pool(kind: str, shape: tuple[int, int], *, is_source: bool) -> Tensor:
     """Make blocks of random bytes, the same in each process, or blocks of zeros."""
     if not is_source:
@@ -127,7 +104,7 @@ def _pool(kind: str, shape: tuple[int, int], *, is_source: bool) -> Tensor:
 def be_sender(kind: str, shape: tuple[int, int]) -> None:
     """Print the pool's address and the agent's metadata, then serve until standard input closes."""
     pool = _pool(kind, shape, is_source=True)
-    side = _Side("sender", pool)
+    side = BareAgent("sender", pool)
     metadata = base64.b64encode(side.agent.get_agent_metadata()).decode()
     print(json.dumps([metadata, pool.data_ptr(), side.kind]), flush=True)
     side.agent.add_remote_agent(base64.b64decode(sys.stdin.readline()))
@@ -139,7 +116,7 @@ def be_sender(kind: str, shape: tuple[int, int]) -> None:
 def be_reader(source: str, target: str, shape: tuple[int, int]) -> None:
     """Read all blocks, scattered on both sides, some times; print the seconds, and check every byte."""
     pool = _pool(target, shape, is_source=False)
-    side = _Side("reader", pool)
+    side = BareAgent("reader", pool)
     command = [sys.executable, "-m", "benchmarks.gpu_nixl", "sender", source, source, *map(str, shape)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -157,7 +134,7 @@ def be_reader(source: str, target: str, shape: tuple[int, int]) -> None:
                 side.blocks(peer, address, kind, shape),
                 theirs,
             )
-            seconds = [_one_read(side.agent, blocks) for _ in range(_NUM_ROUNDS)]
+            seconds = [side.read(*blocks) for _ in range(_NUM_ROUNDS)]
             expected = _pool(target, shape, is_source=True)
             is_right = torch.equal(pool[ours], expected[theirs])
             best = min(seconds)
@@ -166,17 +143,6 @@ def be_reader(source: str, target: str, shape: tuple[int, int]) -> None:
         finally:
             process.kill()
     os._exit(0 if is_right else 3)
-
-
-def _one_read(agent: Any, blocks: tuple[Any, Any, Any, Any]) -> float:
-    begin = time.perf_counter()
-    handle = agent.make_prepped_xfer("READ", *blocks)
-    state = agent.transfer(handle)
-    while state == "PROC":
-        state = agent.check_xfer_state(handle)
-    agent.release_xfer_handle(handle)
-    assert state == "DONE", state
-    return time.perf_counter() - begin
 
 
 if __name__ == "__main__":

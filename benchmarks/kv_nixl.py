@@ -10,16 +10,13 @@ import os
 import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 
+from benchmarks.bare_nixl import BareAgent
 from benchmarks.kv_pools import Job, Shape, Way, job_of
-from engine.kv_cache.memory import MappedKVMemory
-from kv_transfer.transports.nixl.agent import load
 
 TCP_ONLY = "UCX_TLS=self,tcp"
 _POLL_SECONDS = 0.0002
@@ -69,30 +66,10 @@ def _program(*arguments: str, environment: tuple[str, ...] = ()) -> Iterator["su
             process.kill()
 
 
-class _Agent:
-    """An agent with a registered pool, started as in the transport."""
-
-    def __init__(self, name: str, memory: MappedKVMemory) -> None:
-        api = load("127.0.0.1").api
-        config = api.nixl_agent_config(
-            enable_prog_thread=False,
-            backends=[],
-            sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
-        )
-        self.agent: Any = api.nixl_agent(f"{name}-{os.getpid()}", config)
-        self.agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-        self.agent.register_memory(memory.pool)
-
-    def blocks(self, whose: str, address: int, shape: Shape) -> Any:
-        """Return the descriptors of all blocks of a pool, as one strided row."""
-        row = [address, shape.block_bytes, 0, shape.block_bytes, shape.num_blocks]
-        return self.agent.prep_xfer_dlist(whose, np.array([row], dtype=np.uint64), "DRAM")
-
-
 def be_sender(shape: Shape) -> None:
     """Print the pool's address, read the reader's metadata, and drive the library until standard input closes."""
     memory = shape.source_pool()
-    agent = _Agent("sender", memory).agent
+    agent = BareAgent("sender", memory.pool).agent
     _say(f"{_encoded(agent.get_agent_metadata())} {memory.pool.data_ptr()}")
     agent.add_remote_agent(base64.b64decode(sys.stdin.readline()))
     while True:
@@ -104,7 +81,7 @@ def be_sender(shape: Shape) -> None:
 def be_reader(shape: Shape) -> None:
     """Run the orders from standard input."""
     job = job_of(shape)
-    own = _Agent("reader", job.target)
+    own = BareAgent("reader", job.target.pool)
     arguments = ("sender", str(shape.num_blocks), str(shape.block_bytes))
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(_program(*arguments))
@@ -114,23 +91,16 @@ def be_reader(shape: Shape) -> None:
         process.stdin.flush()
         peer = own.agent.add_remote_agent(base64.b64decode(metadata))
         own.agent.make_connection(peer)
-        theirs = own.blocks(peer, int(address), shape)
-        ours = own.blocks("NIXL_INIT_AGENT", job.target.pool.data_ptr(), shape)
+        blocks = (shape.num_blocks, shape.block_bytes)
+        theirs = own.blocks(peer, int(address), own.kind, blocks)
+        ours = own.blocks("NIXL_INIT_AGENT", job.target.pool.data_ptr(), own.kind, blocks)
         source_ids, target_ids = (np.array(ids, np.int32) for ids in (job.source_ids, job.target_ids))
         for line in sys.stdin:
             if line.strip() == "check":
                 job.check("bare NIXL")
                 _say("same")
                 continue
-            begin = time.perf_counter()
-            handle = own.agent.make_prepped_xfer("READ", ours, target_ids, theirs, source_ids)
-            state = own.agent.transfer(handle)
-            while state == "PROC":
-                state = own.agent.check_xfer_state(handle)
-            own.agent.release_xfer_handle(handle)
-            seconds = time.perf_counter() - begin
-            assert state == "DONE", state
-            _say(str(seconds))
+            _say(str(own.read(ours, target_ids, theirs, source_ids)))
     os._exit(0)
 
 

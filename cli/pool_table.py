@@ -12,10 +12,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from contract.identity import WORKER_ROLES
+
 Worker = Mapping[str, Any]
 
 _UNKNOWN = "–"
-_ROLES = ("prefill", "decode", "both")
+_ROLES: tuple[str, ...] = WORKER_ROLES
 _ROLE_STYLES = {"prefill": "magenta", "decode": "blue", "both": "cyan"}
 _STATE_STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "empty": "yellow"}
 _BAR_CELLS = 8

@@ -3,6 +3,8 @@
 import secrets
 from enum import StrEnum
 
+from contract.errors import InvalidRequestError
+
 SECRET_BYTES = 32
 MIN_SECRET_CHARACTERS = 32
 """Minimum length of a cluster secret: a shorter one could be guessed offline from a recorded handshake."""
@@ -20,6 +22,15 @@ class Role(StrEnum):
 
 WORKER_ROLES = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
 """The roles that a worker may have."""
+
+
+def worker_role(name: str) -> Role:
+    """Return the role with this name. Raises InvalidRequestError if no worker may have it."""
+    if name not in WORKER_ROLES:
+        raise InvalidRequestError(
+            f"role is {name[:40]!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
+        )
+    return Role(name)
 
 
 def new_boot_id() -> str:

@@ -14,7 +14,7 @@ _NODES = Path("/dev")
 
 
 @dataclass(frozen=True)
-class Placement:
+class DevicePlace:
     """One worker's place. device: its setting; None: what all workers are given. num_sharing: workers on its fullest GPU."""
 
     device: str | None
@@ -57,9 +57,9 @@ def parse_devices(text: str) -> list[int]:
     return numbers
 
 
-def place(
+def place_workers(
     pools: Mapping[Role, int], given: Mapping[Role, Sequence[int] | None], num_devices: int, num_ranks: int
-) -> dict[Role, list[Placement]]:
+) -> dict[Role, list[DevicePlace]]:
     """Return each worker's place. Workers without a list are spread evenly over all GPUs, and those with one over theirs.
 
     num_ranks: GPUs of each worker, which are side by side. Without several GPUs, and without a list, nothing is placed.
@@ -67,7 +67,7 @@ def place(
     """
     num_workers = sum(pools.values())
     if num_devices < 2 and not any(given.values()):
-        return {role: [Placement(None, num_workers)] * count for role, count in pools.items()}
+        return {role: [DevicePlace(None, num_workers)] * count for role, count in pools.items()}
     everywhere = _groups(range(num_devices), num_ranks)
     turns = 0
     starts: dict[Role, list[int]] = {}
@@ -93,7 +93,7 @@ def place(
     )
     return {
         role: [
-            Placement(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks)))
+            DevicePlace(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks)))
             for first in firsts
         ]
         for role, firsts in starts.items()

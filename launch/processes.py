@@ -10,9 +10,9 @@ from contract.identity import Role
 from launch.arguments import to_arguments
 from launch.child_settings import from_file
 from launch.command_settings import command_setting_names
-from launch.devices import Placement, num_gpus, place
+from launch.devices import DevicePlace, num_gpus, place_workers
 from launch.model import model_name
-from launch.router_processes import LOOPBACK, ROUTER, RouterAddresses, router_names
+from launch.router_processes import LOOPBACK, ROUTER, RouterPorts, router_names
 from launch.settings import LocalSettings, available_cores, child_environment, visible_gpus
 from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
@@ -129,7 +129,7 @@ def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
 
 def _places(
     settings: LocalSettings, pools: Mapping[Role, int], num_devices: int | None
-) -> dict[Role, list[Placement]]:
+) -> dict[Role, list[DevicePlace]]:
     """Return the workers' places. Raises SettingError for lists of GPUs beside a device that is not "auto" or "cuda"."""
     given = settings.given_devices
     if settings.device not in ("auto", "cuda"):
@@ -137,8 +137,8 @@ def _places(
             raise SettingError(
                 f"device is {settings.device}, and GPUs of workers are listed; leave it unset", param="device"
             )
-        return place(pools, {}, 0, 1)
-    return place(
+        return place_workers(pools, {}, 0, 1)
+    return place_workers(
         pools,
         given,
         num_gpus(visible_gpus()) if num_devices is None else num_devices,
@@ -146,7 +146,7 @@ def _places(
     )
 
 
-def _place_flags(where: Placement, given: Mapping[str, Any]) -> dict[str, Any]:
+def _place_flags(where: DevicePlace, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the flags for a worker's place; a device in the settings file for its role stays."""
     placed = {} if where.device is None else _without({"device": where.device}, given)
     return {**placed, "workers_on_host": where.num_sharing}
@@ -175,7 +175,7 @@ def _cores_of_each(cores: Sequence[int], num_threads: int, num_workers: int) -> 
 def _router_command(
     settings: LocalSettings, name: str, shared: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
-    addresses = RouterAddresses(settings, given)
+    addresses = RouterPorts(settings, given)
 
     def command(known: Mapping[str, Facts]) -> list[str]:
         files_dir = settings.files_dir if settings.keeps_files else None

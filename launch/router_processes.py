@@ -21,7 +21,7 @@ def router_names(settings: LocalSettings) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class RouterAddresses:
+class RouterPorts:
     """Decides the addresses of each router. given: addresses that the settings file has for routers."""
 
     settings: LocalSettings

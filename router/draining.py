@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contract.errors import UnavailableError
 from router.cancellation import CancellableRequests
 from router.request_tracker import RequestTracker
+from serving.signals import ends_within
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class Drain:
     async def run(self, at_once: asyncio.Event) -> None:
         """Wait until no request is left. After ``drain_seconds``, or at ``at_once``, end those that are left."""
         logger.info("draining: %d requests have up to %g s to end", self._tracker.num_held, self._seconds)
-        if not await self._is_idle_within(self._seconds, at_once):
+        if not await ends_within(self._wait_idle(), self._seconds, at_once):
             logger.warning(
                 "%d requests are ended: they were not done when the router had to stop",
                 self._running.num_open,
@@ -62,18 +63,7 @@ class Drain:
             self._running.end_all(
                 UnavailableError("the router stopped before the answer was complete; send the request again")
             )
-            await self._is_idle_within(_ERROR_SECONDS, asyncio.Event())
-
-    async def _is_idle_within(self, seconds: float, at_once: asyncio.Event) -> bool:
-        """Wait for ``seconds`` or until ``at_once``. Return True as soon as no request is left."""
-        idle = asyncio.create_task(self._wait_idle(), name="wait until no request is left")
-        waits = [idle, asyncio.create_task(at_once.wait(), name="wait for a second signal")]
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        is_idle = idle.done()
-        for task in waits:
-            task.cancel()
-        await asyncio.wait(waits)
-        return is_idle
+            await ends_within(self._wait_idle(), _ERROR_SECONDS, asyncio.Event())
 
     async def _wait_idle(self) -> None:
         await self._tracker.wait_idle()

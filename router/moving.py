@@ -64,7 +64,7 @@ class Mover:
             attempt is not None
             and attempt.can_be_moved_from(source)
             and bool(source.registration.control_address)
-            and len(run.known_tokens) >= _MIN_TOKENS
+            and run.num_known_tokens >= _MIN_TOKENS
             and _num_left(run) >= _MIN_TOKENS
         )
 
@@ -203,4 +203,4 @@ class _Work:
 
 
 def _num_left(run: RequestRun) -> int:
-    return run.request.sampling.max_tokens - len(run.known_tokens)
+    return run.request.sampling.max_tokens - run.num_known_tokens

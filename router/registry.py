@@ -7,7 +7,7 @@ from collections.abc import Callable
 from msgspec import structs
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError
-from contract.identity import WORKER_ROLES, Role
+from contract.identity import Role, worker_role
 from contract.layout import KVLayout, weights_of
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
@@ -205,10 +205,7 @@ class Registry:
 def _check_complete(new: Registration) -> KVLayout:
     """Return the layout of a complete registration. Raises InvalidRequestError that names what is missing."""
     names = ["worker_id", "boot_id", "address", "control_address", "model_fingerprint", "max_model_len"]
-    if new.role not in WORKER_ROLES:
-        raise InvalidRequestError(
-            f"role is {new.role!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
-        )
+    worker_role(new.role)
     for name in names:
         if not getattr(new, name):
             raise InvalidRequestError(f"the registration of {new.worker_id!r} lacks {name}", param=name)

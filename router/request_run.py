@@ -192,7 +192,15 @@ class RequestRun:
     @property
     def known_tokens(self) -> list[int]:
         """The tokens of the answer that have arrived, whether the client has read them or not."""
-        return [*self._delivered, *(self._attempt.unread if self._attempt else ())]
+        return [*self._delivered, *self._unread_tokens()]
+
+    @property
+    def num_known_tokens(self) -> int:
+        """The number of ``known_tokens``, without a list of them."""
+        return len(self._delivered) + len(self._unread_tokens())
+
+    def _unread_tokens(self) -> list[int]:
+        return self._attempt.unread if self._attempt else []
 
     def take_number(self) -> int:
         """Return the number of the next attempt, which no other one will have."""
@@ -228,7 +236,7 @@ class RequestRun:
         request = replace(
             self._placement_request(1),
             plan=CONTINUATION,
-            num_prompt_tokens=len(self.request.prompt_token_ids) + len(self.known_tokens),
+            num_prompt_tokens=len(self.request.prompt_token_ids) + self.num_known_tokens,
             may_be_cut=False,
             too_small=self._failures.too_small | excluded,
             is_replay=True,

@@ -16,7 +16,7 @@ _FULL = 0.95
 """Used share of a KV pool from which on it gets no new request: the running ones still grow."""
 UNLIMITED = 2**62
 
-Load = tuple[int, int, float]
+LoadOrder = tuple[int, int, float]
 """Bound tokens, requests that the worker itself reports, and the used share of its KV pool: the first one counts most."""
 
 
@@ -63,7 +63,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
         return WorkerSize(self.role, self.max_length, self.pool_tokens, has_credit)
 
     @property
-    def load(self) -> Load:
+    def load(self) -> LoadOrder:
         """The work that it has. Of several workers the one with the smallest load is chosen."""
         return self.num_tokens, self.num_waiting + self.num_running, round(self.kv_cache_usage, 2)
 
@@ -71,7 +71,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
 class RankedView(NamedTuple):
     """A view in the order of its role. number: makes equally loaded workers follow each other as they were attached."""
 
-    load: Load
+    load: LoadOrder
     number: int
     view: WorkerView
     size: WorkerSize
@@ -135,9 +135,7 @@ class WorkerViews:
         else:
             self._num_added += 1
             number = self._num_added
-        if former and former.size == size:
-            size = former.size
-        else:
+        if former is None or former.size != size:
             self._resize(view.worker_id, size, former)
         ranked = RankedView(view.load, number, view, size)
         self._ranked[view.worker_id] = ranked

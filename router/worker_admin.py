@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from contract.errors import InvalidRequestError, NotFoundError, UnavailableError
-from contract.identity import WORKER_ROLES, Role
+from contract.identity import Role, worker_role
 from contract.membership import DrainOrder, RoleOrder
 from router.admin_access import AdminAccess
 from router.attached_worker import AttachedWorker
@@ -64,7 +64,7 @@ class WorkerAdmin:
     async def _flip(self, request: web.Request) -> web.Response:
         """Send the order to take a role: 200 once the worker has it, 202 if it has not within ``wait`` seconds."""
         worker = self._worker_of(request)
-        role = _role_in(request)
+        role = worker_role(request.query.get("role", ""))
         wait = seconds_in(request, "wait") or 0.0
         _check_flip(self._path.registry, worker, role)
         worker.flip(RoleOrder(role=role.value, epoch=time.time_ns() // 1000))
@@ -106,16 +106,6 @@ class WorkerAdmin:
             "num_requests_running": path.tracker.num_running,
             "workers": [worker_facts(worker) for worker in path.registry.workers],
         }
-
-
-def _role_in(request: web.Request) -> Role:
-    """Return the role in the query. Raises InvalidRequestError if it is none of a worker."""
-    text = request.query.get("role", "")
-    if text not in WORKER_ROLES:
-        raise InvalidRequestError(
-            f"role is {text[:40]!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
-        )
-    return Role(text)
 
 
 def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:

@@ -8,7 +8,7 @@ from contract.membership import Load
 from router.attached_worker import AttachedWorker
 
 
-class WorkerState(StrEnum):
+class ShownState(StrEnum):
     """The state of an attached worker: STARTING until its first credit, LEAVING once a side has ended its stream.
 
     EMPTY: it drains, holds no leg and lends no KV.
@@ -21,13 +21,13 @@ class WorkerState(StrEnum):
     LEAVING = "leaving"
 
 
-def state_of(worker: AttachedWorker) -> WorkerState:
+def state_of(worker: AttachedWorker) -> ShownState:
     """Return the state of an attached worker."""
     if worker.is_leaving:
-        return WorkerState.LEAVING
+        return ShownState.LEAVING
     if worker.capacity.credit.is_draining:
-        return WorkerState.EMPTY if worker.capacity.credit.is_empty else WorkerState.DRAINING
-    return WorkerState.SERVING if worker.has_credit else WorkerState.STARTING
+        return ShownState.EMPTY if worker.capacity.credit.is_empty else ShownState.DRAINING
+    return ShownState.SERVING if worker.has_credit else ShownState.STARTING
 
 
 def worker_facts(worker: AttachedWorker) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Converts the messages between a worker and its router about themselves: registration, acceptance, load and credit."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from contract.layout import KVLayout
 from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
@@ -16,16 +16,7 @@ _LoadFigure = Literal[
     "prefix_cache_queries",
     "prefix_cache_hits",
 ]
-_OPTIONAL_LOAD: tuple[_LoadFigure, ...] = (
-    "queued_prompt_tokens",
-    "num_free_blocks",
-    "num_leases",
-    "num_fetches",
-    "prefill_seconds_per_token",
-    "step_seconds",
-    "prefix_cache_queries",
-    "prefix_cache_hits",
-)
+_OPTIONAL_LOAD: tuple[_LoadFigure, ...] = get_args(_LoadFigure)
 
 
 def registration_to_proto(registration: Registration) -> pb.Registration:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 from contract.membership import Credit
+from serving.signals import ends_within
 from worker.emptiness import Emptiness
 from worker.lifecycle import Lifecycle
 
@@ -101,17 +102,7 @@ class Drain:
         self._lifecycle.is_stopping = True
         self.begin()
         seconds = self.seconds_left + TAKEN_AWAY_SECONDS
-        waits = [
-            asyncio.create_task(self._emptiness.wait_unbound(seconds), name="drain"),
-            asyncio.create_task(at_once.wait(), name="wait for a second signal"),
-        ]
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waits:
-                task.cancel()
-            await asyncio.wait(waits)
-        if not self._emptiness.is_unbound:
+        if not await ends_within(self._emptiness.wait_unbound(), seconds, at_once):
             logger.warning("legs are left to other workers: the worker had to end now")
 
     def close(self) -> None:

@@ -84,9 +84,9 @@ class Emptiness:
         """Wait until the worker is empty, at most ``seconds``; return whether it is."""
         return await _is_set_within(self._empty, seconds)
 
-    async def wait_unbound(self, seconds: float) -> bool:
-        """Wait until the worker is empty and no leg is bound to it, at most ``seconds``; return whether that is so."""
-        return await _is_set_within(self._unbound, seconds)
+    async def wait_unbound(self) -> None:
+        """Wait until the worker is empty and no leg is bound to it."""
+        await self._unbound.wait()
 
     async def _until_unbound(self) -> None:
         """Announce that the worker is empty, once it is, and wait for its routers. An engine that is gone holds nothing."""

@@ -10,8 +10,8 @@ deadlock (law 4). A drain that is undone, and a stop, end a change that was begu
 import logging
 from collections.abc import Callable
 
-from contract.errors import InvalidRequestError, UnavailableError
-from contract.identity import WORKER_ROLES, Role
+from contract.errors import UnavailableError
+from contract.identity import Role, worker_role
 from contract.membership import RoleOrder
 from worker.draining import Drain
 from worker.emptiness import Emptiness
@@ -36,15 +36,11 @@ class Flip:
 
         Raises InvalidRequestError for a role that no worker has, UnavailableError if the process is to end.
         """
-        if order.role not in WORKER_ROLES:
-            raise InvalidRequestError(
-                f"role is {order.role!r}; choose one of {', '.join(WORKER_ROLES)}", param="role"
-            )
+        role = worker_role(order.role)
         if self._lifecycle.is_stopping:
             raise UnavailableError("the worker is stopping; it takes no other role")
         if order.epoch <= self._lifecycle.role_epoch:
             return
-        role = Role(order.role)
         if role is self._lifecycle.role:
             self._lifecycle.take_role(role, order.epoch)
             self._announce()

@@ -114,8 +114,12 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
     keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
     _keep_top_p(weights, [row.sampling.top_p for row in rows])
-    uniforms = uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
-    return invert(weights, scaled(to_device(uniforms, scores.device), weights.sum(dim=-1)))
+    return invert(weights, scaled(to_device(uniforms_of(rows), scores.device), weights.sum(dim=-1)))
+
+
+def uniforms_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
+    """Return the uniform number of each row, which depends only on its seed and its position (law 6)."""
+    return uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
 
 
 def scaled(uniforms: Tensor, totals: Tensor) -> Tensor:

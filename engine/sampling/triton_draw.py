@@ -12,8 +12,8 @@ from torch import Tensor
 from engine.compute.staging import to_device
 from engine.sampling import triton_kernels
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.randomness import UNIFORM_BITS, uniform_bits_of
-from engine.sampling.sampler import WEIGHT_SCALE, draw_by_torch, keep_top_k
+from engine.sampling.randomness import UNIFORM_BITS
+from engine.sampling.sampler import WEIGHT_SCALE, draw_by_torch, keep_top_k, uniforms_of
 
 LEAST_ROWS = 24
 """A program takes one row, so the device must have many; fewer rows are faster by torch."""
@@ -55,11 +55,10 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) ->
     if any(0 < k < size for k in limits):
         keep_top_k(weights, scores[own], limits)
     shares = np.array([row.sampling.top_p for row in rows], dtype=np.float64)
-    uniforms = uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
     tokens = torch.empty(len(rows), dtype=torch.int64, device=device)
     triton_kernels.choose_kernel[(len(rows),)](
         weights,
-        to_device(uniforms, device),
+        to_device(uniforms_of(rows), device),
         to_device(shares, device),
         tokens,
         size,

@@ -201,10 +201,7 @@ class PassWatch:
     def begin(self, orders: Sequence[PublishOrder]) -> LayerWatch | None:
         """Start a pass that computes the blocks of these orders. Returns None if nothing watches it."""
         self._published = [order for order in orders if order.is_computed]
-        if self._published:
-            computed = self._memory.mark_computed()
-            for order in self._published:
-                self._post(partial(self._publisher.publish, order, computed))
+        self._publish(self._published)
         self._split = [order for order in orders if order.num_parts > 1]
         self._last = [order for order in orders if order.announces_end and self._can_estimate]
         if self._last:
@@ -225,22 +222,22 @@ class PassWatch:
 
     def computed(self) -> None:
         """See LayerWatch."""
-        if self._split:
-            self._published += self._split
-            computed = self._memory.mark_computed()
-            for order in self._split:
-                self._post(partial(self._publisher.publish, order, computed))
+        self._published += self._split
+        self._publish(self._split)
         if self._last:
             self._estimator.computed()
 
     def end(self, orders: Sequence[PublishOrder]) -> None:
         """Publish the orders of a step that is over, but for those that were published before."""
-        others = [order for order in orders if not any(order is each for each in self._published)]
-        if others:
-            computed = self._memory.mark_computed()
-            for order in others:
-                self._post(partial(self._publisher.publish, order, computed))
+        self._publish([order for order in orders if not any(order is each for each in self._published)])
         self._published = []
+
+    def _publish(self, orders: Sequence[PublishOrder]) -> None:
+        """Publish orders once the device has computed everything that was launched before."""
+        if orders:
+            computed = self._memory.mark_computed()
+            for order in orders:
+                self._post(partial(self._publisher.publish, order, computed))
 
     def _post_end(self, end: float) -> None:
         self._post(partial(self._publisher.report_end, self._last, end))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, overload, runtime_checkable
+from typing import overload
 
 import numpy as np
 import numpy.typing as npt
@@ -12,13 +12,6 @@ from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
-
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """A KVMemory in one tensor."""
-
-    pool: Any
 
 
 def block_span(block_bytes: int, part: BlockPart | None) -> tuple[int, int]:

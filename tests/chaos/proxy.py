@@ -3,11 +3,23 @@
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 _CHUNK_BYTES = 65536
 _NO_LINGER = struct.pack("ii", 1, 0)
+
+
+async def until_one_ends(*ways: Coroutine[Any, Any, None]) -> None:
+    """Run the directions of a connection until one of them has ended, and end the others."""
+    tasks = [asyncio.create_task(way) for way in ways]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class FaultyPort:
@@ -86,16 +98,9 @@ class FaultyPort:
         ours = {writer, back}
         self._writers |= ours
         try:
-            ways = [
-                asyncio.create_task(self._pump(reader, back, is_answer=False)),
-                asyncio.create_task(self._pump(there, writer, is_answer=True)),
-            ]
-            try:
-                await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for way in ways:
-                    way.cancel()
-                await asyncio.gather(*ways, return_exceptions=True)
+            await until_one_ends(
+                self._pump(reader, back, is_answer=False), self._pump(there, writer, is_answer=True)
+            )
         finally:
             self._writers -= ours
             back.transport.abort()

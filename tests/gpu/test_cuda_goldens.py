@@ -48,7 +48,7 @@ def test_a_handover_gives_the_tokens_of_the_cpu(tmp_path: Path, transport: str) 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_bfloat16_handover_gives_the_tokens_of_one_engine(tmp_path: Path, transport: str) -> None:
-    """The same steps one after another: bit for bit the same KV on the other side gives the same tokens."""
+    """The receiver has the sender's KV bit for bit, so it emits the tokens of one engine that takes the same steps."""
     make_model(tmp_path, "llama", head_dim=128)
     for backend in usable_backends(CUDA, 128):
         settings: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "attention_backend": backend}

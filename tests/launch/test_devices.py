@@ -8,7 +8,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from launch import devices
 from launch.arguments import parse
-from launch.devices import Placement, num_gpus, parse_devices, place
+from launch.devices import DevicePlace, num_gpus, parse_devices, place_workers
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
 from launch.worker_settings import DecodeCommand
@@ -51,21 +51,21 @@ def test_lists_choose_the_gpus_of_a_role() -> None:
 
 
 def test_ranks_have_gpus_side_by_side() -> None:
-    places = place({P: 1, D: 2}, {P: [0, 1], D: None}, 6, 2)
+    places = place_workers({P: 1, D: 2}, {P: [0, 1], D: None}, 6, 2)
     assert places == {
-        P: [Placement("cuda:0", 2)],
-        D: [Placement("cuda:0", 2), Placement("cuda:2", 1)],
+        P: [DevicePlace("cuda:0", 2)],
+        D: [DevicePlace("cuda:0", 2), DevicePlace("cuda:2", 1)],
     }
-    assert place({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, 2)[B] == [
-        Placement("cuda:1", 1),
-        Placement("cuda:4", 1),
+    assert place_workers({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, 2)[B] == [
+        DevicePlace("cuda:1", 1),
+        DevicePlace("cuda:4", 1),
     ]
     with pytest.raises(
         SettingError, match="decode_devices: each worker needs 2 GPUs side by side, and it lists 2"
     ):
-        place({P: 0, D: 1}, {D: [0, 2]}, 4, 2)
+        place_workers({P: 0, D: 1}, {D: [0, 2]}, 4, 2)
     with pytest.raises(SettingError, match="each worker needs 4 GPUs side by side, and this machine has 3"):
-        place({B: 1}, {}, 3, 4)
+        place_workers({B: 1}, {}, 3, 4)
 
 
 def test_wrong_lists_are_rejected_by_name() -> None:

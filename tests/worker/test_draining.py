@@ -19,6 +19,7 @@ from engine.testing.fakes import start_fake_executor
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
+from router.capacity import CreditHold
 from tests.engine_scheduling.stepping import fake_settings
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg, worker_settings
 from worker.drain_admin import _is_local
@@ -35,6 +36,16 @@ async def until(is_true: Callable[[], object]) -> None:
     async with asyncio.timeout(10):
         while not is_true():
             await asyncio.sleep(0.005)
+
+
+async def stopped_with_a_bound_leg(it: Running) -> tuple[AttachedWorker, CreditHold, asyncio.Task[None]]:
+    """Let a worker stop that is empty, while its router has bound a leg to it."""
+    view = await attached(it)
+    await until(lambda: view.capacity.credit.max_requests)
+    hold = view.capacity.hold("", 10)
+    stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
+    await until(lambda: view.capacity.credit.is_empty)
+    return view, hold, stopping
 
 
 async def by_code(it: Running) -> None:
@@ -275,11 +286,7 @@ async def test_a_prefill_worker_is_empty_when_nobody_can_read_its_kv_any_more(tm
 async def test_a_stopped_worker_waits_for_a_leg_that_is_on_its_way(tmp_path: Path) -> None:
     """The router has bound it before it received the credit: it must not fail with the worker."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
-        hold = view.capacity.hold("", 10)
-        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
-        await until(lambda: view.capacity.credit.is_empty)
+        view, hold, stopping = await stopped_with_a_bound_leg(it)
         await asyncio.sleep(0.3)
         assert not stopping.done()
         await it.call("Decode", waiting_leg())
@@ -294,11 +301,7 @@ async def test_a_stopped_worker_waits_for_a_leg_that_is_on_its_way(tmp_path: Pat
 async def test_a_leg_that_never_arrives_keeps_a_stopped_worker_only_while_it_is_bound(tmp_path: Path) -> None:
     """Its call has failed: the router sends no message about that, and is asked again."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
-        hold = view.capacity.hold("", 10)
-        stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
-        await until(lambda: view.capacity.credit.is_empty)
+        view, hold, stopping = await stopped_with_a_bound_leg(it)
         hold.release()
         async with asyncio.timeout(10):
             await stopping

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError, TransferError
-from engine.connector import KVMemory
+from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
-from kv_transfer.transports.block_views import BlockIds, OnDevice, block_span, read_views
+from kv_transfer.transports.block_views import BlockIds, block_span, read_views
 from kv_transfer.transports.transport import TransportSettings
 
 SENDER = 0
@@ -114,7 +114,7 @@ class GroupPool:
         self.backend = "gloo"
         self.device = ""
         self.place = torch.device("cpu")
-        if isinstance(memory, OnDevice) and memory.pool.device.type == "cuda":
+        if isinstance(memory, LandsDirectly) and memory.pool.device.type == "cuda":
             pool = memory.pool
             self._rows = pool.view(memory.num_blocks, -1)
             self.backend = "nccl"

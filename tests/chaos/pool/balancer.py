@@ -4,6 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 
+from tests.chaos.proxy import until_one_ends
+
 _CHUNK_BYTES = 65536
 _RETRY_SECONDS = 0.1
 _MAX_SECONDS = 20.0
@@ -43,13 +45,9 @@ class Balancer:
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name, there, back = await self._open()
         self.by_client[writer.get_extra_info("peername")[1]] = name
-        ways = [asyncio.create_task(_pump(reader, back)), asyncio.create_task(_pump(there, writer))]
         try:
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+            await until_one_ends(_pump(reader, back), _pump(there, writer))
         finally:
-            for way in ways:
-                way.cancel()
-            await asyncio.gather(*ways, return_exceptions=True)
             back.transport.abort()
             await _flushed(writer)
 
