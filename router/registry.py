@@ -130,13 +130,12 @@ class Registry:
         self._changes.notify()
 
     def take_role(self, worker: AttachedWorker, role: Role) -> None:
-        """Record that a worker without legs has taken another role."""
+        """Record that a worker has taken another role, in which it has no leg yet."""
         if role is worker.role:
             return
         logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
         worker.registration = structs.replace(worker.registration, role=role.value)
-        worker.capacity.held = None if role is Role.PREFILL else self._held
-        self._on_change(worker, True)
+        worker.capacity.take_role(None if role is Role.PREFILL else self._held)
         self._changes.notify()
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:

@@ -70,11 +70,9 @@ class WorkerAdmin:
         worker.flip(RoleOrder(role=role.value, epoch=time.time_ns() // 1000))
         capacity = worker.capacity
 
-        def is_done() -> bool:
-            return worker.gone.is_set() or (worker.role is role and not capacity.credit.is_draining)
-
-        await self._until_answered(worker, lambda: capacity.credit.is_draining or worker.role is role)
-        is_taken = await self._within(wait, is_done)
+        is_taken = await self._within(
+            wait, lambda: worker.gone.is_set() or (worker.role is role and capacity.credit.max_requests > 0)
+        )
         return web.json_response(worker_facts(worker), status=200 if is_taken else 202)
 
     def _worker_of(self, request: web.Request) -> AttachedWorker:
@@ -109,7 +107,9 @@ class WorkerAdmin:
 
 
 def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:
-    """Raise InvalidRequestError if requests could not be answered any more when the worker has this role."""
+    """Raise InvalidRequestError if the worker drains, or requests could not be answered when it has this role."""
+    if worker.capacity.credit.is_draining:
+        raise InvalidRequestError(f"worker {worker.name} drains; undo that first", param="role")
     roles = {other.role for other in registry.workers if other is not worker and other.has_credit} | {role}
     needed = {Role.PREFILL} if registry.embeds_only else {Role.PREFILL, Role.DECODE}
     if Role.AGGREGATED not in roles and (missing := needed - roles):

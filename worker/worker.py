@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
+from contract.identity import Role
 from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
 from serving.cluster_tls import ClusterTls, worker_tls
@@ -26,6 +27,7 @@ from worker.router_links import RouterLinks
 from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterAddress
 from worker.settings import WorkerSettings
+from worker.settling import Settling
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,20 @@ class Worker:
             lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
         )
+        self._settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
         self.drain = Drain(
-            self.lifecycle, emptiness, lambda: self._sessions.send_credit(), settings.drain_seconds
+            self.lifecycle,
+            emptiness,
+            self._settling,
+            lambda: self._sessions.send_credit(),
+            settings.drain_seconds,
         )
-        self.flip = Flip(self.lifecycle, self.drain, emptiness, lambda: self._sessions.send_role())
+        self.flip = Flip(
+            self.lifecycle,
+            self._settling,
+            lambda: self._sessions.send_credit(),
+            lambda: self._sessions.send_role(),
+        )
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
             self.lifecycle,
@@ -58,6 +70,7 @@ class Worker:
             self._abort_request,
             lambda message: carry_out(message, self.drain, self.flip),
             emptiness.note_report,
+            self._settling.note_report,
         )
         self._links: RouterLinks | None = None
         self._early_cancels = EarlyCancels()
@@ -123,7 +136,9 @@ class Worker:
 
     async def leave(self) -> None:
         """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
+        self.flip.close()
         self.drain.close()
+        self._settling.close()
         self.lifecycle.leave()
         await self.abort_all()
         if self._links:
@@ -188,6 +203,11 @@ class Worker:
             "engine_process": facts_of(await self.engine.call("pid")),
             **state,
         }
+
+    def _has_mixed_kv(self) -> bool:
+        """Return True if the engine lends KV, or fetches it, beside what the role does."""
+        stats = self.engine.stats
+        return bool(stats.num_fetches if self.lifecycle.role is Role.PREFILL else stats.num_leases)
 
     async def _abort_request(self, request: EngineRequest) -> None:
         await self.engine.abort(request.request_id, request.attempt)
