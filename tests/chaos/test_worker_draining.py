@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import Outcome, Scene, running_scene, until_streaming
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 NEVER = 100.0
 PAIRS: dict[str, dict[str, Any]] = {
     name: {"drain_seconds": NEVER} for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")
