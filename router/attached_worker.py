@@ -75,7 +75,8 @@ class AttachedWorker:
     @property
     def is_empty(self) -> bool:
         """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
-        return self.capacity.credit.is_empty and not self.capacity.num_requests
+        capacity = self.capacity
+        return capacity.credit.is_empty and not capacity.num_requests and not capacity.num_former
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""

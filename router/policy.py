@@ -73,7 +73,7 @@ def place(
 ) -> Placement | None:
     """Choose the workers of one request; return None while none has room. ``turn`` counts requests, to break ties.
 
-    unreachable: pairs that must not hand over KV now. A decode worker that no prefill worker reaches computes prompts itself.
+    unreachable: pairs that must not hand over KV. A decode worker that no prefill worker reaches computes prompts itself.
     taken: workers whose room an earlier request waits for.
     """
     sizes = _fitting(workers, request)

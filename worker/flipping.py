@@ -56,7 +56,8 @@ class Flip:
             self._change = asyncio.create_task(self._carry_out(), name="change the role")
 
     def close(self) -> None:
-        """End a change that was not made yet. Does nothing the second time."""
+        """End a change that was not made yet, since the worker leaves. Does nothing the second time."""
+        self._settling.close()
         if self._change:
             self._change.cancel()
             self._end()

@@ -59,7 +59,7 @@ class RouterSessions:
     @property
     def has_bound_legs(self) -> bool:
         """True while a router may have a leg bound to this worker, as far as is known."""
-        return self._shares.num_committed.num_requests > 0
+        return self._shares.num_committed.num_requests > 0 or self._shares.num_former > 0
 
     @property
     def are_answered(self) -> bool:

@@ -1,4 +1,4 @@
-"""Whether a worker may lend KV and fetch KV at once, which two workers must not do with each other (law 4).
+"""Follows whether a worker may lend and fetch KV at once, which two workers must not do with each other (law 4).
 
 A worker that changes its role has legs of both roles for a while, and a draining one lends the KV of its answers while its
 last fetches end. Routers bind by what they have received, so each change has the same order:
@@ -70,7 +70,7 @@ class Settling:
             await self._reported.wait()
 
     def begin(self) -> None:
-        """Be unsettled from now on; every router has answered a credit of nothing. The caller sends the next one."""
+        """Count as unsettled from now on; every router has answered a credit of nothing. The caller sends the next one."""
         self._lifecycle.is_unsettled = True
         self._settled.clear()
         self.watch()

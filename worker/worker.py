@@ -48,17 +48,17 @@ class Worker:
             lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
         )
-        self._settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
+        settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
         self.drain = Drain(
             self.lifecycle,
             emptiness,
-            self._settling,
+            settling,
             lambda: self._sessions.send_credit(),
             settings.drain_seconds,
         )
         self.flip = Flip(
             self.lifecycle,
-            self._settling,
+            settling,
             lambda: self._sessions.send_credit(),
             lambda: self._sessions.send_role(),
         )
@@ -70,7 +70,7 @@ class Worker:
             self._abort_request,
             lambda message: carry_out(message, self.drain, self.flip),
             emptiness.note_report,
-            self._settling.note_report,
+            settling.note_report,
         )
         self._links: RouterLinks | None = None
         self._early_cancels = EarlyCancels()
@@ -138,7 +138,6 @@ class Worker:
         """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
         self.flip.close()
         self.drain.close()
-        self._settling.close()
         self.lifecycle.leave()
         await self.abort_all()
         if self._links:

@@ -1,4 +1,4 @@
-"""What can happen in a world of ``flip_world``, and a search of all such worlds, nearest first."""
+"""A search of all worlds of ``flip_world``, nearest first, with everything that can happen in them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -73,7 +73,9 @@ class FlipExplorer:
 
     def _check_quiet(self, world: FlipWorld, found: FlipFindings) -> None:
         found.num_quiet += 1
-        if left := [str(number) for number, one in enumerate(world.requests) if one.phase != "done"]:
+        if left := [
+            str(number) for number, one in enumerate(world.requests) if one.phase in ("bound", "decoded")
+        ]:
             raise LawBrokenError(f"deadlock: request {' and '.join(left)} can never end")
         if any(one.is_unsettled and not one.is_draining for one in world.workers):
             raise LawBrokenError("a worker is never settled again")
@@ -108,9 +110,7 @@ class FlipExplorer:
             elif worker.is_draining and not worker.is_unsettled:
                 yield "unsettle", index, 0
             elif worker.is_unsettled and not worker.is_draining:
-                former = [
-                    has_former(world, router, index) for router in range(self.scenario.num_routers)
-                ]
+                former = [has_former(world, router, index) for router in range(self.scenario.num_routers)]
                 is_left = any(worker.former) and self.rules.waits_for_former
                 if not is_left and not has_mixed_kv(world, index):
                     yield "settle", index, 0
@@ -146,7 +146,9 @@ class FlipExplorer:
                 yield "hand_off", number, 0
             elif not request.is_moved and self._leaves(world, request.router, source):
                 choices = targets(self.rules, seen, source)
-                yield from (("move", number, choice) for choice in choices if not _is_source(world, request, choice))
+                yield from (
+                    ("move", number, choice) for choice in choices if not _is_source(world, request, choice)
+                )
             return
         if request.phase == "bound":
             yield from self._progress(world, number, request)
@@ -239,10 +241,10 @@ class FlipExplorer:
         request = world.requests[number]
         seen = world.seen[request.router]
         placement = placements(self.rules, seen)[choice]
-        *before, end = [
-            Part(int(leg.worker), seen[int(leg.worker)].num_roles) for leg in placement.legs
-        ]
-        return _with(world, number, request._replace(phase="bound", send=next(iter(before), None), receive=end))
+        *before, end = [Part(int(leg.worker), seen[int(leg.worker)].num_roles) for leg in placement.legs]
+        return _with(
+            world, number, request._replace(phase="bound", send=next(iter(before), None), receive=end)
+        )
 
     def _arrive_send(self, world: FlipWorld, number: int, _: int) -> FlipWorld:
         request = world.requests[number]

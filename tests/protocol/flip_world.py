@@ -22,15 +22,14 @@ from worker.lifecycle import LegCall, Lifecycle
 
 Action = tuple[str, int, int]
 """Its name, a worker or request, and a router (0 where there is none) or the number of a choice."""
-NOBODY = -1
 
 
 @dataclass(frozen=True)
 class FlipRules:
     """Production's rules; a mutant has a switch for one of them.
 
-    never_binds: no hand-over is bound between two unsettled workers (law 4 b). never_moves: no answer is moved to an unsettled
-    worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
+    never_binds: no hand-over is bound between two unsettled workers (law 4 b). never_moves: no answer is moved to an
+    unsettled worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
     waits_for_former: it is settled only when no router has anything left of its former state. flips_settled: it takes a role
     only when it is settled.
     """
@@ -46,8 +45,8 @@ class FlipRules:
 class FlipScenario:
     """One world. roles: of the workers in the beginning; blocks: of each pool. requests: the router of each one.
 
-    changes: (worker, role), (worker, "drain") and (worker, "undrain") that happen at any moment, each once. in_order: those of
-    one worker happen one after the other.
+    decoded: the workers on which the first requests are decoded in the beginning. changes: (worker, role), (worker, "drain")
+    and (worker, "undrain") that happen at any moment; those of one worker happen one after the other.
     """
 
     name: str
@@ -55,6 +54,7 @@ class FlipScenario:
     requests: tuple[int, ...]
     changes: tuple[tuple[int, str], ...]
     blocks: int = 1
+    decoded: tuple[int, ...] = ()
     rules: FlipRules = FlipRules()
 
     @property
@@ -95,7 +95,10 @@ class Part(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request. phase: new, bound, decoded or done. target: reserved for the move that was ordered. is_moved: by ``send``."""
+    """One request. phase: new, bound, decoded or done. target: reserved for the move that was ordered.
+
+    is_moved: it was moved, and ``send`` is the lease of that move.
+    """
 
     router: int
     phase: str = "new"
@@ -130,9 +133,16 @@ def first_world(scenario: FlipScenario) -> FlipWorld:
         tuple(tuple(Seen(role) for role in scenario.roles) for _ in routers),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
-        tuple(Request(router) for router in scenario.requests),
+        tuple(_first(scenario, number) for number in range(len(scenario.requests))),
         scenario.changes,
     )
+
+
+def _first(scenario: FlipScenario, number: int) -> Request:
+    router = scenario.requests[number]
+    if number >= len(scenario.decoded):
+        return Request(router)
+    return Request(router, "decoded", receive=Part(scenario.decoded[number], 1, "held"))
 
 
 def lifecycle_of(worker: Worker) -> Lifecycle:
@@ -248,5 +258,3 @@ def refuse_unserved(worker: Worker, *, is_sending: bool) -> None:
     """Raise LawBrokenError if a worker does not serve the call that starts a leg."""
     if not lifecycle_of(worker).serves(call_of(is_sending)):
         raise LawBrokenError(f"a {worker.role.value} worker refuses a leg that was bound by its former role")
-
-
