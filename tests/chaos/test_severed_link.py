@@ -7,6 +7,7 @@ import pytest
 
 from tests.chaos.clients import Api
 from tests.chaos.fleet import ROUTER
+from tests.chaos.proxy import every, none
 from tests.chaos.settings import chaos_rng
 from tests.chaos.test_links import until_bytes
 from tests.chaos.under_fault import DEADLINE, scene_behind_a_link
@@ -20,7 +21,7 @@ async def test_every_request_is_answered_without_a_control_link(tmp_path: Path, 
     rng = chaos_rng(f"severed, {how}")
     async with scene_behind_a_link(tmp_path, rng) as (scene, link):
         if how == "refused":
-            link.control.is_refusing = True
+            link.control.refuses = every
             link.control.cut()
         else:
             link.control.hold()
@@ -32,7 +33,7 @@ async def test_every_request_is_answered_without_a_control_link(tmp_path: Path, 
         states = await scene.fleet.states()
         assert not any(states[ROUTER]["requests"].values())
         if how == "refused":
-            link.control.is_refusing = False
+            link.control.refuses = none
         else:
             link.control.release()
         back = asyncio.create_task(until_bytes(link))

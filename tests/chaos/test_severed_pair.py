@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.proxy import FaultyLink
+from tests.chaos.proxy import FaultyLink, every, none
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import PEER_TIMEOUT, scene_behind_a_link
 
@@ -15,10 +15,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.
 
 async def reject(link: FaultyLink) -> None:
     """Reset every connection, and further ones too."""
-    link.control.is_refusing = True
+    link.control.refuses = every
     link.control.cut()
     await asyncio.sleep(5 * PEER_TIMEOUT)
-    link.control.is_refusing = False
+    link.control.refuses = none
 
 
 async def drop(link: FaultyLink) -> None:
