@@ -103,21 +103,25 @@ class FlipExplorer:
                 if world.up[index][router]:
                     yield "answered", index, router
             yield from self._changes_of(world, index)
-            if any(worker.unanswered):
-                continue
-            if worker.closing is not None:
-                yield "take", index, 0
-            elif worker.is_draining and not worker.is_unsettled:
-                yield "unsettle", index, 0
-            elif worker.is_unsettled and not worker.is_draining:
-                former = [has_former(world, router, index) for router in range(self.scenario.num_routers)]
-                is_left = any(worker.former) and self.rules.waits_for_former
-                if not is_left and not has_mixed_kv(world, index):
-                    yield "settle", index, 0
-                elif tuple(former) != worker.former:
-                    yield "ask", index, 0
+            if not any(worker.unanswered):
+                yield from self._answered_by_all(world, index)
         for number, request in enumerate(world.requests):
             yield from self._actions_of(world, number, request)
+
+    def _answered_by_all(self, world: FlipWorld, index: int) -> Iterator[Action]:
+        """Return what a worker does when every router has answered its last credit; see ``worker/settling.py``."""
+        worker = world.workers[index]
+        if worker.closing is not None:
+            yield "take", index, 0
+        elif worker.is_draining and not worker.is_unsettled:
+            yield "unsettle", index, 0
+        elif worker.is_unsettled and not worker.is_draining:
+            former = [has_former(world, router, index) for router in range(self.scenario.num_routers)]
+            is_left = any(worker.former) and self.rules.waits_for_former
+            if not is_left and not has_mixed_kv(world, index):
+                yield "settle", index, 0
+            elif tuple(former) != worker.former:
+                yield "ask", index, 0
 
     def _changes_of(self, world: FlipWorld, index: int) -> Iterator[Action]:
         """Return the next change of a worker, if it can be made now."""
@@ -129,7 +133,8 @@ class FlipExplorer:
                 if worker.is_draining:
                     yield "change", index, place
             elif worker.closing is None and not worker.is_draining:
-                if what == "drain" or not worker.is_unsettled or not self.rules.flips_settled:
+                may_flip = not worker.is_unsettled or not self.rules.flips_settled
+                if what == "drain" or may_flip:
                     yield "change", index, place
             return
 
