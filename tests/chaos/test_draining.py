@@ -11,7 +11,7 @@ from tests.chaos.fleet import ROUTER
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import DEADLINE, Scene, running_scene, until_streaming
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 WORKERS: dict[str, dict[str, Any]] = {"both-0": {}}
 
 

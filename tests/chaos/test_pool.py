@@ -8,7 +8,7 @@ from tests.chaos.pool.run import Load, Sizes, run_pool
 from tests.chaos.pool.scripts import Disturb, Restart, ScaleIn, Script
 from tests.chaos.settings import chaos_rng
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 FEW = Load(num_clients=12, num_questions=18, longest_answer=160)
 
 

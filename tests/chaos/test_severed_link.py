@@ -11,7 +11,7 @@ from tests.chaos.settings import chaos_rng
 from tests.chaos.test_links import until_bytes
 from tests.chaos.under_fault import DEADLINE, scene_behind_a_link
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize("how", ["refused", "dropped"])

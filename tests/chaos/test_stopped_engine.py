@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import PEER_TIMEOUT, Scene, running_scene
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(("name", "num_decode"), [("prefill-0", 1), ("decode-0", 1), ("decode-0", 2)])
