@@ -14,6 +14,8 @@ from tests.protocol.sink import LawBrokenError, Sink
 
 TARGET = "D0"
 """The worker to which requests are moved."""
+SECOND_TARGET = "D1"
+"""The one that continues them if TARGET fails."""
 Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
 """(request, attempt, first index, tokens, finish reason, error kind)."""
 LegCall = tuple[str, str, int, int, int, str | None]
@@ -124,9 +126,9 @@ class RouterSide:
             leg.may_hold = False
             failed_workers = {each.worker for each in request.legs if each.may_hold or each is leg}
             is_abort = finish_reason == FinishReason.ABORT or error_kind is None
-            self._fail(
-                request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers
-            )
+            kind = ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind))
+            if not self._moves_on(request, leg, kind):
+                self._fail(request, kind, failed_workers)
             return
         if finish_reason == HANDED_OVER:
             self._hand_over(request, leg, first_index)
@@ -153,6 +155,8 @@ class RouterSide:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
             if lost is not None and not lost.is_over:
                 lost.may_hold = False
+                if self._moves_on(request, lost, ErrorKind.WORKER_LOST):
+                    continue
                 is_known = worker in request.failed_workers
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
@@ -222,10 +226,28 @@ class RouterSide:
         request.delivery = Delivery(next_attempt, num_tokens)
         request.prefill = RouterLeg(leg.worker, leg.boot, num_tokens - 1)
         request.prefill.next_index = num_tokens
-        request.decode = RouterLeg(TARGET, self.workers[TARGET], num_tokens)
-        request.rungs.append(f"moved>{TARGET}")
-        boot = request.decode.boot
-        self.calls.append(("decode", boot, request.number, next_attempt, num_tokens - 1, leg.boot))
+        self._continue_at(request, TARGET)
+
+    def _moves_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
+        """Continue at another target than the first one, which has failed; see ``router.move.Move.target_failed``."""
+        source = request.prefill
+        is_target = request.decode is failed and failed.worker == TARGET and not failed.has_spoken
+        is_moved = bool(request.rungs) and request.rungs[-1] == f"moved>{TARGET}"
+        if not is_target or not is_moved or source is None or kind not in CURABLE:
+            return False
+        if self.workers.get(source.worker) != source.boot or SECOND_TARGET not in self.workers:
+            return False
+        self._continue_at(request, SECOND_TARGET)
+        return True
+
+    def _continue_at(self, request: RouterRequest, target: str) -> None:
+        """Order a worker to continue a request with what the source lends; see ``router.move.Move``."""
+        source = request.prefill
+        assert source is not None
+        request.decode = RouterLeg(target, self.workers[target], source.next_index)
+        request.rungs.append(f"moved>{target}")
+        call = ("decode", request.decode.boot, request.number, request.attempt, source.next_index - 1)
+        self.calls.append((*call, source.boot))
 
     def give_up(self, number: int, kind: str) -> None:
         """End a request: the client has gone, or a deadline is over."""

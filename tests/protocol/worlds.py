@@ -27,6 +27,8 @@ MOVED = Scenario(
     num_moves=1,
 )
 """It begins on the worker that lends it later, and may be moved after any token, or not at all."""
+MOVED_ON = replace(MOVED, name=f"{MOVED.name}, with two targets", answers=(3,), num_decode=2)
+"""The second one continues it, with the same lease, if the first one fails."""
 LEFT_WHILE_MOVED = replace(MOVED, name=f"{MOVED.name}, or left by its client", may_leave=True)
 
 
@@ -51,6 +53,7 @@ SMALL = [
     *(struck(LAYERS, fault) for fault in ("corrupt", "break")),
     MOVED,
     LEFT_WHILE_MOVED,
+    *(struck(MOVED_ON, fault) for fault in ("crash", "cut")),
     *(
         struck(MOVED, fault)
         for fault in ("crash", "cut", "repeat", "delay", "corrupt", "break", "spoil", "starve")
