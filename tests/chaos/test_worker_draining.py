@@ -152,7 +152,7 @@ async def test_a_worker_of_each_role_is_restarted_one_after_the_other(scene: Sce
         for name in ("prefill-0", "decode-1", "both-0"):
             assert await stopped_and_restarted(scene, name) == [0]
 
-    nothing_failed(await scene.during(restart_all, num_streams=12))
+    nothing_failed(await scene.during(restart_all))
     assert await scene.fleet.terminate("both-0") == 0
     del scene.fleet.facts["both-0"]
 
@@ -173,5 +173,5 @@ async def test_workers_change_their_roles_and_back(scene: Scene) -> None:
             assert (status, facts["role"], facts["state"]) == (200, role, "serving")
             await until_busy(scene, name)
 
-    nothing_failed(await scene.during(flip, num_streams=12))
+    nothing_failed(await scene.during(flip))
     assert {name: scene.fleet.children[name].pid for name in POOL} == pids

@@ -50,21 +50,13 @@ def require_engine() -> None:
         )
 
 
-def engine_time() -> str:
-    """Return the engine's time."""
-    return docker("info", "--format", "{{.SystemTime}}").strip()
-
-
 class Stack:
-    """The compose project of the tests, with the profile ``cpu``, ports that the engine picks, and more ``variables``."""
-
-    def __init__(self, variables: Sequence[str] = ()) -> None:
-        self._variables = (*VARIABLES, *variables)
+    """The compose project of the tests, with the profile ``cpu`` and ports that the engine picks."""
 
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Run one `docker compose` command of the project and return its output."""
         command = ("compose", "-p", PROJECT, *arguments)
-        return docker(*command, timeout_seconds=timeout_seconds, variables=self._variables)
+        return docker(*command, timeout_seconds=timeout_seconds, variables=VARIABLES)
 
     def up(self, *arguments: str) -> None:
         """Start stopped services, and wait until every service is healthy."""
@@ -78,9 +70,9 @@ class Stack:
         """Stop and remove everything, the volumes too."""
         self.compose("down", "-v", "--remove-orphans", timeout_seconds=UP_SECONDS)
 
-    def published(self, port: int, router: int = 1) -> str:
-        """Return the published address of a port of the router with this number, as "host:port"."""
-        return self.compose("port", "--index", str(router), "router", str(port)).strip()
+    def published(self, port: int) -> str:
+        """Return the published address of one of the router's ports, as "host:port"."""
+        return self.compose("port", "router", str(port)).strip()
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of the running containers of a service."""
@@ -91,14 +83,6 @@ class Stack:
         ids = self.compose("ps", "-a", "-q", *arguments).split()
         found: list[dict[str, Any]] = json.loads(docker("inspect", *ids)) if ids else []
         return found
-
-    def exit_codes(self, since: str) -> list[int]:
-        """Return the exit codes of the project's containers that have ended since a time of ``engine_time``."""
-        filters = ("--filter", "event=die", "--filter", f"label=com.docker.compose.project={PROJECT}")
-        told = docker(
-            "events", "--since", since, "--until", engine_time(), *filters, "--format", "{{json .}}"
-        )
-        return [int(json.loads(line)["Actor"]["Attributes"]["exitCode"]) for line in told.splitlines()]
 
     def leftovers(self) -> dict[str, str]:
         """Return the project's containers, networks and volumes that still exist."""
@@ -123,10 +107,10 @@ def debug_state(container: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_stack(*variables: str) -> Iterator[Stack]:
+def running_stack() -> Iterator[Stack]:
     """The stack, built from this checkout and ready to answer; taken down with all its volumes at the end."""
     require_engine()
-    stack = Stack(variables)
+    stack = Stack()
     stack.down()
     try:
         stack.compose("build", timeout_seconds=BUILD_SECONDS)
