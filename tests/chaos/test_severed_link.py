@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos.clients import Api
 from tests.chaos.fleet import ROUTER
-from tests.chaos.proxy import FaultyLink
+from tests.chaos.proxy import FaultyLink, every, none
 from tests.chaos.settings import chaos_rng
 from tests.chaos.test_links import until_bytes
 from tests.chaos.under_fault import DEADLINE, Scene, scene_behind_a_link
@@ -22,10 +22,10 @@ async def test_every_request_is_answered_without_a_control_link(tmp_path: Path) 
     Its connections are refused, then they are dropped.
     """
     async with scene_behind_a_link(tmp_path, chaos_rng("severed link")) as (scene, link):
-        link.control.is_refusing = True
+        link.control.refuses = every
         link.control.cut()
         await check_that_all_are_answered(scene, "refused")
-        link.control.is_refusing = False
+        link.control.refuses = none
         await check_that_it_is_back(scene, link, "refused")
         link.control.hold()
         await check_that_all_are_answered(scene, "dropped")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 import pytest_asyncio
 
-from tests.chaos.proxy import FaultyLink
+from tests.chaos.proxy import FaultyLink, every, none
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import PEER_TIMEOUT, Scene, scene_behind_a_link
 
@@ -28,10 +28,10 @@ async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[
 
 async def reject(link: FaultyLink) -> None:
     """Reset every connection, and further ones too."""
-    link.control.is_refusing = True
+    link.control.refuses = every
     link.control.cut()
     await asyncio.sleep(5 * PEER_TIMEOUT)
-    link.control.is_refusing = False
+    link.control.refuses = none
 
 
 async def drop(link: FaultyLink) -> None:
