@@ -247,7 +247,7 @@ def at_its_end_write(file: Path) -> None:
 async def test_the_process_ends_without_the_end_of_its_interpreter(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """That takes longer than everything else that a worker does at its end. What was logged is not lost."""
+    """An interpreter with torch takes longer to end than a worker to leave. No line of the log is lost."""
     file = tmp_path / "late"
     client = await ProcessClient.start(
         fake_settings(), start=start_fake_executor, prepare=partial(at_its_end_write, file)
