@@ -19,6 +19,8 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 TRITON := $(VENV)/triton
+# The tests that need nothing but .venv, in the language of pytest's -m.
+ANYWHERE := not explore and not gpu and not docker and not sdk and not triton
 
 .PHONY: help install demo test test-slow test-triton mutants explore soak chaos check format format-check lint types imports sizes language protos \
 	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
@@ -46,16 +48,18 @@ demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twi
 	@exec $(BIN)/kvbaton demo $(ARGS)
 
 test: install ## run the tests that take seconds, in TEST_PROCESSES processes (0: in this one)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and not explore and not gpu and not docker and not sdk and not triton" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "not slow and $(ANYWHERE)" $(ARGS)
 
-test-slow: install ## run the tests that take minutes
-	$(BIN)/python -m pytest -m "slow and not gpu and not docker and not sdk and not triton" --durations=15 $(ARGS)
+# Exit status 5: ARGS selects no test of that part.
+test-slow: install ## run the tests that take minutes, in TEST_PROCESSES processes, and then those that disturb whole pools one by one
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m "slow and not alone and $(ANYWHERE)" --durations=15 $(ARGS) || (( $$? == 5 ))
+	$(BIN)/python -m pytest -m "slow and alone and $(ANYWHERE)" --durations=15 $(ARGS) || (( $$? == 5 ))
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
-	$(BIN)/python -m pytest -m docker $(ARGS)
+	$(BIN)/python -m pytest -m docker $(or $(ARGS),tests/docker)
 
 test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
-	$(BIN)/python -m pytest -m sdk $(ARGS)
+	$(BIN)/python -m pytest -m sdk $(or $(ARGS),tests/sdk)
 
 test-triton: install $(TRITON) ## run the GPU kernels without a GPU: interpreted, and compiled
 	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton tests/triton $(ARGS)

@@ -72,6 +72,11 @@ class AttachedWorker:
         capacity = self.capacity
         return not self.is_leaving and (capacity.credit.max_requests > 0 or capacity.waits_for_credit)
 
+    @property
+    def is_empty(self) -> bool:
+        """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
+        return self.capacity.credit.is_empty and not self.capacity.num_requests
+
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
         self.is_leaving = True

@@ -51,7 +51,7 @@ class WorkerAdmin:
         worker.drain(DrainOrder(deadline_seconds=deadline))
         capacity = worker.capacity
         await self._until_answered(worker, lambda: capacity.credit.is_draining)
-        is_empty = await self._within(wait, lambda: capacity.credit.is_empty or worker.gone.is_set())
+        is_empty = await self._within(wait, lambda: worker.is_empty or worker.gone.is_set())
         return web.json_response(worker_facts(worker), status=200 if is_empty else 202)
 
     async def _undrain(self, request: web.Request) -> web.Response:

@@ -11,7 +11,7 @@ from router.attached_worker import AttachedWorker
 class ShownState(StrEnum):
     """The state of an attached worker: STARTING until its first credit, LEAVING once a side has ended its stream.
 
-    EMPTY: it drains, holds no leg and lends no KV.
+    EMPTY: it drains, holds no leg and lends no KV, and no leg of this router is on its way to it.
     """
 
     STARTING = "starting"
@@ -26,7 +26,7 @@ def state_of(worker: AttachedWorker) -> ShownState:
     if worker.is_leaving:
         return ShownState.LEAVING
     if worker.capacity.credit.is_draining:
-        return ShownState.EMPTY if worker.capacity.credit.is_empty else ShownState.DRAINING
+        return ShownState.EMPTY if worker.is_empty else ShownState.DRAINING
     return ShownState.SERVING if worker.has_credit else ShownState.STARTING
 
 

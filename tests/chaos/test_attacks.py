@@ -11,7 +11,7 @@ from tests.chaos.settings import chaos_rng
 
 NUM_ATTACKS = 2
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.e2e, pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize("turn", range(NUM_ATTACKS))

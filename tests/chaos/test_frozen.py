@@ -13,7 +13,7 @@ SHORT = PEER_TIMEOUT / 2
 LONG = LEASE + 2 * PEER_TIMEOUT
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("transport", drawn_transports())

@@ -9,7 +9,7 @@ from tests.chaos.settings import chaos_rng, drawn_transports
 
 NUM_STREAMS = 20
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("transport", drawn_transports())

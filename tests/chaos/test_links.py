@@ -10,7 +10,7 @@ from tests.chaos.proxy import FaultyLink
 from tests.chaos.settings import chaos_rng
 from tests.chaos.under_fault import LEASE, PEER_TIMEOUT, Scene, scene_behind_a_link
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
 async def test_answers_are_right_under_every_fault_of_the_link(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ NUM_STREAMS = 10
 MAX_NUM_SEQS = 32
 DEADLINE = 60.0
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
 
 
 @dataclass

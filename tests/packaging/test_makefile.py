@@ -66,22 +66,22 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
     assert rest.endswith(f"'.[worker,dev]' --constraint constraints/{'cuda' if gpu else 'cpu'}.txt")
 
 
+ANYWHERE = "not explore and not gpu and not docker and not sdk and not triton"
+
+
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
-    assert any(
-        '-m "not slow and not explore and not gpu and not docker and not sdk and not triton"' in line
-        for line in planned(programs, "test")
-    )
-    assert any(
-        '-m "slow and not gpu and not docker and not sdk and not triton"' in line
-        for line in planned(programs, "test-slow")
-    )
+    (quick,) = (line for line in planned(programs, "test") if "-m pytest" in line)
+    assert f'-n 2 --dist worksteal -m "not slow and {ANYWHERE}"' in quick
+    beside, alone = (line for line in planned(programs, "test-slow") if "-m pytest" in line)
+    assert f'-n 2 --dist worksteal -m "slow and not alone and {ANYWHERE}"' in beside
+    assert f'-m pytest -m "slow and alone and {ANYWHERE}"' in alone
     assert any(
         "-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line
         for line in planned(programs, "gpu-check")
     )
     for marker in ("docker", "sdk"):
         lines = planned(programs, f"test-{marker}")
-        assert any(line.endswith(f"-m pytest -m {marker} ") for line in lines)
+        assert any(line.endswith(f"-m pytest -m {marker} tests/{marker}") for line in lines)
 
 
 def test_triton_is_installed_beside_the_environment_and_interpreted(programs: Path) -> None:

@@ -37,7 +37,12 @@ MISSING = [
         id="second lease check",
     ),
     pytest.param(
-        struck(replace(ONE, checks_digests=False), "doubt"), mutants.NO_ATTEMPT, "misread: ", 18, id="attempt"
+        struck(replace(ONE, checks_digests=False), "doubt"),
+        mutants.NO_ATTEMPT,
+        "misread: ",
+        18,
+        id="attempt",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         struck(CHUNKED, "break"), mutants.EAGER_READING, "is read into twice at once", 12, id="terminal first"
@@ -49,6 +54,7 @@ MISSING = [
         "without any fault only a deadline ends this",
         16,
         id="memory order",
+        marks=pytest.mark.slow,
     ),
     pytest.param(
         LEFT_WHILE_MOVED, mutants.NO_NEXT_ATTEMPT, "lease:0#0.1 holds 2 blocks", 12, id="next attempt"

@@ -209,6 +209,21 @@ async def test_an_operator_drains_a_worker_and_waits_until_it_is_empty() -> None
         assert (status, facts["state"]) == (200, "serving")
 
 
+async def test_a_worker_is_not_empty_while_a_leg_is_on_its_way_to_it() -> None:
+    """The worker had received nothing of the leg when it reported that it is empty."""
+    async with running_cluster(Script(tokens=HELLO.tokens, stall_at=2), (Role.AGGREGATED,)) as cluster:
+        worker = cluster.workers["both-0"]
+        asking = asyncio.create_task(cluster.post("/v1/completions", {"prompt": "x"}))
+        await worker.received.wait_for(lambda each: bool(each.decodes))
+        drained = asyncio.create_task(ordered(cluster, "both-0/drain?wait=0.1"))
+        await obey(worker, pb.Credit(is_draining=True, is_empty=True))
+        status, facts = await drained
+        assert (status, facts["state"], facts["num_legs"]) == (202, "draining", 1)
+        asking.cancel()
+        status, facts = await ordered(cluster, "both-0/drain?wait=60")
+        assert (status, facts["state"], facts["num_legs"]) == (200, "empty", 0)
+
+
 async def test_a_drain_that_takes_longer_than_the_wait_goes_on() -> None:
     async with running_cluster(HELLO, PAIR) as cluster:
         draining = asyncio.create_task(ordered(cluster, "prefill-0/drain?wait=0.05"))
