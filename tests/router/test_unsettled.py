@@ -96,6 +96,19 @@ async def test_answers_stay_on_a_worker_that_decodes_in_its_new_role() -> None:
         await made.ends()
 
 
+async def test_a_role_has_no_credit_before_the_worker_sends_it() -> None:
+    """Between the two messages nothing is bound, and the worker counts as attached in its new role."""
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        worker.stream.grant(pb.Credit(**FULL, number=1))
+        await worker.stream.next_order()
+        worker.stream.take_role("prefill", 1)
+        await cluster.until(lambda state: state["workers"][-1]["role"] == "prefill")
+        attached = cluster.service._path.registry.get("decode-1")
+        assert (attached.capacity.credit.max_requests, attached.has_credit) == (0, True)
+        assert cluster.service._path.registry.views.unsettled == {"decode-1"}
+
+
 async def former(worker: ScriptedWorker, number: int, **credit: object) -> int:
     """Send a credit, and return how many legs of the former role the router reports in its answer."""
     worker.stream.grant(pb.Credit(**FULL, number=number, **credit))
