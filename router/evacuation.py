@@ -104,7 +104,9 @@ class Evacuation:
         """Process the role that a worker has taken, or that it had already when it attached."""
         if taken.role not in WORKER_ROLES:
             logger.warning("worker %s reported the role %r; ignored", worker.name, taken.role)
-        elif taken.role != worker.role:
+            return
+        worker.capacity.ordered_role = None
+        if taken.role != worker.role:
             self._registry.take_role(worker, Role(taken.role))
             self._metrics.flipped(taken.role)
 
@@ -123,6 +125,7 @@ class Evacuation:
 
     def _begin(self, worker: AttachedWorker) -> None:
         credit = worker.capacity.credit
+        worker.capacity.ordered_role = None  # a drain ends a change that was not made yet
         logger.info(
             "worker %s drains: its %d legs have %.1f s",
             worker.name,
