@@ -33,7 +33,7 @@ class WorkerCapacity:
     held: counts what clients hold of all workers among which their shares are divided; None if this is none of them.
     on_change: called at every change of these, with True if the worker may have room that it did not have. num_roles: roles
     that the worker has had. num_requests, num_tokens: held for legs of its present role; num_former: legs of former ones.
-    ordered_role: the role that this router has ordered the worker to take, and that the worker has not reported.
+    ordered_role: the role that this router has ordered the worker to take, and that the worker does not offer yet.
     """
 
     def __init__(self, held: Held | None, on_change: Callable[[bool], None]) -> None:

@@ -81,6 +81,9 @@ class Evacuation:
     def credit_changed(self, worker: AttachedWorker) -> None:
         """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
         credit = worker.capacity.credit
+        if credit.max_requests and worker.capacity.ordered_role == worker.role:
+            worker.capacity.ordered_role = None
+            self._changes.notify()
         if not credit.is_draining:
             self._end(worker, "undone")
         elif worker not in self._drains:
@@ -105,7 +108,8 @@ class Evacuation:
         if taken.role not in WORKER_ROLES:
             logger.warning("worker %s reported the role %r; ignored", worker.name, taken.role)
             return
-        worker.capacity.ordered_role = None
+        if taken.role != worker.capacity.ordered_role:
+            worker.capacity.ordered_role = None  # a later order has come from elsewhere
         if taken.role != worker.role:
             self._registry.take_role(worker, Role(taken.role))
             self._metrics.flipped(taken.role)

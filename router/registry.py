@@ -29,8 +29,8 @@ class WorkerIdTakenError(IncompatiblePeerError):
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, and when it may
-    have room that it did not have. The first worker decides which model this router serves, for the router's whole life.
+    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, is empty, and
+    when it may have room that it did not have. The first worker decides which model this router serves, for the router's whole life.
     memory_seconds: how long the size of a detached worker is remembered: it may be starting again.
     """
 
@@ -167,7 +167,7 @@ class Registry:
         if self._workers.get(worker.name) is worker:
             self._stale[worker.name] = worker
             known = self._views.get(worker.name)
-            if worker.has_credit != (known is not None and known.size.has_credit):
+            if worker.is_empty or worker.has_credit != (known is not None and known.size.has_credit):
                 self._changes.notify()
         if has_more_room:
             self._changes.notify_room()

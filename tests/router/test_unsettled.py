@@ -1,6 +1,7 @@
 """Workers that may lend and fetch at once: what a router binds to them, and which answers leave them (law 4)."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from tests.router.cluster import PAIR, running_cluster
 from tests.router.moves import SOURCE, TARGET, moves
 from tests.router.test_worker_admin import HELLO
 
-FULL = {"max_requests": 256, "max_tokens": 2**20}
+FULL: dict[str, Any] = {"max_requests": 256, "max_tokens": 2**20}
 
 
 def view(name: str, role: Role, *, is_unsettled: bool) -> WorkerView:
@@ -109,7 +110,7 @@ async def test_a_role_has_no_credit_before_the_worker_sends_it() -> None:
         assert cluster.service._path.registry.views.unsettled == {"decode-1"}
 
 
-async def former(worker: ScriptedWorker, number: int, **credit: object) -> int:
+async def former(worker: ScriptedWorker, number: int, **credit: Any) -> int:
     """Send a credit, and return how many legs of the former role the router reports in its answer."""
     worker.stream.grant(pb.Credit(**FULL, number=number, **credit))
     while True:
@@ -134,7 +135,7 @@ async def test_a_router_reports_moves_away_from_a_worker_until_they_are_over() -
     """The worker serves again; its lease may still be read."""
     async with moves() as made:
         made.source.player.may_hand_off.clear()
-        draining = {"is_draining": True, "drain_seconds": 600.0, "is_unsettled": True}
+        draining: dict[str, Any] = {"is_draining": True, "drain_seconds": 600.0, "is_unsettled": True}
         made.source.stream.grant(pb.Credit(**draining))
         evacuation = made.cluster.service._worker_port._evacuation
         async with asyncio.timeout(10):

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import grpc.aio
 import pytest
@@ -23,9 +24,9 @@ class Silenced:
 
     def __init__(self, view: AttachedWorker) -> None:
         self._kept: list[pb.RouterMessage | None] = []
-        self._outbox = view.outbox
+        self._outbox: Any = view.outbox
         self._put = view.outbox.put_nowait
-        view.outbox.put_nowait = self._keep
+        self._outbox.put_nowait = self._keep
 
     def _keep(self, item: pb.RouterMessage | None) -> None:
         if item is not None and item.HasField("credit_use"):
