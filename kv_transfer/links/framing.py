@@ -6,13 +6,13 @@ A frame over its bound is rejected before it is read, and one that does not matc
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from contract.decoding import decode_outside, shown
+from contract.decoding import decode_outside, msgpack_decoder, shown
 from contract.errors import TransferError
 
 HEADER = struct.Struct("<II")
@@ -52,11 +52,16 @@ def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
 def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
     """Decode the body of a frame. Raises TransferError."""
     message: _T = decode_outside(
-        partial(msgspec.msgpack.decode, type=message_type),
+        _decoder(message_type).decode,
         body,
         lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
     )
     return message
+
+
+@cache
+def _decoder(message_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:
+    return msgpack_decoder(message_type)
 
 
 class FrameBuffer:
