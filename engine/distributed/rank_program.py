@@ -49,7 +49,7 @@ class RankLoop:
         end = context.socket(zmq.PAIR)
         self._large = LargeSocket(end)
         end.connect(plan.large_address)
-        self._decoder = msgpack_decoder(RankCall)
+        self._decoder: msgspec.msgpack.Decoder[RankCall] = msgpack_decoder(RankCall)
         self._types = MethodTypes()
         self._runner: ModelRunner | None = None
 

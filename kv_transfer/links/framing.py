@@ -6,7 +6,6 @@ A frame over its bound is rejected before it is read, and one that does not matc
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,6 +19,7 @@ HEADER = struct.Struct("<II")
 _MAX_PORT = 65535
 _MAX_HOST_CHARACTERS = 255
 _T = TypeVar("_T")
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode_frame(message: Any, max_bytes: int) -> bytes:
@@ -52,16 +52,18 @@ def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
 def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
     """Decode the body of a frame. Raises TransferError."""
     message: _T = decode_outside(
-        _decoder(message_type).decode,
+        _decoder_of(message_type).decode,
         body,
         lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
     )
     return message
 
 
-@cache
-def _decoder(message_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:
-    return msgpack_decoder(message_type)
+def _decoder_of(message_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:
+    decoder = _decoders.get(message_type)
+    if decoder is None:
+        decoder = _decoders[message_type] = msgpack_decoder(message_type)
+    return decoder
 
 
 class FrameBuffer:
