@@ -189,7 +189,7 @@ async def _stopped(fleet: Fleet, name: str) -> dict[str, Any]:
 async def _until_serving(fleet: Fleet, name: str) -> None:
     """Wait until the router has the worker's credit."""
     async with asyncio.timeout(_SETTLE_SECONDS):
-        while name not in await fleet.attached():  # noqa: ASYNC110 another process knows it
+        while name not in await fleet.attached():  # noqa: ASYNC110 of another process
             await asyncio.sleep(_LOOK_SECONDS)  # an interval between readings
 
 
