@@ -30,7 +30,8 @@ class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
     ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, is empty, and
-    when it may have room that it did not have. The first worker decides which model this router serves, for the router's whole life.
+    when it may have room that it did not have. The first worker decides which model this router serves, for the router's
+    whole life.
     memory_seconds: how long the size of a detached worker is remembered: it may be starting again.
     """
 

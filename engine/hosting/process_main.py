@@ -14,6 +14,7 @@ import threading
 import msgspec
 import zmq
 
+from contract.decoding import msgpack_decoder
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
 from engine.hosting.running import EnginePlan, ProgressOf, run_engine
 from engine.hosting.sockets import Addresses
@@ -87,7 +88,7 @@ class _InputThread(threading.Thread):
 
     def run(self) -> None:
         """Read until the context ends."""
-        decoder = msgspec.msgpack.Decoder(ToEngine)
+        decoder: msgspec.msgpack.Decoder[ToEngine] = msgpack_decoder(ToEngine)
         encoder = msgspec.msgpack.Encoder()
         with (
             self._context.socket(zmq.PUSH) as answers,
