@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc.aio
 import pytest
@@ -24,8 +24,8 @@ class Silenced:
 
     def __init__(self, view: AttachedWorker) -> None:
         self._kept: list[pb.RouterMessage | None] = []
-        self._outbox: Any = view.outbox
-        self._put = view.outbox.put_nowait
+        self._outbox = cast(Any, view.outbox)
+        self._put: Any = self._outbox.put_nowait
         self._outbox.put_nowait = self._keep
 
     def _keep(self, item: pb.RouterMessage | None) -> None:
