@@ -209,11 +209,11 @@ async def test_a_cancel_that_overtakes_its_request_is_remembered_beside_an_older
     tmp_path: Path,
 ) -> None:
     """Both attempts are given up by a router that waits for neither call any more, and the older one has arrived."""
-    async with running(Role.AGGREGATED, tmp_path) as it:
-        await it.call("Decode", pb.DecodeRequest(task=task(attempt=1)))
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg(attempt=1))
         await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=2))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", pb.DecodeRequest(task=task(attempt=2)))
+            await it.call("Decode", waiting_leg(attempt=2))
         assert caught.value.code() is grpc.StatusCode.CANCELLED
 
 
