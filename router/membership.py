@@ -114,7 +114,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "load":
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
-                    self._grant(worker, credit_from_proto(message.credit))
+                    num_moves = self._evacuation.num_moves_from(worker)
+                    _grant(worker, credit_from_proto(message.credit), num_moves)
                     self._evacuation.credit_changed(worker)
                 case "role_taken":
                     self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
@@ -123,19 +124,6 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     return
                 case other:
                     logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
-
-    def _grant(self, worker: AttachedWorker, credit: Credit) -> None:
-        """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers."""
-        worker.capacity.grant(credit)
-        if not credit.number:
-            return
-        use = CreditUse(
-            number=credit.number,
-            num_requests=worker.capacity.num_requests,
-            num_tokens=worker.capacity.num_tokens,
-            num_former=worker.capacity.num_former + self._evacuation.num_moves_from(worker),
-        )
-        worker.outbox.put_nowait(pb.RouterMessage(credit_use=credit_use_to_proto(use)))
 
     async def _wait_for_id(self, registration: Registration) -> None:
         """Wait for a while until another process with the same worker id is detached."""
@@ -177,3 +165,20 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     except TimeoutError:
         first = pb.WorkerMessage()
     return registration_from_proto(first.registration)
+
+
+def _grant(worker: AttachedWorker, credit: Credit, num_moves: int = 0) -> None:
+    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers.
+
+    num_moves: answers that are being moved away from the worker.
+    """
+    worker.capacity.grant(credit)
+    if not credit.number:
+        return
+    use = CreditUse(
+        number=credit.number,
+        num_requests=worker.capacity.num_requests,
+        num_tokens=worker.capacity.num_tokens,
+        num_former=worker.capacity.num_former + num_moves,
+    )
+    worker.outbox.put_nowait(pb.RouterMessage(credit_use=credit_use_to_proto(use)))

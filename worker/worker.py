@@ -48,7 +48,9 @@ class Worker:
             lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
         )
-        settling = Settling(self.lifecycle, lambda: self._sessions, self._has_mixed_kv)
+        settling = Settling(
+            self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine)
+        )
         self.drain = Drain(
             self.lifecycle,
             emptiness,
@@ -206,11 +208,6 @@ class Worker:
             **state,
         }
 
-    def _has_mixed_kv(self) -> bool:
-        """Return True if the engine lends KV, or fetches it, beside what the role does."""
-        stats = self.engine.stats
-        return bool(stats.num_fetches if self.lifecycle.role is Role.PREFILL else stats.num_leases)
-
     async def _abort_request(self, request: EngineRequest) -> None:
         await self.engine.abort(request.request_id, request.attempt)
 
@@ -236,3 +233,8 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             self._sessions.send_load(self.engine.stats, is_idle=True)
+
+
+def _has_mixed_kv(role: Role, engine: EngineClient) -> bool:
+    """Return True if the engine lends KV, or fetches it, beside what the role does."""
+    return bool(engine.stats.num_fetches if role is Role.PREFILL else engine.stats.num_leases)
