@@ -150,7 +150,7 @@ class RequestRun:
         if batch.tokens and not self._delivered:
             attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
         self._delivered += [token.token_id for token in batch.tokens]
-        if attempt.is_decoding:
+        if attempt is not self._failures.proven and attempt.is_decoding:
             self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:
