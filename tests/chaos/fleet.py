@@ -20,6 +20,7 @@ from contract.identity import Role
 from launch.child import Child, start_child
 from launch.spec import Facts, ProcessSpec
 from tests.chaos.held_resources import State, count, read_metrics, read_states
+from tests.chaos.priority import calm, hurry
 from tests.chaos.settings import process_environment
 
 ROUTER = "router"
@@ -70,6 +71,7 @@ class Fleet:
         command += [sys.executable, "-P", "-m", "cli.main", role.value, *arguments]
         spec = ProcessSpec(name, role, lambda _: command, env=process_environment())
         self.children[name] = await start_child(spec, {})
+        hurry(self.children[name].pid)
 
     async def ready(self, name: str) -> None:
         """Wait until a process is ready; raises UnavailableError with the end of its log if it ends before."""
@@ -78,6 +80,7 @@ class Fleet:
         except UnavailableError as error:
             log = (self.folder / f"{name}.log").read_text()[-2000:]
             raise UnavailableError(f"{name}: {error.message}\n{log}") from error
+        calm(self.children[name].pid)
 
     async def start_worker(
         self, name: str, role: Role, *, routers: Sequence[str] = (ROUTER,), **flags: Any
@@ -165,11 +168,11 @@ class Fleet:
         return count([await read_metrics(self.facts[worker]["admin"])], "kvbaton_transfer_pulled_again_total")
 
     async def stop_all(self) -> None:
-        """Stop all by SIGTERM, and by SIGKILL those that do not end. Frozen ones are resumed first."""
-        for name, child in self.children.items():
+        """Stop all at once by SIGTERM, and by SIGKILL those that do not end. Frozen ones are resumed first."""
+        for name in self.children:
             with suppress(ProcessLookupError):
                 self.thaw(name)
-            await child.stop(STOP_SECONDS)
+        await asyncio.gather(*(child.stop(STOP_SECONDS) for child in self.children.values()))
 
 
 @asynccontextmanager

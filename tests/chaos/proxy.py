@@ -3,12 +3,25 @@
 import asyncio
 import socket
 import struct
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 _CHUNK_BYTES = 65536
 _NO_LINGER = struct.pack("ii", 1, 0)
+
+Which = Callable[[int], bool]
+"""Selects connections by the port of their client."""
+
+
+def every(_: int) -> bool:
+    """Select all connections."""
+    return True
+
+
+def none(_: int) -> bool:
+    """Select no connection."""
+    return False
 
 
 async def until_one_ends(*ways: Coroutine[Any, Any, None]) -> None:
@@ -27,6 +40,7 @@ class FaultyPort:
 
     is_open: bytes pass; while cleared, they wait in both directions (a black hole).
     lets_answers_pass: the same for the answers' direction only.
+    refuses: which new connections are closed at once.
     delay_seconds: before each chunk. flip_after_bytes: one byte of the answers after this many is garbled, once.
     """
 
@@ -37,12 +51,12 @@ class FaultyPort:
         self._num_holds = 0
         self.lets_answers_pass = asyncio.Event()
         self.lets_answers_pass.set()
-        self.is_refusing = False
+        self.refuses: Which = none
         self.delay_seconds = 0.0
         self.flip_after_bytes: int | None = None
         self.num_flips = 0
         self.num_bytes_back = 0
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._writers: dict[asyncio.StreamWriter, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.moved = asyncio.Event()
@@ -71,9 +85,11 @@ class FaultyPort:
         if not self._num_holds:
             self.is_open.set()
 
-    def cut(self) -> None:
-        """Reset every open connection."""
-        for writer in [writer for writer in self._writers if not writer.is_closing()]:
+    def cut(self, which: Which = every) -> None:
+        """Reset open connections."""
+        for writer in [
+            writer for writer, port in self._writers.items() if which(port) and not writer.is_closing()
+        ]:
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
             writer.transport.abort()
 
@@ -92,17 +108,17 @@ class FaultyPort:
             writer.transport.abort()
 
     async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self.is_refusing:
+        client = writer.get_extra_info("peername")[1]
+        if self.refuses(client):
             return
         there, back = await asyncio.open_connection(self._target_host, self.port)
-        ours = {writer, back}
-        self._writers |= ours
+        self._writers |= {writer: client, back: client}
         try:
             await until_one_ends(
                 self._pump(reader, back, is_answer=False), self._pump(there, writer, is_answer=True)
             )
         finally:
-            self._writers -= ours
+            del self._writers[writer], self._writers[back]
             back.transport.abort()
 
     async def _pump(

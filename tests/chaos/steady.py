@@ -9,6 +9,7 @@ one. The model itself is among them, since all the others may deviate to the sam
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,8 @@ async def steady_answers(
     raise AssertionError(f"only {len(steady)} of {count} questions do not depend on rounding")
 
 
-def noisy_models() -> list[Model]:
+@cache
+def noisy_models() -> tuple[Model, ...]:
     """Return the demo model, and models whose weights deviate a little."""
     folder = Path(str(resources.files("kvbaton"))) / "demo_model"
     noise = torch.Generator().manual_seed(1)
@@ -56,7 +58,7 @@ def noisy_models() -> list[Model]:
             for weights in model.parameters():
                 weights.mul_(1 + strength * torch.randn(weights.shape, generator=noise))
         models.append(model)
-    return models
+    return tuple(models)
 
 
 def _steady_ones(answers: Sequence[Answer], models: Sequence[Model]) -> list[Answer]:

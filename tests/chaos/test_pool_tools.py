@@ -1,14 +1,21 @@
-"""The comparison of answers, the report and the balancer of the chaos runs on a pool."""
+"""The comparison of answers, the report, the balancer and the count of descriptors of the chaos runs on a pool."""
 
 import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from tests.chaos.pool.answers import Choice, MixedAnswer, mistake_in
+from tests.chaos.pool.answers import Choice, MixedAnswer, Way, mistake_in
 from tests.chaos.pool.balancer import running_balancer
+from tests.chaos.pool.descriptors import grown, own_descriptors
+from tests.chaos.pool.moves import bucket_quantiles, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
-from tests.chaos.pool.report import PoolReport, Stream, bucket_quantiles, pauses_of
+from tests.chaos.pool.report import PoolReport, Stream, pauses_of
 
 TOKENS = [5, 6, 7, 8, 9]
 
@@ -16,7 +23,7 @@ TOKENS = [5, 6, 7, 8, 9]
 def answer(error: str = "", status: int = 200, **choice: Any) -> MixedAnswer:
     given = {"token_ids": list(TOKENS), "text": "abcde", "finish_reason": "length", **choice}
     question = MixedQuestion(3, Kind.GREEDY, COMPLETIONS, {})
-    return MixedAnswer(question, False, [Choice(**given)], status=status, error=error)
+    return MixedAnswer(question, Way.WHOLE, [Choice(**given)], status=status, error=error)
 
 
 @pytest.mark.parametrize(
@@ -83,20 +90,73 @@ def test_quantiles_of_a_histogram_are_those_of_all_processes() -> None:
     assert bucket_quantiles(['h_bucket{le="+Inf"} 0.0'], "h") == {} == bucket_quantiles([], "h")
 
 
-async def test_the_balancer_skips_a_dead_backend_and_remembers_who_served_whom() -> None:
+def test_the_pauses_of_moves_are_compared_with_steps_and_transfers() -> None:
+    buckets = [
+        'kvbaton_migration_pause_seconds_bucket{le="0.1"} 9.0',
+        'kvbaton_migration_pause_seconds_bucket{le="0.5"} 10.0',
+        'kvbaton_migration_pause_seconds_bucket{le="+Inf"} 10.0',
+        'kvbaton_request_transfer_time_seconds_bucket{le="0.01"} 5.0',
+        'kvbaton_request_transfer_time_seconds_bucket{le="+Inf"} 5.0',
+        'kvbaton_migrations_total{result="moved"} 10.0',
+    ]
+    text = "\n".join(buckets)
+    found = pauses_of_moves([text], [0.03, 0.02, 0.04])
+    assert (found["p50_at_most"], found["p99_at_most"], found["bound"]) == (0.1, 0.5, 0.1)
+    assert pauses_of_moves([text], [0.001])["bound"] == 0.06
+    assert pauses_of_moves([], [0.03]) == {}
+    assert results_of_moves([text, text]) == {"moved": 20}
+
+
+async def test_the_balancer_skips_a_dead_backend_and_knows_who_served_whom() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(await reader.readline())
         writer.close()
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
     host, port = server.sockets[0].getsockname()
-    async with running_balancer({"dead": "127.0.0.1:1", "alive": f"{host}:{port}"}) as balancer:
-        for _ in range(3):
-            there, _, own = balancer.address.rpartition(":")
+    backends = {"http": {"dead": "127.0.0.1:1", "alive": f"{host}:{port}"}, "grpc": {"other": "127.0.0.1:1"}}
+    async with running_balancer(backends) as balancer, balancer.door("http") as door:
+        for number in range(3):
+            there, _, own = door.address.rpartition(":")
             reader, writer = await asyncio.open_connection(there, int(own))
-            client = writer.get_extra_info("sockname")[1]
             writer.write(b"hello\n")
             assert await reader.read() == b"hello\n"
-            assert balancer.by_client[client] == "alive"
+            assert door.served_by == ["alive"] * (number + 1)
             writer.close()
     server.close()
+
+
+CHILD = """
+import os, socket, sys
+kept = [socket.create_connection(("127.0.0.1", int(sys.argv[1]))) for _ in range(2)]
+kept += [os.pidfd_open(os.getppid()), *os.pipe()]
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_descriptors_are_set_aside_only_for_connections_to_living_processes() -> None:
+    """A child connects twice to this process, and watches it by a pidfd, as a reader over shm does."""
+    us = os.getpid()
+    before = own_descriptors({"us": [us]})["us"]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        command = [sys.executable, "-c", CHILD, str(server.getsockname()[1])]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+            accepted = [server.accept()[0] for _ in range(2)]
+            assert child.stdout and child.stdout.readline() == "ready\n"
+            both = own_descriptors({"us": [us], "child": [child.pid]})
+            assert both["child"]["socket"] == -1 and both["child"]["memfd"] == -2  # what a reader would have
+            assert both["child"]["pidfd"] == 0
+            alone = own_descriptors({"child": [child.pid]})["child"]
+            assert grown(alone, both["child"]) == {"socket": (-1, 2), "memfd": (-2, 0), "pidfd": (0, 1)}
+            with_child = both["us"]
+            assert (
+                with_child["socket"] == before["socket"] + 1 - 1
+            )  # the server; and the sender's end over shm
+        left = own_descriptors({"us": [us]})["us"]
+        assert grown(left, before) == {"socket": (before["socket"], before["socket"] + 3)}
+        for each in accepted:
+            each.close()
+    assert grown(own_descriptors({"us": [us]})["us"], before) == {}
+    assert grown(Counter(socket=2), Counter(socket=2)) == {}

@@ -1,24 +1,37 @@
 """The only pair of workers is severed while both live: the decode worker computes prompts, and clients get no error."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+import pytest_asyncio
 
-from tests.chaos.proxy import FaultyLink
+from tests.chaos.proxy import FaultyLink, every, none
 from tests.chaos.settings import chaos_rng
-from tests.chaos.under_fault import PEER_TIMEOUT, scene_behind_a_link
+from tests.chaos.under_fault import PEER_TIMEOUT, Scene, scene_behind_a_link
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(240),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[tuple[Scene, FaultyLink]]:
+    """One pair for all faults: each leaves it whole."""
+    async with scene_behind_a_link(tmp_path_factory.mktemp("pair"), chaos_rng("severed pair")) as pair:
+        yield pair
 
 
 async def reject(link: FaultyLink) -> None:
     """Reset every connection, and further ones too."""
-    link.control.is_refusing = True
+    link.control.refuses = every
     link.control.cut()
     await asyncio.sleep(5 * PEER_TIMEOUT)
-    link.control.is_refusing = False
+    link.control.refuses = none
 
 
 async def drop(link: FaultyLink) -> None:
@@ -37,11 +50,11 @@ async def drop_answers(link: FaultyLink) -> None:
 
 @pytest.mark.parametrize("fault", [reject, drop, drop_answers])
 async def test_severing_the_only_pair_loses_no_answer(
-    tmp_path: Path, fault: Callable[[FaultyLink], Awaitable[None]]
+    pair: tuple[Scene, FaultyLink], fault: Callable[[FaultyLink], Awaitable[None]]
 ) -> None:
     """P6: reset, dropped, dropped one way; during transfers and before later ones."""
-    async with scene_behind_a_link(tmp_path, chaos_rng(f"severed by {fault.__name__}")) as (scene, link):
-        outcome = await scene.during(lambda: fault(link))
-        assert (outcome.wrong, outcome.errors) == ([], [])
-        assert outcome.num_whole > 0
-        await scene.until_calm(2)
+    scene, link = pair
+    outcome = await scene.during(lambda: fault(link))
+    assert (outcome.wrong, outcome.errors) == ([], [])
+    assert outcome.num_whole > 0
+    await scene.until_calm(2)

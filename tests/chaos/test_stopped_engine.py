@@ -4,26 +4,33 @@ import asyncio
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
+from contract.identity import Role
 from tests.chaos.settings import chaos_rng
-from tests.chaos.under_fault import PEER_TIMEOUT, Scene, running_scene
+from tests.chaos.under_fault import PEER_TIMEOUT, TIMES, Scene, running_scene
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(240)]
 
 
-@pytest.mark.parametrize(("name", "num_decode"), [("prefill-0", 1), ("decode-0", 1), ("decode-0", 2)])
-async def test_a_stopped_engine_is_detected_and_replaced(tmp_path: Path, name: str, num_decode: int) -> None:
+async def test_a_stopped_engine_is_detected_and_replaced(tmp_path: Path) -> None:
     """P4: in 1 + 1 and 1 + 2, for either role; no answer is wrong or lost, the worker's process ends by itself."""
-    rng = chaos_rng(f"stopped engine of {name} of {num_decode}")
-    workers = ["prefill-0", *(f"decode-{number}" for number in range(num_decode))]
-    async with running_scene(tmp_path, rng, {worker: {} for worker in workers}) as scene:
-        outcome = await scene.during(lambda: stop_engine_until_replaced(scene, name))
-        assert (outcome.wrong, outcome.errors) == ([], [])
-        assert outcome.num_whole > 0
-        await scene.until_calm(len(workers))
+    pair: dict[str, dict[str, Any]] = {"prefill-0": {}, "decode-0": {}}
+    async with running_scene(tmp_path, chaos_rng("stopped engine"), pair) as scene:
+        await check_that_it_is_replaced(scene, "prefill-0", 2)
+        await check_that_it_is_replaced(scene, "decode-0", 2)
+        await scene.fleet.start_worker("decode-1", Role.DECODE, **TIMES)
+        await check_that_it_is_replaced(scene, "decode-0", 3)
+
+
+async def check_that_it_is_replaced(scene: Scene, name: str, num_workers: int) -> None:
+    outcome = await scene.during(lambda: stop_engine_until_replaced(scene, name))
+    assert (outcome.wrong, outcome.errors) == ([], []), (name, num_workers)
+    assert outcome.num_whole > 0
+    await scene.until_calm(num_workers)
 
 
 async def stop_engine_until_replaced(scene: Scene, name: str) -> None:

@@ -1,25 +1,49 @@
-"""Workers that are stopped or drained under load: no request fails, and no token changes."""
+"""Workers that are stopped or drained under load: no request fails, and no token changes.
+
+One pool serves all tests of this file: each leaves every worker serving and nothing held.
+"""
 
 import asyncio
 import time
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import pytest_asyncio
 
+from contract.identity import Role
 from tests.chaos.settings import chaos_rng
-from tests.chaos.under_fault import Outcome, Scene, running_scene, until_streaming
+from tests.chaos.under_fault import TIMES, Outcome, Scene, running_scene, until_streaming
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(300),
+    pytest.mark.asyncio(loop_scope="module"),
+]
 NEVER = 100.0
-PAIRS: dict[str, dict[str, Any]] = {
-    name: {"drain_seconds": NEVER} for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")
+POOL: dict[str, dict[str, Any]] = {
+    "prefill-0": {"drain_seconds": NEVER},
+    "decode-0": {"drain_seconds": NEVER},
+    "prefill-1": {"drain_seconds": 0.0},
+    "decode-1": {"drain_seconds": 0.0},
 }
+"""One worker of each role lets its legs end, the other one gives them up at once."""
 
 
-def brief(*names: str) -> dict[str, dict[str, Any]]:
-    """Return the workers, of which the named ones give their legs up at once."""
-    return {name: {"drain_seconds": 0.0 if name in names else NEVER} for name in PAIRS}
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+    rng = chaos_rng("drains")
+    async with running_scene(tmp_path_factory.mktemp("pool"), rng, POOL) as scene:
+        yield scene
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def scene(pool: Scene) -> AsyncIterator[Scene]:
+    """The pool, which is as it was at the end of the test."""
+    yield pool
+    await pool.until_calm(len(POOL))
 
 
 def nothing_failed(outcome: Outcome) -> None:
@@ -45,112 +69,109 @@ async def stopped_and_restarted(scene: Scene, *names: str, num_legs: int = 1) ->
     return codes
 
 
+async def num_drains(scene: Scene, result: str) -> int:
+    """Return the number of drains with this result, since the pool's start."""
+    return (await scene.fleet.drains()).get(result, 0)
+
+
 @pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-async def test_a_stopped_worker_lets_its_legs_end(tmp_path: Path, name: str) -> None:
+async def test_a_stopped_worker_lets_its_legs_end(scene: Scene, name: str) -> None:
     """It leaves when it is empty, long before its deadline, and the leases of a prefill worker are read."""
-    async with running_scene(tmp_path, chaos_rng("drain-worker"), PAIRS) as scene:
-        codes: list[int] = []
+    codes: list[int] = []
+    before = await scene.fleet.drains()
 
-        async def stop() -> None:
-            codes.extend(await stopped_and_restarted(scene, name))
+    async def stop() -> None:
+        codes.extend(await stopped_and_restarted(scene, name))
 
-        began = time.monotonic()
-        nothing_failed(await scene.during(stop))
-        assert codes == [0]
-        assert time.monotonic() - began < NEVER
-        assert await scene.fleet.drains() == {"empty": 1}
-        await scene.until_calm(len(PAIRS))
+    began = time.monotonic()
+    nothing_failed(await scene.during(stop))
+    assert codes == [0]
+    assert time.monotonic() - began < NEVER
+    assert await scene.fleet.drains() == before | {"empty": before.get("empty", 0) + 1}
 
 
-@pytest.mark.parametrize("name", ["prefill-0", "decode-0"])
-async def test_what_is_left_at_the_deadline_continues_on_other_workers(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["prefill-1", "decode-1"])
+async def test_what_is_left_at_the_deadline_continues_on_other_workers(scene: Scene, name: str) -> None:
     """Two answers at most are moved at once, so others are left of several."""
-    async with running_scene(tmp_path, chaos_rng("drain-deadline"), brief(name)) as scene:
-        codes: list[int] = []
+    codes: list[int] = []
 
-        async def stop() -> None:
-            codes.extend(await stopped_and_restarted(scene, name, num_legs=4 if name == "decode-0" else 1))
+    async def stop() -> None:
+        codes.extend(await stopped_and_restarted(scene, name, num_legs=4 if name == "decode-1" else 1))
 
-        outcome = await scene.during(stop, num_streams=12)
-        nothing_failed(outcome)
-        assert codes == [0]
-        assert name == "prefill-0" or outcome.num_replays
-        await scene.until_calm(len(PAIRS))
+    outcome = await scene.during(stop, num_streams=12)
+    nothing_failed(outcome)
+    assert codes == [0]
+    assert name == "prefill-1" or outcome.num_replays
 
 
-async def test_two_workers_are_stopped_at_once(tmp_path: Path) -> None:
+async def test_two_workers_are_stopped_at_once(scene: Scene) -> None:
     """One of each role, of which the other one continues alone."""
-    async with running_scene(tmp_path, chaos_rng("drain-two"), brief("decode-1")) as scene:
 
-        async def stop() -> None:
-            assert await stopped_and_restarted(scene, "prefill-0", "decode-1") == [0, 0]
+    async def stop() -> None:
+        assert await stopped_and_restarted(scene, "prefill-0", "decode-1") == [0, 0]
 
-        nothing_failed(await scene.during(stop, num_streams=12))
-        await scene.until_calm(len(PAIRS))
+    nothing_failed(await scene.during(stop, num_streams=12))
 
 
-async def test_a_second_signal_ends_a_worker_at_once_and_no_request_fails(tmp_path: Path) -> None:
-    async with running_scene(tmp_path, chaos_rng("drain-twice"), PAIRS) as scene:
+async def test_a_second_signal_ends_a_worker_at_once_and_no_request_fails(scene: Scene) -> None:
+    async def stop() -> None:
+        await until_busy(scene, "decode-0")
+        began = time.monotonic()
+        assert await scene.fleet.terminate("decode-0", is_twice=True) == 0
+        assert time.monotonic() - began < 10
+        await scene.fleet.restart("decode-0")
 
-        async def stop() -> None:
-            await until_busy(scene, "decode-0")
-            began = time.monotonic()
-            assert await scene.fleet.terminate("decode-0", is_twice=True) == 0
-            assert time.monotonic() - began < 10
-            await scene.fleet.restart("decode-0")
-
-        nothing_failed(await scene.during(stop, num_streams=12))
-        await scene.until_calm(len(PAIRS))
+    nothing_failed(await scene.during(stop, num_streams=12))
 
 
-async def test_a_drain_by_the_router_is_undone_and_done_again(tmp_path: Path) -> None:
+async def test_a_drain_by_the_router_is_undone_and_done_again(scene: Scene) -> None:
     """The worker stays in its process, serves again, and drains to its end."""
-    async with running_scene(tmp_path, chaos_rng("drain-undone"), PAIRS) as scene:
+    before = await num_drains(scene, "undone")
 
-        async def drain() -> None:
-            await until_busy(scene, "decode-0")
-            status, facts = await scene.fleet.order("decode-0", "drain")
-            assert (status, facts["state"]) == (202, "draining")
-            assert await scene.fleet.attached() == set(PAIRS) - {"decode-0"}
-            status, facts = await scene.fleet.order("decode-0", "undrain")
-            assert (status, facts["state"]) == (200, "serving")
-            await until_busy(scene, "decode-0")
-            status, facts = await scene.fleet.order("decode-0", "drain?deadline=0.5&wait=60")
-            assert (status, facts["state"], facts["num_legs"]) == (200, "empty", 0)
-            assert (await scene.fleet.order("decode-0", "undrain"))[0] == 200
+    async def drain() -> None:
+        await until_busy(scene, "decode-0")
+        status, facts = await scene.fleet.order("decode-0", "drain")
+        assert (status, facts["state"]) == (202, "draining")
+        assert await scene.fleet.attached() == set(POOL) - {"decode-0"}
+        status, facts = await scene.fleet.order("decode-0", "undrain")
+        assert (status, facts["state"]) == (200, "serving")
+        await until_busy(scene, "decode-0")
+        status, facts = await scene.fleet.order("decode-0", "drain?deadline=0.5&wait=60")
+        assert (status, facts["state"], facts["num_legs"]) == (200, "empty", 0)
+        assert (await scene.fleet.order("decode-0", "undrain"))[0] == 200
 
-        nothing_failed(await scene.during(drain))
-        assert (await scene.fleet.drains())["undone"] == 1
-        await scene.until_calm(len(PAIRS))
+    nothing_failed(await scene.during(drain))
+    assert await num_drains(scene, "undone") == before + 1
 
 
-async def test_all_workers_are_restarted_one_after_the_other(tmp_path: Path) -> None:
+async def test_a_worker_of_each_role_is_restarted_one_after_the_other(scene: Scene) -> None:
     """A rolling restart, of an aggregated worker too."""
-    workers = {**brief("prefill-1", "decode-1"), "both-0": {"drain_seconds": 0.0}}
-    async with running_scene(tmp_path, chaos_rng("drain-rolling"), workers) as scene:
+    await scene.fleet.start_worker("both-0", Role.AGGREGATED, drain_seconds=0.0, **TIMES)
 
-        async def restart_all() -> None:
-            for name in workers:
-                await until_busy(scene, name)
-                assert await scene.fleet.terminate(name) == 0
-                await scene.fleet.restart(name)
+    async def restart_all() -> None:
+        for name in ("prefill-0", "decode-1", "both-0"):
+            assert await stopped_and_restarted(scene, name) == [0]
 
-        nothing_failed(await scene.during(restart_all, num_streams=12))
-        await scene.until_calm(len(workers))
+    nothing_failed(await scene.during(restart_all))
+    assert await scene.fleet.terminate("both-0") == 0
+    del scene.fleet.facts["both-0"]
 
 
-async def test_workers_change_their_roles_and_back(tmp_path: Path) -> None:
+async def test_workers_change_their_roles_and_back(scene: Scene) -> None:
     """Their processes stay, their answers move or end, and a role is never left without a worker."""
-    async with running_scene(tmp_path, chaos_rng("flip"), brief(*PAIRS)) as scene:
-        pids = {name: scene.fleet.children[name].pid for name in PAIRS}
+    pids = {name: scene.fleet.children[name].pid for name in POOL}
 
-        async def flip() -> None:
-            for name, role in (("decode-1", "prefill"), ("decode-1", "decode"), ("prefill-1", "decode")):
-                await until_streaming(scene.fleet)
-                status, facts = await scene.fleet.order(name, f"flip?role={role}&wait=60")
-                assert (status, facts["role"], facts["state"]) == (200, role, "serving")
-                await until_busy(scene, name)
+    async def flip() -> None:
+        for name, role in (
+            ("decode-1", "prefill"),
+            ("decode-1", "decode"),
+            ("prefill-1", "decode"),
+            ("prefill-1", "prefill"),
+        ):
+            await until_streaming(scene.fleet)
+            status, facts = await scene.fleet.order(name, f"flip?role={role}&wait=60")
+            assert (status, facts["role"], facts["state"]) == (200, role, "serving")
+            await until_busy(scene, name)
 
-        nothing_failed(await scene.during(flip, num_streams=12))
-        assert {name: scene.fleet.children[name].pid for name in PAIRS} == pids
-        await scene.until_calm(len(PAIRS))
+    nothing_failed(await scene.during(flip))
+    assert {name: scene.fleet.children[name].pid for name in POOL} == pids

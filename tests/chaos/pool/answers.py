@@ -1,9 +1,10 @@
-"""Answers of the HTTP API, streamed or whole, in one form; and their comparison with those of an undisturbed run."""
+"""Answers of every API in one form, and their comparison with those of an undisturbed run; requests over HTTP."""
 
 import asyncio
 import json
 import time
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import aiohttp
@@ -11,8 +12,18 @@ import aiohttp
 from tests.chaos.pool.questions import MixedQuestion
 
 ACCEPTED = 200
+UNAVAILABLE = 503
+ANSWER_SECONDS = 180.0
 CLOSENESS = 1e-3
 """Largest difference between two log probabilities of the same token, computed in different batches."""
+
+
+class Way(StrEnum):
+    """The form in which a client asks and is answered."""
+
+    WHOLE = "whole"
+    STREAM = "streamed"
+    GRPC = "gRPC"
 
 
 @dataclass
@@ -28,14 +39,22 @@ class Choice:
 
 @dataclass
 class MixedAnswer:
-    """An answer as a client received it. status 0: no response came. arrivals: times of a stream's events."""
+    """An answer as a client received it.
+
+    status: that of HTTP; 0 if no response came. arrivals: times of a stream's events.
+    """
 
     question: MixedQuestion
-    is_streamed: bool
+    way: Way
     choices: list[Choice]
     status: int = 0
     error: str = ""
     arrivals: list[float] = field(default_factory=list)
+
+    @classmethod
+    def empty(cls, question: MixedQuestion, way: Way) -> "MixedAnswer":
+        """Return an answer of which nothing has arrived."""
+        return cls(question, way, [Choice() for _ in range(question.num_choices)])
 
     @property
     def is_whole(self) -> bool:
@@ -50,10 +69,10 @@ async def ask(
     *,
     is_streamed: bool,
     salt: str = "",
-    seconds: float = 180.0,
+    seconds: float = ANSWER_SECONDS,
 ) -> MixedAnswer:
-    """Return the answer, or its beginning before an error."""
-    answer = MixedAnswer(question, is_streamed, [Choice() for _ in range(question.num_choices)])
+    """Ask over HTTP; return the answer, or its beginning before an error."""
+    answer = MixedAnswer.empty(question, Way.STREAM if is_streamed else Way.WHOLE)
     body = {**question.body, "stream": is_streamed, **({"cache_salt": salt} if salt else {})}
     try:
         async with asyncio.timeout(seconds), session.post(f"{url}{question.path}", json=body) as response:
@@ -113,9 +132,8 @@ def mistake_in(answer: MixedAnswer, reference: MixedAnswer) -> str | None:
     """Return None for the reference's answer, or for a beginning of it before an error; else what is wrong with it."""
     for number, (ours, right) in enumerate(zip(answer.choices, reference.choices, strict=True)):
         if wrong := _mistake(ours, right, is_whole=answer.is_whole):
-            how = "streamed" if answer.is_streamed else "whole"
             question = answer.question
-            return f"question {question.number} ({question.kind}, {how}), choice {number}: {wrong}"
+            return f"question {question.number} ({question.kind}, {answer.way}), choice {number}: {wrong}"
     return None
 
 

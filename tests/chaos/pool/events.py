@@ -6,19 +6,25 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from math import inf
 from typing import Any
 
 from contract.identity import Role
-from tests.chaos.held_resources import read_states
+from tests.chaos.held_resources import read_metrics, read_states
+from tests.chaos.pool.descriptors import processes_of, tcp_ports_of
 from tests.chaos.pool.pool import LINKED, Pool, role_of
+from tests.chaos.proxy import none
 
 SHORT_FREEZE = 5.0
 LONG_FREEZE = 60.0
 """A worker that is frozen for that long counts as dead, and is fenced when it continues."""
+LONGEST = "SIGSTOP 60 s"
 _CUT_SECONDS = 3.0
 _STAY_SECONDS = 12.0
 _FLIPPED_SECONDS = 6.0
 _STOP_SECONDS = 60.0
+_MOVES_SECONDS = 0.5
+"""The time after the begin of a drain or a flip in which answers are being moved."""
 
 Action = Coroutine[Any, Any, None]
 Event = Callable[[Pool, random.Random], Action | None]
@@ -63,17 +69,24 @@ async def _freeze(pool: Pool, victim: str, seconds: float) -> None:
 
 
 def cut(pool: Pool, rng: random.Random) -> Action | None:
-    """Cut the connections of other workers to one prefill worker, and refuse new ones for some seconds."""
-    return _cut(pool) if pool.take(rng, only=LINKED) else None
+    """Cut the connections of one decode worker to one prefill worker, and refuse new ones for some seconds."""
+    peers = [name for name in pool.workers if role_of(name) is Role.DECODE and name not in pool.disturbed]
+    if not peers or not pool.take(rng, only=LINKED):
+        return None
+    return _cut(pool, rng.choice(peers))
 
 
-async def _cut(pool: Pool) -> None:
-    for port in pool.link.kv_ports:
-        port.is_refusing = True
-        port.cut()
+async def _cut(pool: Pool, peer: str) -> None:
+    def is_of_peer(port: int) -> bool:
+        return port in tcp_ports_of(processes_of(pool.fleet.children[peer].pid))
+
+    ports = tcp_ports_of(processes_of(pool.fleet.children[peer].pid))
+    for each in pool.link.kv_ports:
+        each.refuses = is_of_peer
+        each.cut(ports.__contains__)
     await asyncio.sleep(_CUT_SECONDS)  # the length of the fault
-    for port in pool.link.kv_ports:
-        port.is_refusing = False
+    for each in pool.link.kv_ports:
+        each.refuses = none
     await pool.until_back(LINKED)
 
 
@@ -101,26 +114,26 @@ def drain(pool: Pool, rng: random.Random) -> Action | None:
 
 def drain_two(pool: Pool, rng: random.Random) -> Action | None:
     """Drain two workers at the same time."""
-    first = pool.take(rng)
+    pair = _take_two(pool, rng)
+    return _drain_two(pool, *pair) if pair else None
+
+
+def _take_two(pool: Pool, rng: random.Random, role: Role | None = None) -> tuple[str, str] | None:
+    """Return two victims, or None if two cannot be spared."""
+    first = pool.take(rng, role=role)
     if first is None:
         return None
-    second = pool.take(rng)
+    second = pool.take(rng, role=role)
     if second is None:
         pool.disturbed.discard(first)
         return None
-    return _drain_two(pool, first, second)
+    return first, second
 
 
 def kill_target(pool: Pool, rng: random.Random) -> Action | None:
     """Drain a decode worker, and kill another one that its answers move to."""
-    source = pool.take(rng, role=Role.DECODE)
-    if source is None:
-        return None
-    target = pool.take(rng, role=Role.DECODE)
-    if target is None:
-        pool.disturbed.discard(source)
-        return None
-    return _kill_target(pool, source, target, rng.uniform(0.0, 0.5))
+    pair = _take_two(pool, rng, Role.DECODE)
+    return _kill_target(pool, *pair, rng.uniform(0.0, _MOVES_SECONDS)) if pair else None
 
 
 async def _kill_target(pool: Pool, source: str, target: str, after_seconds: float) -> None:
@@ -163,6 +176,25 @@ async def _flip(pool: Pool, victim: str) -> None:
     await pool.until_back(victim)
 
 
+def flip_in_moves(pool: Pool, rng: random.Random) -> Action | None:
+    """Drain or flip a decode worker, and flip another one while answers move there."""
+    pair = _take_two(pool, rng, Role.DECODE)
+    if pair is None:
+        return None
+    return _flip_in_moves(pool, *pair, rng.uniform(0.0, _MOVES_SECONDS), by_drain=rng.random() < 0.5)
+
+
+async def _flip_in_moves(
+    pool: Pool, source: str, target: str, after_seconds: float, *, by_drain: bool
+) -> None:
+    async def flip_target() -> None:
+        await asyncio.sleep(after_seconds)  # a moment in the middle of the moves
+        await _flip(pool, target)
+
+    cause = _drain(pool, source, by_signal=False) if by_drain else _flip(pool, source)
+    await asyncio.gather(cause, flip_target())
+
+
 def kill_router(pool: Pool, rng: random.Random) -> Action | None:
     """Kill a router with SIGKILL if another one lives, and start it again."""
     alive = [name for name in pool.routers if name not in pool.disturbed]
@@ -174,8 +206,11 @@ def kill_router(pool: Pool, rng: random.Random) -> Action | None:
 
 
 async def _kill_router(pool: Pool, victim: str) -> None:
-    pool.killed_routers.setdefault(victim, []).append(time.monotonic())
+    pool.last_metrics.append(await read_metrics(pool.fleet.facts[victim]["admin"]))
+    deaths = pool.deaths.setdefault(victim, [])
+    deaths.append(inf)  # it may accept connections until it is dead
     await pool.fleet.kill(victim)
+    deaths[-1] = time.monotonic()
     await pool.fleet.restart(victim)
     await pool.until_known_to(victim)
     pool.disturbed.discard(victim)
@@ -184,12 +219,13 @@ async def _kill_router(pool: Pool, victim: str) -> None:
 EVENTS: dict[str, Event] = {
     "kill -9 of a worker": kill,
     "SIGSTOP 5 s": freeze_shortly,
-    "SIGSTOP 60 s": freeze_long,
+    LONGEST: freeze_long,
     "cut of a pair": cut,
     "drain": drain,
     "two drains at once": drain_two,
     "death of the target of a move": kill_target,
     "flip": flip,
+    "flip during a move": flip_in_moves,
     "join": join,
     "kill -9 of a router": kill_router,
 }

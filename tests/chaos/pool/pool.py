@@ -1,10 +1,11 @@
 """A pool of routers and workers whose processes are killed, frozen, stopped and added singly."""
 
 import asyncio
+import os
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from tests.chaos.clients import MODEL
 from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, running_fleet
 from tests.chaos.held_resources import State, read_states
 from tests.chaos.pool.balancer import Balancer, running_balancer
+from tests.chaos.pool.descriptors import Kinds, own_descriptors, processes_of
 from tests.chaos.proxy import FaultyLink, faulty_link
 from tests.chaos.under_fault import fixed_ports
 
 PEER_TIMEOUT = 2.0
 LINKED = "prefill-0"
 """The worker whose links to other workers can be cut."""
+_TESTS = "tests"
 _RETURN_SECONDS = 120.0
 _DRAIN_SECONDS = (1.0, 30.0)
 """With the first one, legs are left at the deadline; with the second one, they end before."""
@@ -32,7 +35,8 @@ _TIMES = {"peer_timeout_seconds": PEER_TIMEOUT, "lease_seconds": 5.0}
 class Pool:
     """Owns which workers are disturbed at the moment. Made by ``running_pool``.
 
-    routers: their names. link: carries what other workers send to ``LINKED``.
+    routers: their names. link: carries what other workers send to ``LINKED``. deaths: times at which routers were killed.
+    last_metrics: /metrics of killed routers, read shortly before.
     """
 
     fleet: Fleet
@@ -40,7 +44,8 @@ class Pool:
     link: FaultyLink
     balancer: Balancer
     disturbed: set[str] = field(default_factory=set)
-    killed_routers: dict[str, list[float]] = field(default_factory=dict)
+    deaths: dict[str, list[float]] = field(default_factory=dict)
+    last_metrics: list[str] = field(default_factory=list)
 
     async def start_worker(self, name: str, **flags: Any) -> None:
         """Start a worker, whose name begins with its role, and wait until every router counts on it."""
@@ -108,8 +113,11 @@ class Pool:
 
     async def ready_workers(self) -> list[set[str]]:
         """Return the workers that each running router counts on."""
-        running = [name for name in self.routers if name not in self.disturbed]
-        return [await self._ready_at(name) for name in running]
+        found = []
+        for router in [name for name in self.routers if name not in self.disturbed]:
+            with self._may_be_killed(router):
+                found.append(await self._ready_at(router))
+        return found
 
     async def _ready_at(self, router: str) -> set[str]:
         state = (await read_states([(router, self.fleet.facts[router]["admin"])]))[router]
@@ -119,12 +127,44 @@ class Pool:
         """Return /debug/state of every process, by name."""
         return await self.fleet.states()
 
+    def descriptors(self) -> dict[str, Kinds]:
+        """Return what each process, its children included, has open besides its connections to the others."""
+        pids = {name: processes_of(child.pid) for name, child in self.fleet.children.items()}
+        own = own_descriptors({_TESTS: [os.getpid()], **pids})
+        del own[_TESTS]
+        return own
+
+    async def facts(self) -> dict[str, Any]:
+        """Return the workers as the admin API of a running router lists them."""
+        url = f"http://{self.fleet.facts[self._some_router()]['admin']}/admin/workers"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            found: dict[str, Any] = await response.json()
+        return found
+
     async def order(self, worker: str, path: str) -> tuple[int, dict[str, Any]]:
-        """POST to the admin API of a running router about a worker; return status and body."""
-        router = next(name for name in self.routers if name not in self.disturbed)
-        url = f"http://{self.fleet.facts[router]['admin']}/admin/workers/{worker}/{path}"
-        async with aiohttp.ClientSession() as session, session.post(url) as response:
-            return response.status, await response.json()
+        """POST to the admin API of a running router about a worker, and to another one if it is killed meanwhile.
+
+        Returns status and body.
+        """
+        while True:
+            router = self._some_router()
+            url = f"http://{self.fleet.facts[router]['admin']}/admin/workers/{worker}/{path}"
+            with self._may_be_killed(router):
+                async with aiohttp.ClientSession() as session, session.post(url) as response:
+                    return response.status, await response.json()
+
+    @contextmanager
+    def _may_be_killed(self, router: str) -> Iterator[None]:
+        """Suppress the end of a connection to a router that was killed meanwhile."""
+        try:
+            yield
+        except (aiohttp.ClientError, ConnectionError):
+            if router not in self.disturbed:
+                raise
+
+    def _some_router(self) -> str:
+        """Return the name of a running router."""
+        return next(name for name in self.routers if name not in self.disturbed)
 
 
 def role_of(name: str) -> Role:
@@ -146,7 +186,9 @@ async def running_pool(
                 port: f"127.0.0.1:{free_port('127.0.0.1')}" for port in ("http", "grpc", "internal", "admin")
             }
             await fleet.start(name, Role.ROUTER, secret_file=fleet.secret_file, **ports, **flags)
-        backends = {name: fleet.facts[name]["http"] for name in routers}
+        backends = {
+            protocol: {name: fleet.facts[name][protocol] for name in routers} for protocol in ("http", "grpc")
+        }
         balancer = await stack.enter_async_context(running_balancer(backends))
         ports_of_linked = fixed_ports(WORKER_HOST)
         link = await stack.enter_async_context(

@@ -8,7 +8,9 @@ import aiohttp
 
 from contract.sampling import choice_seed
 from tests.chaos.clients import Answer, Api, Question
-from tests.chaos.pool.answers import ACCEPTED, MixedAnswer, ask, mistake_in
+from tests.chaos.pool.answers import ACCEPTED, MixedAnswer, Way, ask, mistake_in
+from tests.chaos.pool.balancer import Balancer
+from tests.chaos.pool.grpc_answers import ask_grpc, can_be_sent
 from tests.chaos.pool.questions import Kind, MixedQuestion, draw_mixed
 from tests.chaos.steady import Model, is_steady, noisy_models
 
@@ -18,11 +20,11 @@ _FORCED = (Kind.GRAMMAR, Kind.TOOLS)
 
 
 async def reference_answers(
-    address: str, rng: random.Random, count: int, longest_answer: int
+    balancer: Balancer, rng: random.Random, count: int, longest_answer: int
 ) -> list[MixedAnswer]:
     """Return the answers to at least ``count`` questions, equally many of each kind, that do not depend on rounding.
 
-    Raises AssertionError if the service gives another answer than the models, or than the time before.
+    Raises AssertionError if the service gives another answer than the models, or than over another API.
     """
     models = await asyncio.to_thread(noisy_models)
     num_each = -(-count // len(Kind))
@@ -32,8 +34,8 @@ async def reference_answers(
         if not lacking:
             return [answer for answers in steady.values() for answer in answers[:num_each]]
         questions = draw_mixed(rng, num_each * len(lacking), longest_answer, lacking)
-        first = await _ask_all(address, questions, is_streamed=False)
-        second = await _ask_all(address, questions, is_streamed=True)
+        first = await _ask_all(balancer, questions, [Way.WHOLE])
+        second = await _ask_all(balancer, questions, [Way.STREAM, Way.GRPC])
         for answer, again in zip(first, second, strict=True):
             if answer.question.kind not in _FORCED and not await asyncio.to_thread(
                 _is_steady, answer, models
@@ -47,18 +49,29 @@ async def reference_answers(
 
 
 async def _ask_all(
-    address: str, questions: Sequence[MixedQuestion], *, is_streamed: bool
+    balancer: Balancer, questions: Sequence[MixedQuestion], ways: Sequence[Way]
 ) -> list[MixedAnswer]:
+    """Ask all questions, in these ways in turn."""
     gate = asyncio.Semaphore(_AT_ONCE)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        balancer.door("http") as web,
+        balancer.door("grpc") as grpc,
+        aiohttp.ClientSession(connector=connector) as session,
+    ):
 
-        async def one(question: MixedQuestion) -> MixedAnswer:
+        async def one(number: int, question: MixedQuestion) -> MixedAnswer:
+            way = ways[number % len(ways)]
             async with gate:
-                answer = await ask(session, f"http://{address}", question, is_streamed=is_streamed)
+                if way is Way.GRPC and can_be_sent(question):
+                    answer = await ask_grpc(grpc.address, question)
+                else:
+                    url = f"http://{web.address}"
+                    answer = await ask(session, url, question, is_streamed=way is not Way.WHOLE)
             assert answer.is_whole and answer.status == ACCEPTED, (question, answer.status, answer.error)
             return answer
 
-        return await asyncio.gather(*(one(question) for question in questions))
+        return await asyncio.gather(*(one(number, question) for number, question in enumerate(questions)))
 
 
 def _is_steady(answer: MixedAnswer, models: Sequence[Model]) -> bool:

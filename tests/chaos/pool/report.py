@@ -1,20 +1,17 @@
 """The results of a run on a disturbed pool."""
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import inf, isfinite
 from typing import Any
 
 from tests.chaos.held_resources import count, read_metrics
-from tests.chaos.pool.answers import ACCEPTED, MixedAnswer, mistake_in
+from tests.chaos.pool.answers import ACCEPTED, UNAVAILABLE, MixedAnswer, mistake_in
+from tests.chaos.pool.moves import StepLengths, pauses_of_moves, results_of_moves
 from tests.chaos.pool.pool import Pool
 
 _QUIET = "quiet"
-_UNAVAILABLE = 503
-_MOVES = re.compile(r'^kvbaton_migrations_total\{result="(\w+)"\} ([\d.]+)$', re.M)
 _AFTER_SECONDS = 6.0
 """The time after an event in which pauses are looked for."""
 
@@ -47,6 +44,7 @@ class PoolReport:
     """
 
     num_whole: Counter[str] = field(default_factory=Counter)
+    num_by_way: Counter[str] = field(default_factory=Counter)
     num_tokens: int = 0
     num_duplicated: int = 0
     num_missing: int = 0
@@ -76,25 +74,25 @@ class PoolReport:
             self.num_missing += ": missing" in wrong
         elif answer.is_whole:
             self.num_whole[answer.question.kind.value] += 1
+            self.num_by_way[answer.way.value] += 1
             self.num_tokens += sum(len(choice.token_ids) for choice in answer.choices)
         elif router_died:
             self.num_lost_with_router += 1
-        elif answer.status == _UNAVAILABLE and router_is_new:
+        elif answer.status == UNAVAILABLE and router_is_new:
             self.num_refused += 1
         else:
-            what = f"{answer.question.kind} ({'streamed' if answer.is_streamed else 'whole'})"
+            what = f"{answer.question.kind} ({answer.way})"
             status = "" if answer.status == ACCEPTED else f" (status {answer.status})"
             self.failed.append(f"question {answer.question.number}, {what}{status}: {answer.error}")
 
-    async def count_replays(self, pool: Pool) -> None:
-        """Read the counts of replays and moves of all routers, since their last start."""
+    async def count_replays(self, pool: Pool, steps: StepLengths) -> None:
+        """Read the counts of replays and moves, and the pauses of moves, of all routers since the pool's start."""
         metrics = [await read_metrics(pool.fleet.facts[router]["admin"]) for router in pool.routers]
+        metrics += pool.last_metrics
         self.num_replays = count(metrics, "kvbaton_request_replays_total")
         self.num_local_recomputes = count(metrics, "kvbaton_request_local_recomputes_total")
-        for text in metrics:
-            for result, number in _MOVES.findall(text):
-                self.num_moves[result] += int(float(number))
-        self.move_pauses = bucket_quantiles(metrics, "kvbaton_migration_pause_seconds")
+        self.num_moves = results_of_moves(metrics)
+        self.move_pauses = pauses_of_moves(metrics, steps.seconds)
 
     @property
     def is_clean(self) -> bool:
@@ -106,6 +104,7 @@ class PoolReport:
         return {
             **vars(self),
             "num_whole": dict(self.num_whole),
+            "num_by_way": dict(self.num_by_way),
             "num_moves": dict(self.num_moves),
             "events": dict(self.events),
             "is_clean": self.is_clean,
@@ -131,28 +130,6 @@ def pauses_of(
         kind: {**each, "added_p99": round(max(0.0, each["p99"] - usual), 4)}
         for kind, each in summaries.items()
     }
-
-
-def bucket_quantiles(metrics: Sequence[str], histogram: str) -> dict[str, float]:
-    """Return the count, and the upper bounds of the buckets of the median and the 99th percentile; empty without a value.
-
-    A bound that is infinite is left out.
-
-    metrics: /metrics of several processes.
-    """
-    line = re.compile(rf'^{histogram}_bucket\{{le="([^"]+)"\}} ([\d.]+)$', re.M)
-    totals: Counter[float] = Counter()
-    for text in metrics:
-        for bound, number in line.findall(text):
-            totals[float(bound)] += int(float(number))
-    count_of_all = totals[inf]
-    if not count_of_all:
-        return {}
-    bounds = {
-        name: next(bound for bound in sorted(totals) if totals[bound] >= share * count_of_all)
-        for name, share in (("p50_at_most", 0.5), ("p99_at_most", 0.99))
-    }
-    return {"count": count_of_all, **{name: bound for name, bound in bounds.items() if isfinite(bound)}}
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

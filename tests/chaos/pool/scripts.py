@@ -4,13 +4,15 @@ import asyncio
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Protocol
 
 from contract.errors import KvbatonError
 from contract.identity import Role
-from tests.chaos.pool.events import EVENTS, Action, Event
+from tests.chaos.pool.events import EVENTS, LONG_FREEZE, LONGEST, Action, Event
 from tests.chaos.pool.pool import Pool, role_of
 from tests.chaos.pool.report import PoolReport
 
@@ -34,16 +36,15 @@ class Script(Protocol):
 
 @dataclass(frozen=True)
 class Disturb:
-    """Begins one event after the other, each kind about as often, and ends when the last one is over."""
+    """Begins one event after the other, each kind about as often, and ends when the last one is over.
+
+    The longest kind goes first among equals, and does not begin again when it would outlast the script.
+    """
 
     seconds: float
+    quiet_seconds: float = 20.0
     every_seconds: float = 6.0
     events: Mapping[str, Event] = field(default_factory=lambda: EVENTS)
-
-    @property
-    def quiet_seconds(self) -> float:
-        """See Script."""
-        return min(20.0, self.seconds / 5)
 
     async def run(self, pool: Pool, rng: random.Random, report: PoolReport) -> Happened:
         """See Script."""
@@ -51,7 +52,7 @@ class Disturb:
         happened: Happened = []
         async with asyncio.TaskGroup() as tasks:
             while time.monotonic() < end:
-                if chosen := self._choose(pool, rng, report):
+                if chosen := self._choose(pool, rng, report.events, end - time.monotonic()):
                     kind, action = chosen
                     logger.warning("chaos: %s", kind)
                     happened.append((kind, time.monotonic()))
@@ -60,9 +61,13 @@ class Disturb:
                 await asyncio.sleep(self.every_seconds)  # the interval between events
         return happened
 
-    def _choose(self, pool: Pool, rng: random.Random, report: PoolReport) -> tuple[str, Action] | None:
+    def _choose(
+        self, pool: Pool, rng: random.Random, counts: Counter[str], seconds_left: float
+    ) -> tuple[str, Action] | None:
         """Return the rarest event so far that has victims now."""
-        for kind in sorted(self.events, key=lambda kind: (report.events[kind], rng.random())):
+        for kind in sorted(self.events, key=lambda kind: (counts[kind], kind != LONGEST, rng.random())):
+            if kind == LONGEST and counts[kind] and seconds_left < LONG_FREEZE:
+                continue
             if action := self.events[kind](pool, rng):
                 return kind, action
         return None
@@ -70,9 +75,10 @@ class Disturb:
 
 @dataclass(frozen=True)
 class ScaleIn:
-    """Stops decode workers one after the other until one is left."""
+    """Stops decode workers one after the other until one is left. every_seconds: between the stops."""
 
     quiet_seconds: float = 5.0
+    every_seconds: float = 5.0
 
     async def run(self, pool: Pool, rng: random.Random, report: PoolReport) -> Happened:
         """See Script."""
@@ -82,13 +88,13 @@ class ScaleIn:
             report.events["scale-in"] += 1
             report.exit_seconds.append(round(await pool.stop(name), 3))
             pool.forget(name)
-            await asyncio.sleep(self.quiet_seconds)  # the interval between stops
+            await asyncio.sleep(self.every_seconds)  # the interval between stops
         return happened
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Stops workers in turn and starts them again, ``count`` times."""
+    """Stops workers in turn and starts them again, ``count`` times: of each role one at a time, of both roles at once."""
 
     count: int
     quiet_seconds: float = 5.0
@@ -96,13 +102,19 @@ class Restart:
     async def run(self, pool: Pool, rng: random.Random, report: PoolReport) -> Happened:
         """See Script."""
         happened: Happened = []
-        names = pool.workers
-        for number in range(self.count):
-            name = names[number % len(names)]
-            happened.append(("restart", time.monotonic()))
-            report.events["restart"] += 1
-            report.exit_seconds.append(round(await pool.stop(name), 3))
-            await pool.start_again(name)
+        left = iter(range(self.count))
+
+        async def roll(role: Role) -> None:
+            names = [name for name in pool.workers if role_of(name) is role]
+            for name, _ in zip(cycle(names), left, strict=False):
+                happened.append(("restart", time.monotonic()))
+                report.events["restart"] += 1
+                report.exit_seconds.append(round(await pool.stop(name), 3))
+                await pool.start_again(name)
+
+        async with asyncio.TaskGroup() as tasks:
+            for role in (Role.PREFILL, Role.DECODE):
+                tasks.create_task(roll(role))
         return happened
 
 
