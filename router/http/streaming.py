@@ -21,10 +21,6 @@ def _is_empty(transport: asyncio.Transport) -> bool:
     return not transport.is_closing() and not transport.get_write_buffer_size()
 
 
-def _data(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
-
-
 class EventStream:
     """The events of one response. Headers are sent with the first event, so an earlier error can still set the status."""
 
@@ -60,7 +56,7 @@ class EventStream:
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
-        await self._write(_data(b"[DONE]"), is_last=True)
+        await self._write(b"data: [DONE]\n\n", is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
         """Write an error object as the last event and end the response. Does nothing if the client disconnected."""
@@ -68,7 +64,8 @@ class EventStream:
             await self._write(self._event(error), is_last=True)
 
     def _event(self, chunk: Event) -> bytes:
-        return _data(bytes(chunk) if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk))
+        payload = chunk if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk)
+        return b"data: %b\n\n" % payload
 
     def _events(self, chunks: Sequence[Event]) -> bytes:
         return self._event(chunks[0]) if len(chunks) == 1 else b"".join(map(self._event, chunks))

@@ -25,7 +25,7 @@ class CompletionFormatter(OpenAIFormatter):
         """Return one chunk if there is text, a detail or an end to show."""
         delta = self._view.shown(delta, self._tokenizer)
         if not delta.finish_reason:
-            if self._has_detail(delta):
+            if self._shows_tokens and delta.tokens:
                 return [self._piece(delta)]
             return [self._text_chunk(delta.index, delta.text)] if delta.text else []
         return self._finished(_KIND, [self._piece(delta)], delta)
