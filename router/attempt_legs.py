@@ -17,13 +17,11 @@ from router.tasks import TaskSet
 class AttemptLegs:
     """Owns the legs of one attempt, in the order in which one takes over from the other.
 
-    A leg is open from ``bind`` until it is unbound. first: computes the prompt. last: ends the attempt.
+    A leg is open from ``bind`` until it is unbound.
     """
 
     def __init__(self, legs: Sequence[Leg], tasks: TaskSet) -> None:
         self._legs = tuple(legs)
-        self.first = self._legs[0]
-        self.last = self._legs[-1]
         self._tasks = tasks
         self._open: list[Leg] = []
 
@@ -35,6 +33,16 @@ class AttemptLegs:
 
     def __iter__(self) -> Iterator[Leg]:
         return iter(self._legs)
+
+    @cached_property
+    def first(self) -> Leg:
+        """The leg that computes the prompt."""
+        return self._legs[0]
+
+    @cached_property
+    def last(self) -> Leg:
+        """The leg that ends the attempt."""
+        return self._legs[-1]
 
     @cached_property
     def hand_over(self) -> tuple[AttachedWorker, AttachedWorker] | None:
