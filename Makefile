@@ -62,7 +62,7 @@ test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's opena
 	$(BIN)/python -m pytest -m sdk $(or $(ARGS),tests/sdk)
 
 test-triton: install $(TRITON) ## run the GPU kernels without a GPU: interpreted, and compiled
-	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m triton tests/triton $(ARGS)
+	PYTHONPATH=$(CURDIR)/$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m triton $(or $(ARGS),tests/triton)
 
 $(TRITON): constraints/triton.txt
 	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<

@@ -2,10 +2,10 @@
 
 200 clients over each transport of which most leave, three minutes of kills over each transport, the faults of links and
 processes, 10,000 short requests at 64 concurrent, 2,000 schedules of faults on hand-overs between processes without a
-model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, the state
-machines at twenty times their usual count, and every attack of ``tests/chaos/attacks`` on a whole service.
-``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs one scenario again and leaves the figures
-of the others, each with the commit and seed of its run.
+model, 200 more between network namespaces and 60 on whole workers, 50,000 walks through the protocol, 10,000 moves of
+answers in further ones, the state machines at twenty times their usual count, and every attack of
+``tests/chaos/attacks`` on a whole service. ``KVBATON_SOAK_SEED=1234`` repeats the run of a seed; ``--only faults`` runs
+one scenario again and leaves the figures of the others, each with the commit and seed of its run.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from tests.chaos.leaving import run_leaving
 from tests.chaos.settings import chaos_rng, chaos_seed, process_environment
 from tests.chaos.short_requests import run_short_requests
 from tests.protocol.walking import run_walks
-from tests.protocol.worlds import WALKED
+from tests.protocol.worlds import WALKED, WALKED_WITH_MOVES
 from tests.transfer_faults.whole_workers import run_whole_workers
 
 TRANSPORTS = ("tcp", "shm")
@@ -54,6 +54,7 @@ class Sizes:
     num_schedules: int
     num_whole_runs: int
     num_walks: int
+    num_moving_walks: int
     num_requests: int
 
 
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--num-schedules", type=int, default=2000)
     parser.add_argument("--num-whole-runs", type=int, default=60)
     parser.add_argument("--num-walks", type=int, default=50_000)
+    parser.add_argument("--num-moving-walks", type=int, default=9000, help="each has 1.2 moves on average")
     parser.add_argument("--num-requests", type=int, default=10_000)
     parser.add_argument("--only", help="run only the scenario of this name, or those whose names contain it")
     given = parser.parse_args()
@@ -77,6 +79,7 @@ def main() -> None:
         given.num_schedules,
         given.num_whole_runs,
         given.num_walks,
+        given.num_moving_walks,
         given.num_requests,
     )
     scenarios = {} if given.only is None else read_figures("soak")["scenarios"]
@@ -109,6 +112,10 @@ def run_all(sizes: Sizes, only: str) -> dict[str, dict[str, Any]]:
         ),
         ("whole workers under transfer faults", partial(whole_workers, sizes)),
         ("walks through the protocol", lambda: run_walks(WALKED, sizes.num_walks, chaos_seed())),
+        (
+            "moves through the protocol",
+            lambda: run_walks(WALKED_WITH_MOVES, sizes.num_moving_walks, chaos_seed()),
+        ),
         ("state machines", partial(tests, "KVBATON_SOAK", machines, MACHINES)),
         *((f"attack by {name.replace('_', ' ')}", partial(attack, name)) for name in WEAPONS),
     ]

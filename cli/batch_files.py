@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from contract.decoding import json_decoder
 from contract.errors import SettingError
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -80,6 +81,12 @@ class _Name(msgspec.Struct):
     custom_id: str
 
 
+_results: msgspec.json.Decoder[Result] = json_decoder(Result)
+_lines: msgspec.json.Decoder[_Line] = json_decoder(_Line)
+_raw_lines: msgspec.json.Decoder[_Raw] = json_decoder(_Raw)
+_names: msgspec.json.Decoder[_Name] = json_decoder(_Name)
+
+
 def result(custom_id: str | None, response: Response | None = None, error: Problem | None = None) -> Result:
     """Make a line of the output with a new id."""
     return Result(f"batch_req_{secrets.token_hex(12)}", custom_id, response, error)
@@ -108,8 +115,8 @@ def read_lines(path: Path) -> Iterator[BatchRequest | BadLine]:
 
 def _read(number: int, line: bytes) -> BatchRequest | BadLine:
     try:
-        parsed = msgspec.json.decode(line, type=_Line)
-        raw = msgspec.json.decode(line, type=_Raw)
+        parsed = _lines.decode(line)
+        raw = _raw_lines.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return BadLine(number, _custom_id(line), f"not a valid request: {error}")
     reason = _refusal(parsed)
@@ -132,7 +139,7 @@ def _refusal(line: _Line) -> str | None:
 
 def _custom_id(line: bytes) -> str | None:
     try:
-        return msgspec.json.decode(line, type=_Name).custom_id
+        return _names.decode(line).custom_id
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -169,7 +176,7 @@ def _answers(path: Path, file: BinaryIO) -> Iterator[tuple[Result, bytes]]:
 def _result(path: Path, number: int, line: bytes) -> Result | None:
     """Parse a line of an output file; None for an incomplete last line."""
     try:
-        return msgspec.json.decode(line, type=Result)
+        return _results.decode(line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         if not line.endswith(b"\n"):
             return None

@@ -10,7 +10,7 @@ from rich.console import Console
 from cli.pool_table import pool_view
 from cli.router_admin import RouterAdmin, open_admin
 from cli.terminal import replace_unencodable
-from contract.errors import NotFoundError
+from contract.errors import KvbatonError, NotFoundError
 from launch.arguments import parse
 from launch.operator_settings import WorkersSettings
 from serving.logs import configure_logs
@@ -18,9 +18,10 @@ from serving.settings_file import nearest
 
 LONG = {"--json": "--as-json", "--deadline": "--deadline-seconds"}
 """Short flags that cannot be names of settings."""
-_WAIT_SECONDS = 10.0
-"""The time for which one call waits; the next one follows."""
+_POLL_SECONDS = 0.2
+"""The time between two readings of a worker's state. The order is sent once: another operator may undo it meanwhile."""
 _OVER = ("empty", "leaving")
+_SERVES = "serving"
 
 
 def workers(arguments: Sequence[str]) -> None:
@@ -70,26 +71,44 @@ def worker_named(name: str, pool: dict[str, Any]) -> str:
 
 
 async def _drain(admin: RouterAdmin, worker: str, settings: WorkersSettings) -> dict[str, Any]:
-    """Begin a drain, and wait for its end unless ``no_wait``; return the last known facts of the worker."""
+    """Begin a drain, and wait for its end unless ``no_wait``; return the last known facts of the worker.
+
+    Raises KvbatonError if the drain is undone meanwhile.
+    """
     facts = await admin.order(worker, "drain", deadline=settings.deadline_seconds)
     shown = None
     while settings.wait and facts["state"] not in _OVER:
+        if facts["state"] == _SERVES:
+            raise KvbatonError(f"worker {worker} serves again: its drain was undone")
         if not settings.as_json and shown != facts["num_legs"]:
             shown = facts["num_legs"]
             print(f"{worker} drains: {shown} requests are left", flush=True)
-        try:
-            facts = await admin.order(worker, "drain", deadline=settings.deadline_seconds, wait=_WAIT_SECONDS)
-        except NotFoundError:  # its process has ended meanwhile
-            facts = {**facts, "state": "leaving"}
+        await asyncio.sleep(_POLL_SECONDS)
+        facts = await _facts_of(worker, admin) or {**facts, "state": "leaving"}  # its process has ended
     return facts
 
 
 async def _flip(admin: RouterAdmin, worker: str, settings: WorkersSettings) -> dict[str, Any]:
-    """Let a worker take a role, and wait until it has it unless ``no_wait``; return the last known facts of the worker."""
+    """Let a worker take a role, and wait until it has it unless ``no_wait``; return the last known facts of the worker.
+
+    Raises KvbatonError if the change is undone meanwhile, NotFoundError if the worker leaves.
+    """
     facts = await admin.order(worker, "flip", role=settings.role)
-    while settings.wait and not (facts["role"] == settings.role and facts["state"] == "serving"):
-        facts = await admin.order(worker, "flip", role=settings.role, wait=_WAIT_SECONDS)
+    while settings.wait and not (facts["role"] == settings.role and facts["state"] == _SERVES):
+        if facts["state"] == _SERVES:
+            raise KvbatonError(f"worker {worker} is still a {facts['role']} worker: the change was undone")
+        await asyncio.sleep(_POLL_SECONDS)
+        known = await _facts_of(worker, admin)
+        if known is None:
+            raise NotFoundError(f"worker {worker} has left before it became a {settings.role} worker")
+        facts = known
     return facts
+
+
+async def _facts_of(worker: str, admin: RouterAdmin) -> dict[str, Any] | None:
+    """Return a worker's entry of the list; None if it is not attached."""
+    listed: list[dict[str, Any]] = (await admin.pool())["workers"]
+    return next((each for each in listed if each["id"] == worker), None)
 
 
 def _print(settings: WorkersSettings, facts: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ class RouterAdmin:
     async def order(self, worker: str, verb: str, **query: float | str | None) -> dict[str, Any]:
         """Let a worker ``drain``, ``undrain`` or ``flip``; return its entry of the list, once the router answers.
 
-        query: ``deadline``, ``wait`` (seconds), ``role``. Raises NotFoundError for a worker that is not attached, and what
+        query: ``deadline`` (seconds), ``role``. Raises NotFoundError for a worker that is not attached, and what
         ``pool`` raises.
         """
         given = {
@@ -50,19 +50,14 @@ class RouterAdmin:
             for name, value in query.items()
             if value is not None
         }
-        patience = _ANSWER_SECONDS + float(query.get("wait") or 0.0)
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
-        return await self._request("POST", path, given, patience)
+        return await self._request("POST", path, given)
 
     async def _request(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None = None,
-        patience_seconds: float = _ANSWER_SECONDS,
+        self, method: str, path: str, query: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
         url = f"http://{self.address}{path}"
-        timeout = aiohttp.ClientTimeout(total=patience_seconds, sock_connect=_CONNECT_SECONDS)
+        timeout = aiohttp.ClientTimeout(total=_ANSWER_SECONDS, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._session.request(method, url, params=query, timeout=timeout) as response:
                 status = response.status

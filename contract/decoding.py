@@ -2,11 +2,16 @@
 
 A peer, a client or a file chooses these bytes, so every failure must become an error of the call and never end a thread.
 Nested input raises RecursionError, long numbers OverflowError or ValueError, broken text UnicodeDecodeError.
+
+Typed decoders are made here and nowhere else. msgspec 0.22 describes a type at its first use, and a second thread that uses
+the type before its description is complete reads a null pointer: the process dies. So descriptions are made under a lock.
 """
 
 import struct
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +27,27 @@ DECODING_ERRORS: tuple[type[Exception], ...] = (
 )
 _D = TypeVar("_D")
 _T = TypeVar("_T")
+DecHook = Callable[[type, Any], Any] | None
+"""Makes a value of a type that msgspec does not support."""
+_describing = threading.RLock()
+
+
+def msgpack_decoder(kind: type[_T] | Any, dec_hook: DecHook = None) -> msgspec.msgpack.Decoder[_T]:
+    """Return a decoder of msgpack that any thread may use."""
+    with _describing:
+        return msgspec.msgpack.Decoder(kind, dec_hook=dec_hook)
+
+
+def json_decoder(kind: type[_T] | Any, dec_hook: DecHook = None) -> msgspec.json.Decoder[_T]:
+    """Return a decoder of JSON that any thread may use."""
+    with _describing:
+        return msgspec.json.Decoder(kind, dec_hook=dec_hook)
+
+
+def converter(kind: type[_T]) -> Callable[[Any], _T]:
+    """Return a function that converts plain data, and that any thread may use. It raises ValidationError."""
+    msgpack_decoder(kind)
+    return partial(msgspec.convert, type=kind)
 
 
 def decode_outside(decode: Callable[[_D], _T], data: _D, refusal: Callable[[str], KvbatonError]) -> _T:

@@ -30,9 +30,14 @@ class PoolingParams(msgspec.Struct, frozen=True):
 
 
 class SendTransfer(msgspec.Struct, frozen=True, tag="send"):
-    """The transfer of a prefill leg: lend this prompt's KV under ``transfer_id``."""
+    """The transfer of a prefill leg, or of a request that is handed off: lend this prompt's KV under ``transfer_id``.
+
+    may_change_receiver: a receiver that fails or dies does not end the lease; another one may fetch the transfer then. True
+    only where the engine hands a request off itself: no message sets it.
+    """
 
     transfer_id: str
+    may_change_receiver: bool = False
 
 
 class ReceiveTransfer(msgspec.Struct, frozen=True, tag="receive"):

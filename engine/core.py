@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from contract.decoding import converter
 from contract.errors import DeadlineError, KvbatonError, NotFoundError, UnsupportedFieldError
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, HandOff
@@ -26,6 +27,7 @@ from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, create_scheduler, describe_engine, start_executor
 from engine.stepping.gate import PacedGate, StepGate
 
+_hand_off = converter(HandOff)
 _StartedStep = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
 """A step's order, and what waits for its results."""
 
@@ -214,7 +216,7 @@ class EngineCore:
         return msgspec.to_builtins(utilities[method](*args))
 
     def _call_hand_off(self, order: dict[str, Any], expires: float) -> None:
-        self.hand_off(msgspec.convert(order, HandOff), expires)
+        self.hand_off(_hand_off(order), expires)
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""

@@ -16,7 +16,7 @@ from router.policy import Pairs, PlacementRequest, awaited, place
 from router.registry import Registry
 from router.reservation import Reservation
 from router.role_timeouts import RoleTimeouts
-from router.running_shares import RunningShares, Use
+from router.running_shares import RunningShares, TotalCredit
 from router.start_limiter import StartLimiter
 from router.unreachable_pairs import UnreachablePairs
 
@@ -92,7 +92,7 @@ class AdmissionQueue:
         is_head = self._lanes.is_head(entry, self._start_rule(self._registry.decoding()))
         return is_head or self._role_timeouts.missing(entry.item.request.least_plan) is not None
 
-    def _start_rule(self, use: Use) -> StartRule[Lane, WaitingRequest]:
+    def _start_rule(self, use: TotalCredit) -> StartRule[Lane, WaitingRequest]:
         """Return the rule by which a client that holds its share, or starts enough already, is overtaken."""
 
         def may_start(entry: Entry) -> bool:
@@ -155,7 +155,7 @@ class AdmissionQueue:
             before = request
         return False
 
-    def _reservation(self, placement: Placement, entry: Entry, use: Use) -> Reservation:
+    def _reservation(self, placement: Placement, entry: Entry, use: TotalCredit) -> Reservation:
         """Hold credit for a placement that was just decided on, and count it as a start and as a probe of its pair."""
         tenant = entry.order.tenant
         workers = [self._registry.get(leg.worker) for leg in placement.legs]

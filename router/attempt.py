@@ -48,6 +48,9 @@ class MoveEvents(Protocol):
     def continued(self) -> None:
         """Record that the last leg has emitted its first token."""
 
+    def target_failed(self, failure: Failure, /) -> bool:
+        """Return True if the last leg, which has emitted nothing, begins again at another worker: the attempt goes on."""
+
     def attempt_ended(self) -> None:
         """Record that the attempt has ended: by itself, by a failure or by a cancel."""
 
@@ -64,6 +67,10 @@ class NoMove:
 
     def continued(self) -> None:
         """Do nothing."""
+
+    def target_failed(self, _failure: Failure, /) -> bool:
+        """Return False: nothing else is lent the attempt's KV."""
+        return False
 
     def attempt_ended(self) -> None:
         """Do nothing."""
@@ -163,6 +170,14 @@ class Attempt:
         attempt.bind([lent, hold])
         return attempt
 
+    def replace_last_leg(self, leg: Leg, hold: CreditHold) -> None:
+        """Bind another last leg, with the credit that was reserved for it, after ``AttemptLegs.drop_last``."""
+        self.legs.replace_last(leg, self.task.key, self._receive, hold)
+
+    def give_up(self, failure: Failure) -> None:
+        """End the attempt with the failure of its last leg."""
+        self._end_with(failure)
+
     def next(self, take: Take[TokenBatch] | None = None) -> Coroutine[Any, Any, TokenBatch]:
         """Return the next tokens. Raises the error that ended a leg (``failure`` then names the failed workers).
 
@@ -209,7 +224,8 @@ class Attempt:
         if self._postponed:
             self._end_with(failure.after(self._postponed.failure))
         elif self.legs.is_needed(leg):
-            self._end_with(failure)
+            if leg is not self.legs.last or leg.has_emitted or not self.move.target_failed(failure):
+                self._end_with(failure)
         else:
             is_last_token = leg.first_index >= self.task.request.sampling.max_tokens
             self._postponed = PostponedFailure(failure, leg, self._end_with, is_last_token=is_last_token)

@@ -1,7 +1,6 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 
 from router.attached_worker import AttachedWorker
@@ -44,7 +43,7 @@ class AttemptLegs:
         """The leg that ends the attempt."""
         return self._legs[-1]
 
-    @cached_property
+    @property
     def hand_over(self) -> tuple[AttachedWorker, AttachedWorker] | None:
         """The workers that send and receive the prompt's KV; None if no KV is handed over."""
         for sender, receiver in pairwise(self._legs):
@@ -71,6 +70,20 @@ class AttemptLegs:
         for earlier in self._before(leg):
             earlier.done()
 
+    def drop_last(self, name: str) -> None:
+        """Release the last leg, which has failed, and cancel it on a worker that may still hold it."""
+        if self.last in self._open:
+            self._open.remove(self.last)
+            self._release(self.last, name)
+
+    def replace_last(
+        self, leg: Leg, key: LegKey, on_event: Callable[[Leg, Event], None], hold: CreditHold
+    ) -> None:
+        """Bind another last leg, after ``drop_last``."""
+        self._legs = (*self._legs[:-1], leg)
+        self._open.append(leg)
+        leg.bind(key, on_event, hold)
+
     def unbind_finished(self) -> None:
         """Release the legs whose workers have no more work for them, however slowly the client reads."""
         for leg in [leg for leg in self._open if leg.is_over]:
@@ -90,9 +103,12 @@ class AttemptLegs:
         legs = self._open
         self._open = []
         for leg in legs:
-            leg.unbind()
-            if leg.may_hold and not leg.worker.gone.is_set():
-                self._tasks.spawn(leg.cancel(), f"cancel {name} on {leg.worker.name}")
+            self._release(leg, name)
+
+    def _release(self, leg: Leg, name: str) -> None:
+        leg.unbind()
+        if leg.may_hold and not leg.worker.gone.is_set():
+            self._tasks.spawn(leg.cancel(), f"cancel {name} on {leg.worker.name}")
 
     def _before(self, leg: Leg) -> tuple[Leg, ...]:
         return self._legs[: self._legs.index(leg)]

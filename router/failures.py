@@ -105,6 +105,14 @@ class Failures:
             raise error
         self._failed_workers |= failure.failed_workers
 
+    def note_target(self, attempt: Attempt, failure: Failure) -> None:
+        """Record that a worker has failed to which the answer was to move. The attempt continues at another one."""
+        hand_over = attempt.legs.hand_over
+        if failure.error.kind is ErrorKind.PEER_UNREACHABLE and hand_over:
+            self._unreachable.record_failure(*hand_over)
+        if not isinstance(failure.error, WorkerDrainedError):
+            self._failed_workers.add(failure.failed_worker)
+
     def without_workers(self, error: UnavailableError) -> KvbatonError:
         """Return the client's error after a failure if no worker is left for another attempt."""
         last = self.last

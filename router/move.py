@@ -10,6 +10,8 @@ from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
 from router.attempt_legs import AttemptLegs
 from router.bound_leg import Leg, start
+from router.failures import CURABLE
+from router.leg_failure import Failure
 from router.leg_requests import AttemptTask, leg_request, receiving
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
 from router.request_run import RequestRun
@@ -21,7 +23,7 @@ class MoveResult(StrEnum):
     """The result of a move.
 
     MOVED: the target has emitted a token. ENDED: the answer ended, or was cancelled, meanwhile. REFUSED: the source has not
-    handed it off, and continues. NO_TARGET: no other worker could take it. REPLAYED: source or target failed, and another
+    handed it off, and continues. NO_TARGET: no other worker could take it. REPLAYED: source or targets failed, and another
     attempt computes the KV again.
     """
 
@@ -35,8 +37,9 @@ class MoveResult(StrEnum):
 class Move:
     """The state of a move whose target is reserved. Fulfils ``MoveEvents`` for the attempt, and for the one after it.
 
-    over: set when the target has emitted a token, or an attempt has ended. pause_seconds: the time between the last token of
-    the source and the first one of the target; None until then.
+    over: set when the target has emitted a token, when it has failed, or when an attempt has ended. pause_seconds: the time
+    between the last token of the source and the first one of a target; None until then. failed: how the first target has
+    failed; the attempt waits for ``continue_at`` or ``give_up`` then, and its KV is still lent.
     """
 
     def __init__(
@@ -45,11 +48,13 @@ class Move:
         self.over = asyncio.Event()
         self.order = order
         self.pause_seconds: float | None = None
+        self.failed: Failure | None = None
         self._run = run
         self._attempt = attempt
         self._reservation = reservation
         self._tasks = tasks
         self._handed_over_at: float | None = None
+        self._may_try_again = True
 
     @property
     def is_handed_over(self) -> bool:
@@ -76,32 +81,47 @@ class Move:
         self._run.return_number(self.order.next_attempt)
 
     def end(self) -> None:
-        """Follow the attempt no longer. Does nothing the second time."""
+        """Follow the attempt no longer; one that waits for another target fails. Does nothing the second time."""
         self._attempt.stay(self)
+        self.give_up()
 
     def handed_over(self, attempt: Attempt, num_tokens: int) -> None:
-        """See ``MoveEvents``. Raises WorkerLostError if a token is missing, or the target was lost meanwhile."""
+        """See ``MoveEvents``. Raises WorkerLostError if a token is missing."""
         tokens = self._run.known_tokens
         source = attempt.legs.last.worker
         if len(tokens) != num_tokens:
             raise WorkerLostError(
                 f"worker {source.name} has handed the request off after {num_tokens} tokens; {len(tokens)} have arrived"
             )
-        if lost := self._reservation.lost_workers:
-            raise WorkerLostError(f"worker {lost[0].name} was lost before the request was moved to it")
         (target,) = self._reservation.workers
-        lease = _lease_of(source, num_tokens)
-        leg = Leg(LegPlan(DECODE, target.name, num_tokens), LEG_KINDS[DECODE], target)
+        legs = [_lease_of(source, num_tokens), _decode_leg(target, num_tokens)]
         task = AttemptTask(self._run.request, tuple(tokens[:-1]), self.order.next_attempt)
         ((hold,),) = self._reservation.take()
-        self._attempt = attempt.continue_with(task, AttemptLegs([lease, leg], self._tasks), hold)
+        self._attempt = attempt.continue_with(task, AttemptLegs(legs, self._tasks), hold)
         self._run.continue_with(self._attempt)
-        transfer = receiving(lease, SendTransfer(self.order.transfer_id))
-        request = leg_request(task, leg, num_choices=1, transfer=transfer)
-        call = leg.kind.start(target.calls, request, target.session)
-        leg.call = self._tasks.spawn(start([leg], call), f"move {request.request_id} to {target.name}")
-        self._reservation.begun([leg.call])
         self._handed_over_at = time.monotonic()
+        if target.gone.is_set():
+            error = WorkerLostError(f"worker {target.name} was lost before the request was moved to it")
+            self._attempt.legs.last.reject(error)
+        else:
+            self._start(self._reservation)
+
+    def continue_at(self, reservation: Reservation) -> None:
+        """Continue at another target, whose room is reserved, since the first one has failed."""
+        assert self.failed is not None, "the first target has failed"
+        self._run.target_failed(self._attempt, self.failed)
+        self.failed = None
+        (target,) = reservation.workers
+        ((hold,),) = reservation.take()
+        self._attempt.replace_last_leg(_decode_leg(target, self._attempt.legs.last.first_index), hold)
+        self._start(reservation)
+
+    def give_up(self) -> None:
+        """Let the attempt fail if it waits for another target: its KV is computed again. Does nothing otherwise."""
+        failure = self.failed
+        self.failed = None
+        if failure:
+            self._attempt.give_up(failure)
 
     def continued(self) -> None:
         """See ``MoveEvents``."""
@@ -110,10 +130,36 @@ class Move:
             self.end()
             self.over.set()
 
+    def target_failed(self, failure: Failure, /) -> bool:
+        """See ``MoveEvents``. One other target is tried, while the source lives and the error is not the request's own."""
+        source = self._attempt.legs.first.worker
+        if not self._may_try_again or failure.error.kind not in CURABLE or source.gone.is_set():
+            return False
+        self._may_try_again = False
+        self.failed = failure
+        self._attempt.legs.drop_last(self.order.request_id)
+        self.over.set()
+        return True
+
     def attempt_ended(self) -> None:
         """See ``MoveEvents``."""
+        self.failed = None
         self.end()
         self.over.set()
+
+    def _start(self, reservation: Reservation) -> None:
+        """Order the last leg's worker to continue the answer with the KV that the source lends."""
+        self.over.clear()
+        (lease, leg) = self._attempt.legs
+        transfer = receiving(lease, SendTransfer(self.order.transfer_id))
+        request = leg_request(self._attempt.task, leg, num_choices=1, transfer=transfer)
+        call = leg.kind.start(leg.worker.calls, request, leg.worker.session)
+        leg.call = self._tasks.spawn(start([leg], call), f"move {request.request_id} to {leg.worker.name}")
+        reservation.begun([leg.call])
+
+
+def _decode_leg(target: AttachedWorker, first_index: int) -> Leg:
+    return Leg(LegPlan(DECODE, target.name, first_index), LEG_KINDS[DECODE], target)
 
 
 def _lease_of(source: AttachedWorker, num_tokens: int) -> Leg:

@@ -5,7 +5,9 @@
    the KV of all tokens but the last to the next attempt.
 3. In the turn of that entry the next attempt begins: its first leg stands for the lease, its second one is an ordinary
    decode leg at the target, which fetches what its cache lacks. The client's stream is not interrupted.
-4. The move is over with the target's first token. If anything fails before that, the attempt fails, and a replay follows.
+4. The move is over with the target's first token. A target that fails before that leaves the lease as it is, and room is
+   reserved at a second one, which fetches the same KV. If anything else fails, or the second target too, the attempt fails,
+   and a replay follows.
 
 From the order on, cancels to the source name the next attempt, so that they end the lease too. The choices of one prompt
 are moved one after another: later ones find the prompt in the target's cache.
@@ -17,11 +19,13 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 
 from contract.errors import ErrorKind, KvbatonError, NotFoundError, UnavailableError
 from contract.requests import HandOff
 from router.attached_worker import AttachedWorker
+from router.leg_failure import Failure
 from router.legs import CONTINUATION
 from router.metrics import MoveMetrics
 from router.move import Move, MoveResult
@@ -39,6 +43,8 @@ _MIN_TOKENS = 2
 """Tokens that an answer must have, so that its prompt is computed, and that must be left of it, so that a move helps."""
 _HAND_OFF_SECONDS = 2.0
 """The time within which a worker must begin to hand off; it refuses later."""
+_SECOND_TARGET_SECONDS = 2.0
+"""The time for which a second target may have no room. It is shorter than any lease, and the client waits."""
 _UNCERTAIN_SECONDS = 1.0
 """The time for which an entry is awaited after a call of which it is unknown whether the worker accepted it."""
 _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
@@ -70,7 +76,9 @@ class Mover:
 
     def has_target(self, source: AttachedWorker) -> bool:
         """Return True if another worker may take answers of this one, whether it has room now or not."""
-        excluded = self._excluded(source)
+        return self._has_target_but(self._excluded(source))
+
+    def _has_target_but(self, excluded: frozenset[str]) -> bool:
         return any(
             worker.role in CONTINUATION.end_roles and worker.has_credit and worker.name not in excluded
             for worker in self._registry.workers
@@ -114,9 +122,8 @@ class Mover:
             return MoveResult.ENDED
         if not self.has_target(source):
             return MoveResult.NO_TARGET
-        request, order = run.move_request(self._excluded(source))
         try:
-            async with self._runs.queue.reserve(request, order) as reservation:
+            async with self._reserve(run, self._excluded(source)) as reservation:
                 if not self.can_move(run, source) or reservation.lost_workers:
                     return MoveResult.ENDED
                 return await self._hand_off(run, source, reservation)
@@ -140,16 +147,50 @@ class Mover:
         move = Move(run, attempt, reservation, order, self._runs.tasks)
         move.begin()
         try:
-            await _order(move, source)
-        except KvbatonError as error:
-            logger.info("%s stays on worker %s: %s", request_id, source.name, error.message)
-            move.refused()
-            return MoveResult.ENDED if isinstance(error, NotFoundError) else move.result
+            try:
+                await _order(move, source)
+            except KvbatonError as error:
+                logger.info("%s stays on worker %s: %s", request_id, source.name, error.message)
+                move.refused()
+                return MoveResult.ENDED if isinstance(error, NotFoundError) else move.result
+            if move.failed:
+                await self._try_second(move, move.failed, run, source)
         finally:
             move.end()
         if move.pause_seconds is not None:
             self._metrics.paused(move.pause_seconds)
         return move.result
+
+    async def _try_second(self, move: Move, failed: Failure, run: RequestRun, source: AttachedWorker) -> None:
+        """Move to another target than the one that has failed, while the source lends the KV; wait for the end of it."""
+        logger.info("another worker is to take %s: %s", move.order.request_id, failed.error.message)
+        excluded = self._excluded(source) | {failed.failed_worker.name}
+        if self._has_target_but(excluded):
+            move.over.clear()
+            begin = asyncio.create_task(self._continue_elsewhere(move, run, excluded))
+            ended = asyncio.create_task(move.over.wait())
+            try:
+                await asyncio.wait(
+                    {begin, ended}, timeout=_SECOND_TARGET_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            finally:
+                begin.cancel()
+                ended.cancel()
+                await asyncio.wait({begin})
+        move.give_up()
+        await move.over.wait()
+
+    async def _continue_elsewhere(self, move: Move, run: RequestRun, excluded: frozenset[str]) -> None:
+        """Continue at another worker as soon as one has room; if none can take the answer, return."""
+        with suppress(UnavailableError):
+            async with self._reserve(run, excluded) as reservation:
+                if move.failed and not reservation.lost_workers:
+                    move.continue_at(reservation)
+
+    def _reserve(self, run: RequestRun, excluded: frozenset[str]) -> AbstractAsyncContextManager[Reservation]:
+        """Wait for room at a worker that is not excluded, ahead of requests that were not begun yet."""
+        request, order = run.move_request(excluded)
+        return self._runs.queue.reserve(request, order)
 
     def _excluded(self, source: AttachedWorker) -> frozenset[str]:
         """Return the ids of the workers to which nothing is moved from ``source``."""

@@ -15,7 +15,7 @@ from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
 from router.policy import longest, missing_role
-from router.running_shares import Held, Use
+from router.running_shares import Held, TotalCredit
 from router.views import WorkerSize, WorkerViews
 from router.worker_calls import WorkerCalls
 
@@ -65,10 +65,10 @@ class Registry:
             self._stale.clear()
         return self._views
 
-    def decoding(self) -> Use:
+    def decoding(self) -> TotalCredit:
         """Return the limits of all workers that decode, and who holds how much of them."""
         credits = self.views.decoding
-        return Use(credits.num_workers, credits.max_requests, credits.max_tokens, self._held)
+        return TotalCredit(credits.num_workers, credits.max_requests, credits.max_tokens, self._held)
 
     def get(self, worker_id: str) -> AttachedWorker:
         """Return a worker of ``views``. Call it without an await in between."""

@@ -22,7 +22,7 @@ from router.delivery import TokenBatch
 from router.failures import Failures
 from router.fair_queue import QueueOrder
 from router.inbox import Take, UnreadAccount, UnreadBytes
-from router.leg_failure import deadline_error
+from router.leg_failure import Failure, deadline_error
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import CONTINUATION, LEG_KINDS, LegKind
@@ -213,6 +213,10 @@ class RequestRun:
         """Use a number again that no worker has seen. Does nothing if a later one is taken."""
         if number == self._num_attempts - 1:
             self._num_attempts = number
+
+    def target_failed(self, attempt: Attempt, failure: Failure) -> None:
+        """Record how a worker has failed to which the answer was to move; see ``Failures.note_target``."""
+        self._failures.note_target(attempt, failure)
 
     def continue_with(self, attempt: Attempt) -> None:
         """Use an attempt that has taken over from the one that ran."""

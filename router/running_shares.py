@@ -31,7 +31,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Use:
+class TotalCredit:
     """The credit of several workers together, and what is held of it."""
 
     num_workers: int
@@ -51,7 +51,7 @@ class RunningShares:
         """Record a request of a client."""
         self._recent.note(tenant)
 
-    def may_begin(self, tenant: str, num_requests: int, num_tokens: int, use: Use) -> bool:
+    def may_begin(self, tenant: str, num_requests: int, num_tokens: int, use: TotalCredit) -> bool:
         """Return True if a client may begin requests of ``num_tokens`` together beside those that it holds.
 
         That is always true if it holds none, or if it is alone.
@@ -65,6 +65,6 @@ class RunningShares:
             and held_tokens + num_tokens <= self._max_share * use.max_tokens
         )
 
-    def is_alone(self, tenant: str, use: Use) -> bool:
+    def is_alone(self, tenant: str, use: TotalCredit) -> bool:
         """Return True if no other client has sent a request lately, or holds one."""
         return self._recent.names <= {tenant} and use.held.num_requests.keys() <= {tenant}

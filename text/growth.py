@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from contract.decoding import json_decoder
+
 MAX_GROWTH = 4096
 """Maximum number of characters made of one; published tokenizers stay below 700."""
 MAX_COPIES = 16
@@ -44,9 +46,12 @@ class _Steps(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
+_decoder_of_steps: msgspec.json.Decoder[_Steps] = json_decoder(_Steps)
+
+
 def check_growth(tokenizer_json: str) -> None:
     """Raise ValueError for a step that can make a text too long, that declares more memory than its data, or is invalid."""
-    found = msgspec.json.decode(tokenizer_json, type=_Steps)
+    found = _decoder_of_steps.decode(tokenizer_json)
     for name, inner in _INNER.items():
         growth = 1
         most = MAX_COPIES if name == "post_processor" else MAX_GROWTH

@@ -2,9 +2,12 @@
 
 import msgspec
 
+from contract.decoding import converter
 from contract.errors import InvalidRequestError
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
+
+_grammar = converter(Grammar)
 
 
 def sampling_to_proto(sampling: SamplingParams) -> pb.EngineSampling:
@@ -65,6 +68,6 @@ def grammar_to_proto(grammar: Grammar) -> pb.Grammar:
 def grammar_from_proto(message: pb.Grammar) -> Grammar:
     """Translate a grammar. Raises InvalidRequestError for an unknown kind."""
     try:
-        return msgspec.convert({"kind": message.kind, "text": message.text}, Grammar)
+        return _grammar({"kind": message.kind, "text": message.text})
     except msgspec.ValidationError as error:
         raise InvalidRequestError(f"unknown kind of grammar {message.kind!r}", param="grammar") from error

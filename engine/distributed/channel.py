@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from contract.decoding import msgpack_decoder
 from contract.errors import InternalError, SettingError
 from engine.distributed.messages import Answer
 from engine.distributed.ring import Ring, create_shared_file, ring_bytes
@@ -130,7 +131,7 @@ class RankChannel:
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", path: Path) -> None:
-        self._decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+        self._decoder: msgspec.msgpack.Decoder[Answer] = msgpack_decoder(Answer)
         with contextlib.ExitStack() as undo:
             self._theirs = undo.enter_context(contextlib.ExitStack())
             end = undo.enter_context(context.socket(zmq.PAIR))

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 import numpy as np
 
+from contract.decoding import json_decoder, msgpack_decoder
 from contract.errors import InternalError
 from engine.compute.runner import ModelRunner
 from engine.settings import EngineSettings
@@ -69,7 +70,8 @@ def encode_plan(plan: RankPlan) -> str:
 
 def decode_plan(text: str) -> RankPlan:
     """Decode what ``encode_plan`` returned."""
-    return msgspec.json.decode(text, type=RankPlan, dec_hook=lambda _, values: EngineSettings(**values))
+    plan: RankPlan = json_decoder(RankPlan, lambda _, values: EngineSettings(**values)).decode(text)
+    return plan
 
 
 def runner_method(method: str) -> Callable[..., Any]:
@@ -116,9 +118,7 @@ class MethodTypes:
         if call.method not in self._arguments:
             hints = get_type_hints(runner_method(call.method))
             self._arguments[call.method] = [
-                msgspec.msgpack.Decoder(hint, dec_hook=_restored)
-                for name, hint in hints.items()
-                if name != "return"
+                msgpack_decoder(hint, _restored) for name, hint in hints.items() if name != "return"
             ]
         decoders = self._arguments[call.method]
         if len(decoders) != len(call.args):
@@ -128,5 +128,5 @@ class MethodTypes:
     def decode_value(self, method: str, value: bytes) -> Any:
         """Decode a result by the method's annotation."""
         if method not in self._results:
-            self._results[method] = msgspec.msgpack.Decoder(get_type_hints(runner_method(method))["return"])
+            self._results[method] = msgpack_decoder(get_type_hints(runner_method(method))["return"])
         return self._results[method].decode(value)

@@ -17,6 +17,7 @@ import msgspec
 import torch
 import zmq
 
+from contract.decoding import msgpack_decoder
 from contract.errors import ErrorKind, KvbatonError
 from engine.compute.runner import ModelRunner
 from engine.distributed.channel import (
@@ -48,7 +49,7 @@ class RankLoop:
         end = context.socket(zmq.PAIR)
         self._large = LargeSocket(end)
         end.connect(plan.large_address)
-        self._decoder = msgspec.msgpack.Decoder(RankCall)
+        self._decoder: msgspec.msgpack.Decoder[RankCall] = msgpack_decoder(RankCall)
         self._types = MethodTypes()
         self._runner: ModelRunner | None = None
 

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from contract.decoding import msgpack_decoder
 from contract.errors import SettingError
 from engine.hosting.messages import FromEngine, ToEngine
 
@@ -46,7 +47,7 @@ class ClientSockets:
         self._output = zmq.asyncio.Context(self._context).socket(zmq.PULL)
         self._output.setsockopt(zmq.RCVHWM, 0)
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgpack_decoder(FromEngine)
         try:
             self._input.bind(self.addresses.to_engine)
             self._output.bind(self.addresses.from_engine)

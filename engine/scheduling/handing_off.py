@@ -56,5 +56,5 @@ def _continuation_of(request: Request, order: HandOff) -> EngineRequest:
         attempt=order.next_attempt,
         prompt_token_ids=request.token_ids[:-1],
         first_index=request.answer_length - 1,
-        transfer=SendTransfer(order.transfer_id),
+        transfer=SendTransfer(order.transfer_id, may_change_receiver=True),
     )

@@ -67,8 +67,7 @@ class SendTransfers(Transfers):
             if self._outgoing.get(request.key) or (outgoing is not None and outgoing.key is not None):
                 raise InternalError(f"transfer {wire_key} of request {request.key} is already open")
             if outgoing is None:
-                lease_seconds = self._worker.settings.lease_seconds
-                send = Send(state=SendState.OPEN, lease_seconds=lease_seconds, num_blocks=len(block_ids))
+                send = send_side.begun(transfer, len(block_ids), self._worker.settings.lease_seconds)
                 outgoing = OutgoingTransfer(*wire_key, send, self._clock())
             else:
                 self._apply(outgoing, send_side.opened(outgoing.send, len(block_ids), self._clock()))
@@ -149,17 +148,18 @@ class SendTransfers(Transfers):
     def on_release(self, peer: str, message: msg.ReleaseLease | msg.CancelFetch) -> None:
         """Process a RELEASE or CANCEL; drop one for an unknown transfer."""
         with self._acting():
-            outgoing = self._outgoing.get_by_wire((message.transfer_id, message.attempt))
-            if outgoing is not None:
-                self._apply(outgoing, send_side.released(outgoing.send, peer))
+            if outgoing := self._outgoing.get_by_wire((message.transfer_id, message.attempt)):
+                is_read = isinstance(message, msg.ReleaseLease)
+                rule = send_side.released if is_read else send_side.fetch_cancelled
+                self._apply(outgoing, rule(outgoing.send, peer, self._clock()))
 
     def on_heartbeat(self, peer: str) -> None:
         """Renew the leases of a peer that is alive."""
         self._apply_all(partial(send_side.heartbeat, peer=peer, now=self._clock()))
 
     def on_peer_gone(self, peer: str, reason: str) -> None:
-        """End the leases of a peer that died."""
-        self._apply_all(partial(send_side.peer_gone, peer=peer, message=reason))
+        """End the leases of a peer that died, but those that another worker may take over."""
+        self._apply_all(partial(send_side.peer_gone, peer=peer, message=reason, now=self._clock()))
 
     def tick(self, now: float) -> float:
         """Expire overdue leases and parked fetches; return the next deadline, inf if there is none."""

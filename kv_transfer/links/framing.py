@@ -6,13 +6,12 @@ A frame over its bound is rejected before it is read, and one that does not matc
 import socket
 import struct
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 import xxhash
 
-from contract.decoding import decode_outside, shown
+from contract.decoding import decode_outside, msgpack_decoder, shown
 from contract.errors import TransferError
 
 HEADER = struct.Struct("<II")
@@ -20,6 +19,7 @@ HEADER = struct.Struct("<II")
 _MAX_PORT = 65535
 _MAX_HOST_CHARACTERS = 255
 _T = TypeVar("_T")
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {}
 
 
 def encode_frame(message: Any, max_bytes: int) -> bytes:
@@ -52,11 +52,18 @@ def check_body(header: bytes | bytearray, body: bytes | bytearray) -> None:
 def decode_body(body: bytes | bytearray, message_type: type[_T]) -> _T:
     """Decode the body of a frame. Raises TransferError."""
     message: _T = decode_outside(
-        partial(msgspec.msgpack.decode, type=message_type),
+        _decoder_of(message_type).decode,
         body,
         lambda why: TransferError(f"the peer sent a malformed frame: {why}"),
     )
     return message
+
+
+def _decoder_of(message_type: type[_T]) -> msgspec.msgpack.Decoder[_T]:
+    decoder = _decoders.get(message_type)
+    if decoder is None:
+        decoder = _decoders[message_type] = msgpack_decoder(message_type)
+    return decoder
 
 
 class FrameBuffer:

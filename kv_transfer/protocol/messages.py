@@ -12,7 +12,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from contract.decoding import decode_outside
+from contract.decoding import decode_outside, msgpack_decoder
 from contract.errors import TransferError
 from contract.layout import KVLayout
 from contract.proofs import derive_key, make_proof
@@ -186,7 +186,7 @@ SenderMessage = (
 ReceiverMessage = FetchBlocks | ReleaseLease | CancelFetch
 AnyMessage = Hello | Challenge | Prove | Welcome | Refused | Ping | SenderMessage | ReceiverMessage
 
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgpack_decoder(AnyMessage)
 
 
 def decode_message(frame: bytes) -> Message:

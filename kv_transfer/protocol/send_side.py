@@ -13,6 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contract.errors import ErrorKind
+from contract.requests import SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.events import EndReason, ImpossibleEventError
@@ -49,6 +50,8 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     num_ordered, num_digested: blocks whose digests were ordered, and are finished or failed. digests: those that are known.
     num_revokes: revocations whose last reader is not reported gone yet. deadline: when the lease (or the parked
     fetch) expires, on the local monotonic clock; inf: never. peer: the boot id of the worker that fetches.
+    may_change_peer: another worker may take over, and one that fails does not end the transfer: the KV of a request that was
+    handed off stays lent until one has continued it.
     """
 
     state: SendState
@@ -60,6 +63,7 @@ class Send(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[int, ...] = ()
     first_tokens: tuple[FirstToken, ...] | None = None
     peer: str | None = None
+    may_change_peer: bool = False
     from_block: int = 0
     deadline: float = math.inf
     is_finished: bool = False
@@ -92,6 +96,16 @@ def _enter(send: Send, state: SendState) -> Send:
     return replace(send, state=state)
 
 
+def begun(transfer: SendTransfer, num_blocks: int, lease_seconds: float) -> Send:
+    """Return the transfer of a prompt whose blocks are lent."""
+    return Send(
+        state=SendState.OPEN,
+        lease_seconds=lease_seconds,
+        num_blocks=num_blocks,
+        may_change_peer=transfer.may_change_receiver,
+    )
+
+
 def opened(send: Send, num_blocks: int, now: float) -> SendStep:
     """Lend the prompt's blocks, for which a fetch was parked."""
     send = replace(_enter(send, SendState.OPEN), num_blocks=num_blocks, is_opened=True)
@@ -113,12 +127,17 @@ def fetch_arrived(send: Send, peer: str, from_block: int, now: float) -> SendSte
         return send, [ev.Refuse(peer, send.ending.kind, send.ending.message)]
     if send.peer == peer:
         return send, []
-    if send.peer is not None:
+    if send.peer is not None and not send.may_change_peer:
         return send, [ev.Refuse(peer, ErrorKind.TRANSFER_FAILED, "another worker fetches this transfer")]
     if refusal := _wrong_start(send, peer, from_block):
         return send, [refusal]
+    refused: list[ev.SendAction] = []
+    if send.peer is not None:
+        refused.append(
+            ev.Refuse(send.peer, ErrorKind.TRANSFER_FAILED, "another worker fetches this transfer now")
+        )
     send = replace(send, peer=peer, from_block=from_block, deadline=now + send.lease_seconds)
-    return send, _announce_start(send) + _announce(send, 0) + _announce_complete(send)
+    return send, refused + _announce_start(send) + _announce(send, 0) + _announce_complete(send)
 
 
 def _announce(send: Send, first_block: int) -> list[ev.SendAction]:
@@ -238,7 +257,7 @@ def _end(send: Send, state: SendState, ending: EndReason, *, is_announced: bool 
     return send, actions
 
 
-def released(send: Send, peer: str) -> SendStep:
+def released(send: Send, peer: str, _now: float) -> SendStep:
     """End the transfer: the receiver does not need the blocks any more."""
     if send.has_ended or send.peer != peer:
         return send, []
@@ -246,12 +265,25 @@ def released(send: Send, peer: str) -> SendStep:
     return _end(send, SendState.RELEASED, ending, is_announced=False)
 
 
-def peer_gone(send: Send, peer: str, message: str) -> SendStep:
-    """End the transfer if its receiver died."""
+def fetch_cancelled(send: Send, peer: str, now: float) -> SendStep:
+    """End the transfer, or wait for another receiver: this one needs nothing (more) of it."""
+    if send.may_change_peer and not send.has_ended and send.peer == peer:
+        return _without_peer(send, now), []
+    return released(send, peer, now)
+
+
+def peer_gone(send: Send, peer: str, message: str, now: float) -> SendStep:
+    """End the transfer, or wait for another receiver, if its receiver died."""
     if send.has_ended or send.peer != peer:
         return send, []
+    if send.may_change_peer:
+        return _without_peer(send, now), []
     ending = EndReason(ErrorKind.PEER_UNREACHABLE, message)
     return _end(send, SendState.EXPIRED, ending, is_announced=False)
+
+
+def _without_peer(send: Send, now: float) -> Send:
+    return replace(send, peer=None, from_block=0, deadline=now + send.lease_seconds)
 
 
 def heartbeat(send: Send, peer: str, now: float) -> SendStep:

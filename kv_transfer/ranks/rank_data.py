@@ -6,8 +6,7 @@ from functools import partial
 from socket import socket
 from typing import Any
 
-import msgspec
-
+from contract.decoding import converter
 from contract.errors import InternalError, SettingError
 from engine.connector import KVMemory
 from kv_transfer.counters import Completions, Counters
@@ -25,6 +24,7 @@ from kv_transfer.transports.registry import open_transports
 from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext
 
 logger = logging.getLogger(__name__)
+_metadata = converter(TransferMetadata)
 
 
 class RankSettings(TransferSettings):
@@ -166,7 +166,7 @@ class RankHalf:
 
     def execute(self, metadata: Any) -> None:
         """See RankConnector; ``metadata`` is a ``TransferMetadata`` as plain data, as it comes from another process."""
-        self._data.half.execute(msgspec.convert(metadata, TransferMetadata))
+        self._data.half.execute(_metadata(metadata))
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Return nothing: requests are finished where all ranks' reports are aggregated."""

@@ -16,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from contract.decoding import msgpack_decoder
 from contract.errors import InternalError
 from kv_transfer.data.threads import JobThread
 from kv_transfer.links.framing import FrameBuffer, as_frame
@@ -160,8 +161,8 @@ def _new_read(_: type, __: None) -> Read:
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_without_read)
-to_rank: msgspec.msgpack.Decoder[ToRank] = msgspec.msgpack.Decoder(ToRank, dec_hook=_new_read)
-from_rank: msgspec.msgpack.Decoder[FromRank] = msgspec.msgpack.Decoder(FromRank)
+to_rank: msgspec.msgpack.Decoder[ToRank] = msgpack_decoder(ToRank, _new_read)
+from_rank: msgspec.msgpack.Decoder[FromRank] = msgpack_decoder(FromRank)
 
 
 class RankSocket(Generic[_T]):

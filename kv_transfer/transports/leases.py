@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from contract.decoding import decode_outside
+from contract.decoding import decode_outside, msgpack_decoder
 from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
@@ -328,7 +328,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
     packed_ids: bytes
 
 
-_grants = msgspec.msgpack.Decoder(BlockGrant)
+_grants: msgspec.msgpack.Decoder[BlockGrant] = msgpack_decoder(BlockGrant)
 
 
 def decode_grant(data: bytes) -> BlockGrant:

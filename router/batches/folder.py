@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from contract.decoding import json_decoder
 from contract.errors import SettingError
 from router.batches.disk import Disk
 from router.batches.records import VERSION, BatchRecord, FileRecord
@@ -105,7 +106,7 @@ class Folder:
 
     def _read(self, path: Path, kind: type[Record]) -> Record:
         try:
-            record = msgspec.json.decode(path.read_bytes(), type=kind)
+            record: Record = json_decoder(kind).decode(path.read_bytes())
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._unusable(f"holds {path.name}, which cannot be read: {error}") from error
         if record.id != path.name.removesuffix(_RECORD):

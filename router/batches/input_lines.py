@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from contract.decoding import json_decoder
 from router.batches.records import LineProblem
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -31,6 +32,10 @@ class _Line(msgspec.Struct):
     body: msgspec.Raw
 
 
+_raw: msgspec.json.Decoder[msgspec.Raw] = json_decoder(msgspec.Raw)
+_lines: msgspec.json.Decoder[_Line] = json_decoder(_Line)
+
+
 def digest(custom_id: str) -> bytes:
     """Return 16 bytes that identify a custom_id in memory, however long it is."""
     return blake2b(custom_id.encode(), digest_size=16).digest()
@@ -47,8 +52,8 @@ def parse_line(raw: bytes, number: int, endpoint: str) -> InputLine | LineProble
         raw = raw.removeprefix(codecs.BOM_UTF8)
     try:
         raw.decode()  # msgspec does not check the bytes of strings that it skips
-        msgspec.json.decode(raw, type=msgspec.Raw)  # else a wrong type would hide broken JSON after it
-        line = msgspec.json.decode(raw, type=_Line)
+        _raw.decode(raw)  # else a wrong type would hide broken JSON after it
+        line = _lines.decode(raw)
     except msgspec.ValidationError as error:
         return LineProblem(code="invalid_request", message=f"The line is not a request: {error}", line=number)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -8,6 +8,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from contract.decoding import json_decoder
 from router.batches.disk import Disk
 from router.batches.input_lines import digest
 
@@ -134,13 +135,16 @@ class _Head(msgspec.Struct):
     custom_id: str
 
 
+_heads: msgspec.json.Decoder[_Head] = json_decoder(_Head)
+
+
 def _whole_lines(file: BinaryIO) -> Iterator[tuple[str, int]]:
     """Yield custom_id and size of each line, up to the first one that is not complete."""
     for raw in file:
         if not raw.endswith(b"\n"):
             return
         try:
-            head = msgspec.json.decode(raw, type=_Head)
+            head = _heads.decode(raw)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             return
         yield head.custom_id, len(raw)

@@ -245,8 +245,8 @@ async def test_a_worker_drains_and_serves_again() -> None:
         running = asyncio.create_task(kvbaton("workers", "drain", "dec", "--deadline", "7", *admin(cluster)))
         order = await obey(worker, pb.Credit(is_draining=True, drain_seconds=7))
         assert order.drain.deadline_seconds == 7
-        await worker.stream.next_order()  # the command waits
-        assert not running.done()
+        await cluster.until(lambda state: any(worker["is_draining"] for worker in state["workers"]))
+        assert not running.done(), "the command waits"
         worker.stream.grant(pb.Credit(is_draining=True, is_empty=True))
         code, output, errors = await running
         assert (code, errors) == (0, "")
@@ -270,10 +270,43 @@ async def test_the_wait_ends_when_the_worker_has_left() -> None:
         worker = cluster.workers["decode-0"]
         running = asyncio.create_task(kvbaton("workers", "drain", "decode-0", "--json", *admin(cluster)))
         await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
-        await worker.stream.next_order()
+        await cluster.until(lambda state: any(worker["is_draining"] for worker in state["workers"]))
         await worker.die()
         code, output, errors = await running
         assert (code, errors, json.loads(output)["state"]) == (0, "", "leaving")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (("drain", "decode-1"), "decode-1 serves again: its drain was undone"),
+        (("flip", "decode-1", "prefill"), "decode-1 is still a decode worker: the change was undone"),
+    ],
+)
+async def test_an_order_is_sent_once_and_another_operator_may_undo_it(
+    command: tuple[str, ...], words: str
+) -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        running = asyncio.create_task(kvbaton("workers", *command, *admin(cluster)))
+        await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        await cluster.until(lambda state: any(worker["is_draining"] for worker in state["workers"]))
+        undone = asyncio.create_task(kvbaton("workers", "undrain", "decode-1", *admin(cluster)))
+        assert (await obey(worker, FULL)).HasField("undrain"), "nothing else was ordered meanwhile"
+        assert (await undone)[0] == 0
+        code, _, errors = await running
+        assert code == 1 and words in errors
+
+
+async def test_a_worker_that_leaves_before_it_takes_its_role_is_an_error() -> None:
+    async with running_cluster(SAY, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        running = asyncio.create_task(kvbaton("workers", "flip", "decode-1", "prefill", *admin(cluster)))
+        await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        await cluster.until(lambda state: any(worker["is_draining"] for worker in state["workers"]))
+        await worker.die()
+        code, _, errors = await running
+        assert code == 1 and "decode-1 has left before it became a prefill worker" in errors
 
 
 async def test_an_order_for_no_worker_is_one_line() -> None:

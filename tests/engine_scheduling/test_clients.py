@@ -1,12 +1,14 @@
 """Both clients of an engine: same tokens, same endings, and the death of a process."""
 
 import asyncio
+import atexit
 import gc
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +237,22 @@ async def test_garbage_collection_skips_what_an_engine_started_with(tmp_path: Pa
     client = await ProcessClient.start(fake_settings(model=file), start=start_frozen)
     await client.shutdown()
     assert int(file.read_text()) > 1000
+
+
+def at_its_end_write(file: Path) -> None:
+    atexit.register(file.touch)
+    sys.stderr.write("an unfinished line of the log")
+
+
+async def test_the_process_ends_without_the_end_of_its_interpreter(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An interpreter with torch takes longer to end than a worker to leave. No line of the log is lost."""
+    file = tmp_path / "late"
+    client = await ProcessClient.start(
+        fake_settings(), start=start_fake_executor, prepare=partial(at_its_end_write, file)
+    )
+    await client.shutdown()
+    assert not client.died.is_set(), "it has ended as asked, with exit code 0"
+    assert not file.exists()
+    assert "an unfinished line of the log" in capfd.readouterr().err

@@ -235,7 +235,7 @@ def test_a_sender_says_how_far_its_blocks_are_to_who_fetches_them() -> None:
 def test_layers_that_come_behind_the_end_are_revoked_again() -> None:
     """Law 3: the lease that they opened once more has other blocks behind its indices."""
     send = Send(state=SendState.PUBLISHING, lease_seconds=9.0, num_blocks=8, num_ordered=8, peer="peer")
-    send, _ = send_side.peer_gone(send, "peer", "gone")
+    send, _ = send_side.peer_gone(send, "peer", "gone", 0.0)
     after, actions = send_side.layers_ready(send, ev.LayerRange(2, 6, 64))
     assert (actions, after.num_revokes) == ([ev.SendNotice.REVOKE], send.num_revokes + 1)
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.connector import FirstToken
 from kv_transfer.protocol import events as ev
@@ -40,10 +41,20 @@ class SendMachine(RuleBasedStateMachine):
         self.num_reports = 0
         self.num_completes = 0
 
+    @initialize(may_change_peer=st.booleans())
+    def begin(self, may_change_peer: bool) -> None:
+        self.send = msgspec.structs.replace(self.send, may_change_peer=may_change_peer)
+
     def apply(self, step: SendStep) -> None:
-        before = self.send.state
+        before = self.send
         self.send, actions = step
-        assert self.send.state in reachable(SEND_EDGES, before)
+        assert self.send.state in reachable(SEND_EDGES, before.state)
+        if self.send.peer != before.peer:  # another one has to be sent everything
+            self.announced = 0
+            self.num_completes = 0
+            assert before.peer is None or self.send.may_change_peer
+            left = [action.peer for action in actions if isinstance(action, ev.Refuse)]
+            assert left == ([] if None in (before.peer, self.send.peer) else [before.peer])
         for action in actions:
             self.act(action)
 
@@ -94,17 +105,21 @@ class SendMachine(RuleBasedStateMachine):
     def abandon(self) -> None:
         self.apply(send_side.abandoned(self.send, NOT_NEEDED, "ended at token 0"))
 
-    @rule(peer=st.sampled_from(["a", "b"]), how=st.sampled_from(["let go", "gone", "heard"]))
+    @rule(peer=st.sampled_from(["a", "b"]), how=st.sampled_from(["let go", "cancelled", "gone", "heard"]))
     def peer_acts(self, peer: str, how: str) -> None:
         before = self.send
         steps: dict[str, SendStep] = {
-            "let go": send_side.released(self.send, peer),
-            "gone": send_side.peer_gone(self.send, peer, "died"),
+            "let go": send_side.released(self.send, peer, self.now),
+            "cancelled": send_side.fetch_cancelled(self.send, peer, self.now),
+            "gone": send_side.peer_gone(self.send, peer, "died", self.now),
             "heard": send_side.heartbeat(self.send, peer, self.now),
         }
         self.apply(steps[how])
         if before.peer != peer:
             assert self.send == before
+        elif how in ("cancelled", "gone") and not before.has_ended:
+            assert self.send.has_ended is not before.may_change_peer
+            assert self.send.has_ended or self.send.deadline == self.now + self.send.lease_seconds
 
     @rule(seconds=st.floats(0.1, 20))
     def wait(self, seconds: float) -> None:

@@ -79,9 +79,9 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
         "-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line
         for line in planned(programs, "gpu-check")
     )
-    for marker in ("docker", "sdk"):
+    for marker, how in (("docker", ""), ("sdk", ""), ("triton", "-n 2 --dist worksteal ")):
         lines = planned(programs, f"test-{marker}")
-        assert any(line.endswith(f"-m pytest -m {marker} tests/{marker}") for line in lines)
+        assert any(line.endswith(f"-m pytest {how}-m {marker} tests/{marker}") for line in lines)
 
 
 def test_triton_is_installed_beside_the_environment_and_interpreted(programs: Path) -> None:

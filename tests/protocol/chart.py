@@ -37,7 +37,7 @@ _OF_REQUESTS = {
     "doubt": ("FAULT: the attempt of", "takes too long; another one is begun"),
     "leave": ("the client of", "goes away"),
     "overdue": ("the deadline of", "is over"),
-    "move": ("router: a move of", "to D0 is begun"),
+    "move": ("router: a move of", "to another worker is begun"),
 }
 
 

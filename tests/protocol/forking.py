@@ -72,7 +72,12 @@ class _Forking:
         elif is_copied(kind):
             copied = kind.__new__(kind)
             self._copies[id(value)] = copied
-            copied.__dict__.update({name: self.copy(item) for name, item in value.__dict__.items()})
+            copied.__dict__.update(
+                {
+                    name: item if type(item) in _ATOMS else self.copy(item)
+                    for name, item in value.__dict__.items()
+                }
+            )
             return copied
         else:
             return value
@@ -111,7 +116,9 @@ class _Freezing:
         if number is not None:
             return number
         self._numbers[id(value)] = len(self._numbers)
-        return kind.__name__, *(self.value(item) for item in value.__dict__.values())
+        return kind.__name__, *[
+            item if type(item) in _ATOMS else self.value(item) for item in value.__dict__.values()
+        ]
 
 
 _ATOMS = frozenset({int, str, bytes, float, bool, type(None)})

@@ -5,15 +5,13 @@ from contract.identity import Role
 from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
 from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
-from router.legs import AGGREGATED, PREFILL, Placement, placed
+from router.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
 from router.policy import PlacementRequest, missing_role, place
 from router.views import WorkerView, WorkerViews
 from tests.protocol.engine_side import HANDED_OVER
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
 
-TARGET = "D0"
-"""The worker to which requests are moved."""
 Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
 """(request, attempt, first index, tokens, finish reason, error kind)."""
 LegCall = tuple[str, str, int, int, int, str | None]
@@ -39,7 +37,10 @@ class RouterLeg:
 
 
 class RouterRequest:
-    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then."""
+    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then.
+
+    target: the incarnation on which room is reserved for a move. num_moved: moves after which a token has come.
+    """
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -51,8 +52,9 @@ class RouterRequest:
         self.delivery = Delivery()
         self.prefill: RouterLeg | None = None
         self.decode: RouterLeg | None = None
-        self.num_moves = 0
+        self.num_moves = self.num_moved = 0
         self.next_attempt: int | None = None
+        self.target: tuple[str, str] | None = None
         self.rungs: list[str] = []
         self.ended: str | None = None
 
@@ -85,7 +87,8 @@ class RouterSide:
         """Do nothing."""
 
     def carry_out(self) -> None:
-        """Keep calls until they are delivered."""
+        """Begin attempts for which there is room now. Calls are kept until they are delivered."""
+        self.bind_all()
 
     def tidy(self) -> None:
         """Sort the calls: their order between different workers means nothing."""
@@ -124,9 +127,9 @@ class RouterSide:
             leg.may_hold = False
             failed_workers = {each.worker for each in request.legs if each.may_hold or each is leg}
             is_abort = finish_reason == FinishReason.ABORT or error_kind is None
-            self._fail(
-                request, ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind)), failed_workers
-            )
+            kind = ErrorKind.WORKER_LOST if is_abort else ErrorKind(str(error_kind))
+            if not self._moves_on(request, leg, kind):
+                self._fail(request, kind, failed_workers)
             return
         if finish_reason == HANDED_OVER:
             self._hand_over(request, leg, first_index)
@@ -134,6 +137,8 @@ class RouterSide:
         if tokens and first_index > leg.next_index:
             self._fail(request, ErrorKind.WORKER_LOST, {worker})
             return
+        if leg is request.decode and tokens and not leg.has_spoken:
+            request.num_moved += request.rungs[-1].startswith("moved")
         leg.next_index = max(leg.next_index, first_index + len(tokens))
         if finish_reason:
             request.delivery.end = leg.next_index
@@ -153,6 +158,8 @@ class RouterSide:
             lost = next((leg for leg in request.legs if (leg.worker, leg.boot) == (worker, boot)), None)
             if lost is not None and not lost.is_over:
                 lost.may_hold = False
+                if self._moves_on(request, lost, ErrorKind.WORKER_LOST):
+                    continue
                 is_known = worker in request.failed_workers
                 self._fail(request, ErrorKind.WORKER_LOST, {worker}, is_known=is_known)
 
@@ -187,17 +194,37 @@ class RouterSide:
             request.failed_workers.discard(worker)
         self.bind_all()
 
-    def can_be_moved(self, request: RouterRequest) -> bool:
-        """Return whether a request may be moved now; see ``router.moving.Mover.can_move``."""
+    def movable(self) -> list[int]:
+        """Return the requests that may be moved now; see ``router.moving.Mover.can_move``."""
+        return [request.number for request in self.requests if self._may_be_moved(request)]
+
+    def _may_be_moved(self, request: RouterRequest) -> bool:
         leg = request.decode
         is_decoding = leg is not None and leg.worker.startswith("P") and leg.has_spoken and leg.may_hold
         is_free = request.next_attempt is None and request.num_moves < self.scenario.num_moves
-        return is_decoding and is_free and TARGET in self.workers
+        return is_decoding and is_free and bool(self._target(request) or self._may_be_moved_without_room())
+
+    def _may_be_moved_without_room(self) -> bool:
+        is_attached = any(worker.startswith("D") for worker in self.workers)
+        return is_attached and not self.scenario.rules.reserves_first
+
+    def _target(self, request: RouterRequest) -> tuple[str, str] | None:
+        """Return the worker and incarnation with room for the rest of a request's answer, or None."""
+        wish = PlacementRequest(
+            plan=CONTINUATION,
+            num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
+            num_answer_tokens=self.scenario.answers[request.number],
+            is_replay=True,
+        )
+        placement = place(self._views(), wish, request.number)
+        return (placement.end, self.workers[placement.end]) if placement else None
 
     def move(self, number: int) -> None:
-        """Order a request to be handed off; see ``router.move.Move.begin``."""
+        """Reserve room for a request, and order it to be handed off; see ``router.moving.Mover._hand_off``."""
         request = self.requests[number]
         assert request.decode is not None
+        if self.scenario.rules.reserves_first:
+            request.target = self._target(request)
         request.num_moves += 1
         request.next_attempt = request.num_attempts
         request.num_attempts += 1
@@ -209,23 +236,46 @@ class RouterSide:
         """Take the refusal of an order to hand off; see ``router.move.Move.refused``."""
         request = self.requests[number]
         if request.attempt == attempt:
-            request.next_attempt = None
+            request.next_attempt = request.target = None
 
     def _hand_over(self, request: RouterRequest, leg: RouterLeg, num_tokens: int) -> None:
         """Continue at the target; see ``router.move.Move.handed_over``."""
+        target = request.target if self.scenario.rules.reserves_first else self._target(request)
         next_attempt = request.next_attempt
-        if next_attempt is None or len(request.delivered) != num_tokens or TARGET not in self.workers:
+        is_known = len(request.delivered) == num_tokens
+        if next_attempt is None or not is_known or not target or self.workers.get(target[0]) != target[1]:
             self._fail(request, ErrorKind.WORKER_LOST, {leg.worker})
             return
-        request.next_attempt = None
+        request.next_attempt = request.target = None
         request.attempt = next_attempt
         request.delivery = Delivery(next_attempt, num_tokens)
         request.prefill = RouterLeg(leg.worker, leg.boot, num_tokens - 1)
         request.prefill.next_index = num_tokens
-        request.decode = RouterLeg(TARGET, self.workers[TARGET], num_tokens)
-        request.rungs.append(f"moved>{TARGET}")
-        boot = request.decode.boot
-        self.calls.append(("decode", boot, request.number, next_attempt, num_tokens - 1, leg.boot))
+        self._continue_at(request, target)
+
+    def _moves_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
+        """Continue at another target than the first one, which has failed; see ``router.move.Move.target_failed``."""
+        source = request.prefill
+        is_target = request.decode is failed and not failed.has_spoken
+        is_moved = request.rungs[-1:] == [f"moved>{failed.worker}"] and "moved>" not in "".join(
+            request.rungs[:-1]
+        )
+        if not is_target or not is_moved or source is None or kind not in CURABLE:
+            return False
+        others = [name for name in self.workers if name.startswith("D") and name != failed.worker]
+        if self.workers.get(source.worker) != source.boot or not others:
+            return False
+        self._continue_at(request, (others[0], self.workers[others[0]]))
+        return True
+
+    def _continue_at(self, request: RouterRequest, target: tuple[str, str]) -> None:
+        """Order a worker to continue a request with what the source lends; see ``router.move.Move``."""
+        source = request.prefill
+        assert source is not None
+        request.decode = RouterLeg(*target, source.next_index)
+        request.rungs.append(f"moved>{request.decode.worker}")
+        call = ("decode", request.decode.boot, request.number, request.attempt, source.next_index - 1)
+        self.calls.append((*call, source.boot))
 
     def give_up(self, number: int, kind: str) -> None:
         """End a request: the client has gone, or a deadline is over."""
@@ -250,7 +300,7 @@ class RouterSide:
             self._end(request, "answered")
 
     def _bind(self, request: RouterRequest) -> None:
-        views = WorkerViews.of(self._view(worker) for worker in sorted(self.workers))
+        views = self._views()
         wish = PlacementRequest(
             num_prompt_tokens=self.scenario.prompts[request.number] + len(request.delivered),
             num_answer_tokens=self.scenario.answers[request.number],
@@ -264,14 +314,32 @@ class RouterSide:
             return
         placement = place(views, wish, request.number)
         if self.scenario.num_moves and request.num_attempts == 0:
-            placement = placed((AGGREGATED, "P0"))
+            placement = placed((AGGREGATED, f"P{request.number % self.scenario.num_prefill}"))
         if placement is not None:
             self._begin(request, placement)
 
+    def _views(self) -> WorkerViews:
+        return WorkerViews.of(self._view(worker) for worker in sorted(self.workers))
+
     def _view(self, worker: str) -> WorkerView:
-        role = Role.PREFILL if worker.startswith("P") else Role.DECODE
-        max_requests = 0 if worker in self.draining else 99
-        return WorkerView(worker_id=worker, role=role, max_requests=max_requests, max_tokens=10_000)
+        if worker.startswith("P"):
+            max_requests = 0 if worker in self.draining else 99
+            return WorkerView(
+                worker_id=worker, role=Role.PREFILL, max_requests=max_requests, max_tokens=10_000
+            )
+        return WorkerView(
+            worker_id=worker,
+            role=Role.DECODE,
+            num_requests=self._num_bound(worker),
+            max_requests=0 if worker in self.draining else self.scenario.decode_credit,
+            max_tokens=10_000,
+        )
+
+    def _num_bound(self, worker: str) -> int:
+        """Return how much of a decode worker's credit is held: by legs, and by moves that have not ended."""
+        legs = [request.decode for request in self.requests if request.decode]
+        targets = [request.target for request in self.requests if request.target]
+        return sum(leg.worker == worker for leg in legs) + sum(name == worker for name, _ in targets)
 
     def _begin(self, request: RouterRequest, placement: Placement) -> None:
         request.attempt = request.num_attempts if self.scenario.rules.tells_attempts_apart else 0
@@ -297,12 +365,14 @@ class RouterSide:
                     attempt = request.next_attempt
                 self.calls.append(("cancel", leg.boot, request.number, attempt, request.attempt, None))
         request.prefill = request.decode = None
-        request.next_attempt = None
+        request.next_attempt = request.target = None
 
     def _fail(
         self, request: RouterRequest, kind: ErrorKind, failed_workers: set[str], *, is_known: bool = False
     ) -> None:
-        """is_known: see ``router.failures.Failures``."""
+        """is_known: see ``router.failures.Failures``. Raises LawBrokenError if nothing can have failed."""
+        if not self.scenario.faults:
+            raise LawBrokenError(f"request {request.number} needs another attempt, and nothing has failed")
         prefer = request.prefill.worker if request.prefill else None
         self._close(request)
         request.num_failures += not is_known

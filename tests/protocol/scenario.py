@@ -24,7 +24,8 @@ class Rules:
 
     checks_lease_twice: a read asks for its lease after its last byte as well. tells_attempts_apart: the router gives
     every attempt a number of its own. names_next_attempt: a cancel to the source of a move names the next attempt.
-    leaves_unbound: a worker that drains leaves only when no leg is bound to it.
+    leaves_unbound: a worker that drains leaves only when no leg is bound to it. reserves_first: room at the target of a
+    move is reserved before its source is touched.
     """
 
     prefill_scheduler: Callable[..., Scheduler] = Scheduler
@@ -35,6 +36,7 @@ class Rules:
     tells_attempts_apart: bool = True
     names_next_attempt: bool = True
     leaves_unbound: bool = True
+    reserves_first: bool = True
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,8 @@ class Scenario:
     digests are only sampled, so the lease alone must keep them right). num_transports: over which blocks can be read, on
     every link. num_layer_groups: in how many parts a prompt's last blocks are made readable (1 or 2). faults: names of
     what may strike, at most ``num_faults`` times together. num_moves: how often each request may be moved, which begins on
-    worker P0 without a hand-over then. may_leave: the client may go at any moment, and that is no fault.
+    a prefill worker without a hand-over then. decode_credit: legs that each decode worker takes at a time. may_leave: the
+    client may go at any moment, and that is no fault.
     """
 
     name: str
@@ -68,6 +71,7 @@ class Scenario:
     num_faults: int = 0
     max_replays: int = 2
     num_moves: int = 0
+    decode_credit: int = 99
     may_leave: bool = False
     rules: Rules = field(default_factory=Rules)
 

@@ -17,6 +17,7 @@ from tests.protocol.worlds import (
     ONE,
     TWO,
     TWO_LEASE_ALONE,
+    TWO_MOVED,
     struck,
 )
 
@@ -57,6 +58,13 @@ MISSING = [
     ),
     pytest.param(
         LEFT_WHILE_MOVED, mutants.NO_NEXT_ATTEMPT, "lease:0#0.1 holds 2 blocks", 12, id="next attempt"
+    ),
+    pytest.param(
+        TWO_MOVED,
+        mutants.NO_RESERVATION,
+        "needs another attempt, and nothing has failed",
+        16,
+        id="reservation first",
     ),
 ]
 

@@ -39,6 +39,8 @@ def test_no_law_breaks_in_any_order_of_events(scenario: Scenario) -> None:
         assert endings == {"answered", *(["cancelled"] if scenario.may_leave else [])}
     if scenario.num_moves:
         assert ("answered", ("local>P0", "moved>D0")) in findings.endings
+    if scenario.num_moves and scenario.num_decode > 1:
+        assert ("answered", ("local>P0", "moved>D0", "moved>D1")) in findings.endings
 
 
 @pytest.mark.slow

@@ -40,12 +40,14 @@ ALL_FAULTS = (
 class WalkReport:
     """The results of some schedules. broken: a counter-example as a chart for each broken law (one walk, one law).
 
-    rungs: a request's attempts. climbed: a fetch's, that had to read again; a schedule counts each way once.
+    num_moves: of answers, after which a token has come. rungs: a request's attempts. climbed: a fetch's, that had to read
+    again; a schedule counts each way once.
     """
 
     seed: int
     num_schedules: int = 0
     num_steps: int = 0
+    num_moves: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     endings: Counter[str] = field(default_factory=Counter)
     rungs: Counter[str] = field(default_factory=Counter)
@@ -98,6 +100,7 @@ class Walker:
         for request in rules.routers.states[world.router].requests:
             self.report.endings[str(request.ended)] += 1
             self.report.rungs[" ".join(request.rungs)] += 1
+            self.report.num_moves += request.num_moved
 
     def _pick(self, rules: WorldRules, world: World) -> list[Action]:
         """Choose the next action; None if only a deadline is left."""
@@ -150,6 +153,7 @@ def run_walks(scenarios: Sequence[Scenario], num_schedules: int, seed: int) -> d
     return {
         "seed": seed,
         "num_schedules": sum(report.num_schedules for report in reports.values()),
+        "num_moves": sum(report.num_moves for report in reports.values()),
         "is_clean": not any(report.broken for report in reports.values()),
         "scenarios": {name: report.as_dict() for name, report in reports.items()},
     }

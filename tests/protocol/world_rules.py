@@ -63,6 +63,8 @@ class WorldRules:
         for index, call in enumerate(router.calls):
             if call[0] != "cancel" or not any(is_started_by(call, other) for other in router.calls):
                 yield "deliver", index
+        if self.scenario.num_moves:
+            yield from (("move", number) for number in self.routers.view(world.router, RouterSide.movable))
         yield from self._choices(router)
         for index, worker in enumerate(world.workers):
             yield from self._life(world, router, index, worker)
@@ -75,11 +77,9 @@ class WorldRules:
             yield "limbo", index
 
     def _choices(self, router: RouterSide) -> Iterator[Action]:
-        """Return what the router and the clients may do at any moment, without a fault."""
-        for request in router.requests:
-            if router.can_be_moved(request):
-                yield "move", request.number
-            if self.scenario.may_leave and not request.ended:
+        """Return what the clients may do at any moment, without a fault."""
+        for request in router.requests if self.scenario.may_leave else ():
+            if not request.ended:
                 yield "leave", request.number
 
     def _life(self, world: World, router: RouterSide, index: int, worker: WorkerState) -> Iterator[Action]:

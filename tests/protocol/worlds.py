@@ -27,6 +27,17 @@ MOVED = Scenario(
     num_moves=1,
 )
 """It begins on the worker that lends it later, and may be moved after any token, or not at all."""
+MOVED_ON = replace(MOVED, name=f"{MOVED.name}, with two targets", answers=(3,), num_decode=2)
+"""The second one continues it, with the same lease, if the first one fails."""
+TWO_MOVED = replace(
+    MOVED,
+    name="two requests that are moved, and room for one",
+    prompts=(1, 1),
+    answers=(3, 3),
+    prefill_blocks=4,
+    decode_credit=1,
+)
+"""Each may be moved when the target has room: while the other is not there, or has ended."""
 LEFT_WHILE_MOVED = replace(MOVED, name=f"{MOVED.name}, or left by its client", may_leave=True)
 
 
@@ -50,7 +61,9 @@ SMALL = [
     struck(CHUNKED, "spoil"),
     *(struck(LAYERS, fault) for fault in ("corrupt", "break")),
     MOVED,
+    TWO_MOVED,
     LEFT_WHILE_MOVED,
+    *(struck(MOVED_ON, fault) for fault in ("crash", "cut")),
     *(
         struck(MOVED, fault)
         for fault in ("crash", "cut", "repeat", "delay", "corrupt", "break", "spoil", "starve")
@@ -122,3 +135,17 @@ WALKED = [
     for how, is_one_sided in (("", False), ("; one-sided reads", True))
 ]
 """Worlds that are too large to exhaust: walked at random."""
+WALKED_WITH_MOVES = [
+    replace(
+        each,
+        name=f"{each.name}; moved while they are decoded",
+        answers=(9, 8, 7),
+        prefill_blocks=18,
+        decode_blocks=8,
+        num_moves=1,
+        decode_credit=2,
+        num_faults=2,
+    )
+    for each in WALKED
+]
+"""The same with answers that are moved at any moment, and room for few of them at each target."""

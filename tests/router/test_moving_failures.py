@@ -1,17 +1,21 @@
 """A move fails, is refused or cancelled at each of its stages: what happens to the answer and to both workers."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from contract.errors import InvalidRequestError, NotFoundError, OverloadedError
+from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.move import MoveResult
 from router.testing.entries import handed_over_entry
 from tests.router.moves import (
+    SOURCE,
     STALL,
     TARGET,
     TOKENS,
+    Moves,
     moves,
     only_on,
     stalling,
@@ -117,6 +121,8 @@ async def test_a_target_that_fails_before_its_first_token_costs_one_replay(how: 
         assert await made.move() is MoveResult.REPLAYED
         await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
         assert made.source.received.cancels[0].attempt == 1
+        calls = made.target.received.decodes
+        assert [call.source.worker_id for call in calls].count(SOURCE) == 1, "it is no second target"
         only_on(made.target)
         await made.ends()
         assert made.count("replayed") == 1
@@ -130,6 +136,111 @@ async def test_a_source_that_dies_while_it_lends_costs_one_replay() -> None:
         only_on(made.target)
         await made.source.die()
         assert await moving is MoveResult.REPLAYED
+        await made.ends()
+
+
+# The second target.
+
+THIRD = "third"
+FAILURES: dict[str, dict[str, Any]] = {
+    "refuses": {"refuse": OverloadedError("no room")},
+    "fails": {"fail_at": STALL, "error": OverloadedError("no blocks")},
+    "dies": {"die_at": STALL},
+    "is lost before the hand-over": {},
+    "drains": {"stall_at": STALL},
+    "hangs, and is found dead": {"stall_at": STALL},
+}
+
+
+async def fails(made: Moves, how: str) -> "asyncio.Task[MoveResult]":
+    """Begin a move whose first target fails in this way, and whose second one is THIRD if it is attached by then."""
+    only_on(made.target, **FAILURES[how])
+    made.source.player.may_hand_off.clear()
+    moving = asyncio.create_task(made.move())
+    await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
+    await made.cluster.add(Role.DECODE, THIRD)
+    if how == "is lost before the hand-over":
+        await made.target.die()
+        await made.cluster.until(lambda state: len(state["workers"]) == 3)
+    made.source.player.may_hand_off.set()
+    if "stall_at" in FAILURES[how]:
+        await made.target.received.wait_for(lambda each: len(each.decodes) == 1)
+    if how == "drains":
+        made.target.stream.grant(pb.Credit(is_draining=True, drain_seconds=600.0))
+    if how == "hangs, and is found dead":
+        await made.target.die()
+    return moving
+
+
+@pytest.mark.parametrize("how", FAILURES)
+async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> None:
+    """max_replays=0: nothing is computed again. It is the same attempt, by whose number the lease is known."""
+    async with moves() as made:
+        moving = await fails(made, how)
+        assert await moving is MoveResult.MOVED
+        await made.ends()
+        (order,) = made.source.received.hand_offs
+        (call,) = made.cluster.workers[THIRD].received.decodes
+        assert (call.task.attempt, call.task.first_index) == (order.next_attempt, STALL)
+        assert call.source.transfer_id == order.transfer_id
+        assert not made.source.received.cancels, "the lease stays until it is read"
+        assert [each.attempt for each in made.target.received.cancels] == ([1] if how == "drains" else [])
+        assert made.count("moved") == 1
+
+
+async def test_after_two_targets_that_failed_the_answer_is_computed_again() -> None:
+    async with moves(max_replays=1) as made:
+        only_on(made.target, **FAILURES["fails"])
+        made.source.player.may_hand_off.clear()
+        moving = asyncio.create_task(made.move())
+        await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
+        for name in (THIRD, "fourth"):
+            only_on(await made.cluster.add(Role.DECODE, name), **FAILURES["fails"])
+        made.source.player.may_hand_off.set()
+        assert await moving is MoveResult.REPLAYED
+        await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
+        assert made.source.received.cancels[0].attempt == 1
+        await made.ends()
+        calls = [call for name in (THIRD, "fourth") for call in made.cluster.workers[name].received.decodes]
+        assert [call.task.attempt for call in calls if call.source.worker_id == SOURCE] == [1]
+        assert made.count("replayed") == 1
+
+
+@pytest.mark.parametrize(
+    "what", ["room", "cancel", "death of the source", "deadline of its drain", "no room"]
+)
+async def test_while_the_second_target_has_no_room(what: str) -> None:
+    """The answer waits for it, for a moment; whatever ends the attempt meanwhile ends the wait, and the lease."""
+    async with moves(max_replays=1) as made:
+        only_on(made.target, **FAILURES["fails"])
+        made.source.player.may_hand_off.clear()
+        moving = asyncio.create_task(made.move())
+        await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
+        third = await made.cluster.add(Role.DECODE, THIRD)
+        third.stream.grant(pb.Credit(max_requests=1, max_tokens=2**20))
+        await made.cluster.until(lambda state: any(w["max_requests"] == 1 for w in state["workers"]))
+        hold = made.attached(THIRD).capacity.hold("", 1)
+        made.source.player.may_hand_off.set()
+        await made.cluster.until(lambda state: state["num_in_line"] == 1)
+        only_on(made.target)
+        if what == "room":
+            hold.release()
+            assert await moving is MoveResult.MOVED
+        elif what == "cancel":
+            made.asking.pop().cancel()
+            assert await moving is MoveResult.ENDED
+        else:
+            if what == "death of the source":
+                await made.source.die()
+            elif what == "deadline of its drain":
+                made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=0.0))
+            assert await moving is MoveResult.REPLAYED
+        if what != "room":
+            hold.release()
+            assert not third.received.decodes or what == "death of the source"
+        if what not in ("room", "death of the source"):
+            await made.source.received.wait_for(lambda each: len(each.cancels) == 1)
+            assert made.source.received.cancels[0].attempt == 1
         await made.ends()
 
 

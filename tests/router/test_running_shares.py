@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.running_shares import RECENT_SECONDS, Held, RunningShares, Use
+from router.running_shares import RECENT_SECONDS, Held, RunningShares, TotalCredit
 from router.testing.script import Script
 from tests.router.cluster import Cluster, running_cluster
 from tests.router.test_ends import TEXT, TOKENS
@@ -17,11 +17,11 @@ KEYS = "alice-secret-key,bob-secret-key"
 FOUR = pb.Credit(max_requests=4, max_tokens=2**20)
 
 
-def use_of(max_requests: int, max_tokens: int, **held: tuple[int, int]) -> Use:
+def use_of(max_requests: int, max_tokens: int, **held: tuple[int, int]) -> TotalCredit:
     found = Held()
     for tenant, (num_requests, num_tokens) in held.items():
         found.add(tenant, num_requests, num_tokens)
-    return Use(1, max_requests, max_tokens, found)
+    return TotalCredit(1, max_requests, max_tokens, found)
 
 
 def test_a_client_alone_may_hold_everything() -> None:
@@ -70,7 +70,7 @@ def test_a_client_that_holds_nothing_may_always_begin(
     shares.note("c")
     for tenant, num_tokens in running:
         held.add(tenant, 1, num_tokens)
-    assert shares.may_begin("c", 1000, 1000, Use(1, max_requests, 100, held))
+    assert shares.may_begin("c", 1000, 1000, TotalCredit(1, max_requests, 100, held))
     for tenant, num_tokens in running:
         held.add(tenant, -1, -num_tokens)
     assert not held.num_requests and not held.num_tokens
