@@ -1,6 +1,7 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from router.attached_worker import AttachedWorker
