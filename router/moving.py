@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 MIN_AT_ONCE = 2
 SHARE_AT_ONCE = 0.05
-"""Answers that leave one worker at a time: moves take bandwidth and steps from the answers that stay."""
+"""Answers that leave one worker at a time, however long they are."""
+TOKENS_AT_ONCE = 16_384
+"""Tokens of context that leave one worker at a time, beyond these few. A move takes a few steps of both workers, so
+many short ones take no longer together than one; but the KV of long ones crosses one after the other, and clients wait.
+"""
 _MIN_TOKENS = 2
 """Tokens that an answer must have, so that its prompt is computed, and that must be left of it, so that a move helps."""
 _HAND_OFF_SECONDS = 2.0
@@ -57,10 +61,17 @@ class Mover:
     wait for blocks (law 4).
     """
 
-    def __init__(self, registry: Registry, runs: RequestRuns, metrics: MoveMetrics) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        runs: RequestRuns,
+        metrics: MoveMetrics,
+        tokens_at_once: int = TOKENS_AT_ONCE,
+    ) -> None:
         self._registry = registry
         self._runs = runs
         self._metrics = metrics
+        self._tokens_at_once = tokens_at_once
         self._sources: Counter[AttachedWorker] = Counter()
 
     def can_move(self, run: RequestRun, source: AttachedWorker) -> bool:
@@ -102,20 +113,24 @@ class Mover:
     async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MoveResult]:
         """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
 
-        Those with the most tokens left go first, a few at a time, and the choices of one prompt one after another.
+        Those with the most tokens left go first, as many at a time as ``TOKENS_AT_ONCE`` allows, and the choices of one
+        prompt one after another.
         """
         movable = [run for run in runs if self.can_move(run, source)]
-        work = _Work(sorted(movable, key=_num_left, reverse=True))
-        num_at_once = max(MIN_AT_ONCE, math.ceil(SHARE_AT_ONCE * len(movable)))
+        min_at_once = max(MIN_AT_ONCE, math.ceil(SHARE_AT_ONCE * len(movable)))
+        work = _Work(sorted(movable, key=_num_left, reverse=True), min_at_once, self._tokens_at_once)
         async with asyncio.TaskGroup() as group:
-            for _ in range(min(num_at_once, len(movable))):
-                group.create_task(self._move_next(source, work))
-        return work.results
 
-    async def _move_next(self, source: AttachedWorker, work: "_Work") -> None:
-        while run := work.take():
-            result = await self.move(run, source)
-            work.done(run, result)
+            async def move_next(run: RequestRun) -> None:
+                work.done(run, await self.move(run, source))
+                begin()
+
+            def begin() -> None:
+                while run := work.take():
+                    group.create_task(move_next(run))
+
+            begin()
+        return work.results
 
     async def _move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
         if not self.can_move(run, source):
@@ -222,24 +237,33 @@ async def _order(move: Move, source: AttachedWorker) -> None:
 
 @dataclass
 class _Work:
-    """The runs that wait for their move. moving: ids of the requests of which a choice is being moved."""
+    """The runs that wait for their move, and those that are being moved with the tokens of their contexts."""
 
     waiting: list[RequestRun]
-    moving: set[str] = field(default_factory=set)
+    min_at_once: int
+    tokens_at_once: int
+    moving: dict[RequestRun, int] = field(default_factory=dict)
     results: Counter[MoveResult] = field(default_factory=Counter)
 
     def take(self) -> RequestRun | None:
-        """Return the next run of a request of which no other choice is being moved; None if there is none."""
+        """Return the next run that may be moved now; None if there is none.
+
+        No other choice of its request is being moved, and it is one of few, or its context is small enough.
+        """
+        requests = {run.request.request_id for run in self.moving}
+        num_free = self.tokens_at_once - sum(self.moving.values())
         for run in self.waiting:
-            if run.request.request_id not in self.moving:
+            num_tokens = len(run.request.prompt_token_ids) + run.num_known_tokens
+            may_move = len(self.moving) < self.min_at_once or num_tokens <= num_free
+            if may_move and run.request.request_id not in requests:
                 self.waiting.remove(run)
-                self.moving.add(run.request.request_id)
+                self.moving[run] = num_tokens
                 return run
         return None
 
     def done(self, run: RequestRun, result: MoveResult) -> None:
         """Record that a move is over."""
-        self.moving.discard(run.request.request_id)
+        del self.moving[run]
         self.results[result] += 1
 
 

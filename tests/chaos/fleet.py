@@ -64,7 +64,7 @@ class Fleet:
     async def _launch(self, name: str) -> None:
         given = dict(self.flags[name])
         role = given.pop("role")
-        arguments = [f"--{flag.replace('_', '-')}={value}" for flag, value in given.items()]
+        arguments = [_argument(flag.replace("_", "-"), value) for flag, value in given.items()]
         log = (self.folder / f"{name}.log").open("ab")
         command = ["bash", "-c", 'exec "$@" 2>>"$0"', log.name]
         log.close()
@@ -173,6 +173,12 @@ class Fleet:
             with suppress(ProcessLookupError):
                 self.thaw(name)
         await asyncio.gather(*(child.stop(STOP_SECONDS) for child in self.children.values()))
+
+
+def _argument(flag: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"
 
 
 @asynccontextmanager

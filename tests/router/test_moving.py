@@ -8,6 +8,7 @@ from contract.errors import InvalidRequestError
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.move import MoveResult
+from router.moving import Mover
 from router.testing.script import Script
 from tests.router.cluster import PAIR, Cluster, running_cluster
 from tests.router.moves import (
@@ -234,10 +235,15 @@ async def test_the_choices_of_a_prompt_move_one_after_another() -> None:
         await nothing_is_left(cluster)
 
 
-@pytest.mark.parametrize(("num_answers", "num_at_once"), [(5, 2), (50, 3)])
+@pytest.mark.parametrize(
+    ("num_answers", "num_contexts", "num_at_once"),
+    [(5, 0, 2), (50, 0, 3), (8, 4, 4), (8, 100, 8)],
+    ids=["two long ones", "a twentieth", "as many as the tokens allow", "all"],
+)
 async def test_few_move_at_once_and_those_with_the_most_tokens_left_first(
-    num_answers: int, num_at_once: int
+    num_answers: int, num_contexts: int, num_at_once: int
 ) -> None:
+    """num_contexts: the length of so many of them together is the limit of what may move at a time."""
     async with running_cluster(stalling(), PAIR, max_replays=0) as cluster:
         made = Moves(cluster)
         lengths = [len(TOKENS) + number for number in range(num_answers)]
@@ -250,7 +256,10 @@ async def test_few_move_at_once_and_those_with_the_most_tokens_left_first(
                 await asyncio.sleep(0.01)
         await cluster.add(Role.DECODE, TARGET)
         made.source.player.may_hand_off.clear()
-        moving = asyncio.create_task(made.mover.move_all(made.attached(), made.runs))
+        num_tokens = len(made.runs[0].request.prompt_token_ids) + STALL
+        path = made.path
+        mover = Mover(path.registry, path.runs, made.metrics.moves, num_contexts * num_tokens)
+        moving = asyncio.create_task(mover.move_all(made.attached(), made.runs))
         await made.source.received.wait_for(lambda each: len(each.hand_offs) == num_at_once)
         await asyncio.sleep(0.05)
         assert len(made.source.received.hand_offs) == num_at_once

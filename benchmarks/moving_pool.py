@@ -1,0 +1,188 @@
+"""A prefill and two decode workers in processes, with a router in this one, for the measurement of moves."""
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+
+from contract.identity import Role
+from kv_transfer.options import TransportName
+from router.leg_failure import WorkerDrainedError
+from router.metrics import RouterMetrics
+from router.move import MoveResult
+from router.moving import Mover
+from router.request_run import RequestRun
+from router.service import RouterService
+from router.settings import RouterSettings
+from tests.chaos.fleet import Fleet
+from tests.chaos.held_resources import read_states, until_free
+
+_SECRET = "a secret of the benchmarks, of 32 or more characters"
+_LOOK_SECONDS = 0.001
+_ANSWER_SECONDS = 120.0
+DECODERS = ("decode-0", "decode-1")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The longest time between two arrivals around a disturbance that began at ``began`` and was over at ``ended``."""
+
+    began: float
+    ended: float
+    seconds: float
+
+
+@dataclass
+class Stream:
+    """One streamed answer: its text, the times at which its pieces have arrived, and when it was disturbed."""
+
+    text: str = ""
+    arrivals: list[float] = field(default_factory=list)
+    disturbed: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def step(self) -> float:
+        """The usual gap: the median over all gaps, of which few are disturbed."""
+        return median(self._gaps()) if len(self.arrivals) > 1 else 0.0
+
+    @property
+    def gaps(self) -> list[Gap]:
+        """The gap of each disturbance."""
+        return [Gap(began, ended, self._longest(began, ended)) for began, ended in self.disturbed]
+
+    def _gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.arrivals, self.arrivals[1:], strict=False)]
+
+    def _longest(self, began: float, ended: float) -> float:
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return max(
+            (later - earlier for earlier, later in pairs if later > began and earlier < ended), default=0.0
+        )
+
+
+Disturb = Callable[[RequestRun], Awaitable[bool]]
+"""Disturbs an answer, and returns whether that has happened: it may have ended meanwhile."""
+
+
+class MovingPool:
+    """The router and its workers. Made by ``running_moving_pool``."""
+
+    def __init__(self, router: RouterService, fleet: Fleet) -> None:
+        self._router = router
+        self._fleet = fleet
+        self._path = router._path  # noqa: SLF001 the moves are ordered at chosen tokens
+        self._mover = Mover(self._path.registry, self._path.runs, RouterMetrics().moves)
+        self._results: Counter[MoveResult] = Counter()
+
+    def take_results(self) -> Counter[MoveResult]:
+        """Return how many moves have had which result since the last call."""
+        results = self._results
+        self._results = Counter()
+        return results
+
+    async def ask(
+        self, body: dict[str, Any], disturb: Disturb | None = None, every: int = 1, count: int = 0
+    ) -> Stream:
+        """Stream one answer, and disturb it ``count`` times, each ``every`` tokens after the last time."""
+        stream = Stream()
+        async with asyncio.timeout(_ANSWER_SECONDS), asyncio.TaskGroup() as tasks:
+            reading = tasks.create_task(self._read({**body, "stream": True}, stream))
+            if disturb:
+                await self._disturb(stream, reading, disturb, every, count)
+        return stream
+
+    async def move(self, run: RequestRun) -> bool:
+        """Move an answer to the other decode worker."""
+        result = await self._mover.move(run, self._worker_of(run))
+        self._results[result] += 1
+        return result is MoveResult.MOVED
+
+    async def replay(self, run: RequestRun) -> bool:
+        """Let an answer begin again as if its worker had given it up, and wait for its next token."""
+        num_known = run.num_known_tokens
+        run.leave(self._worker_of(run), WorkerDrainedError("the benchmark compares with a replay"))
+        while run.num_known_tokens == num_known:  # noqa: ASYNC110 as a client sees it
+            await asyncio.sleep(_LOOK_SECONDS)
+        return True
+
+    async def leaks(self) -> list[str]:
+        """Wait until no worker holds anything, and return what one still holds."""
+        admins = [(name, facts["admin"]) for name, facts in self._fleet.facts.items()]
+        try:
+            await until_free(lambda: read_states(admins), 60.0)
+        except AssertionError as error:
+            return [str(error)]
+        return []
+
+    def _runs_with(self, num_tokens: int) -> list[RequestRun]:
+        return [run for run in self._path.runs.open_runs if run.num_known_tokens >= num_tokens]
+
+    def _worker_of(self, run: RequestRun) -> Any:
+        assert run.attempt is not None
+        return run.attempt.legs.last.worker
+
+    async def _disturb(
+        self, stream: Stream, reading: "asyncio.Task[None]", disturb: Disturb, every: int, count: int
+    ) -> None:
+        for number in range(1, count + 1):
+            while not (runs := self._runs_with(every * number)) and not reading.done():  # noqa: ASYNC110
+                await asyncio.sleep(_LOOK_SECONDS)
+            if not runs:
+                return
+            began = time.monotonic()
+            if await disturb(runs[0]):
+                stream.disturbed.append((began, time.monotonic()))
+
+    async def _read(self, body: dict[str, Any], stream: Stream) -> None:
+        url = f"http://{self._router.addresses.http}/v1/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if event["choices"]:
+                        stream.arrivals.append(time.monotonic())
+                        stream.text += event["choices"][0]["text"]
+
+
+@asynccontextmanager
+async def running_moving_pool(
+    folder: Path, transport: TransportName, model: Path | None
+) -> AsyncIterator[MovingPool]:
+    """Run the router and the workers, in float32, without prefix caches; model: None for the demo model."""
+    fleet = Fleet(folder)
+    fleet.secret_file.touch(mode=0o600)
+    fleet.secret_file.write_text(_SECRET)
+    addresses: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    flags: dict[str, Any] = {"model": model} if model else {}
+    async with AsyncExitStack() as stack:
+        router = RouterService(RouterSettings(**addresses, secret=_SECRET))
+        await router.start()
+        stack.push_async_callback(router.stop)
+        stack.push_async_callback(fleet.stop_all)
+        async with asyncio.TaskGroup() as tasks:
+            for name in ("prefill-0", *DECODERS):
+                start = fleet.start(
+                    name,
+                    Role(name.partition("-")[0]),
+                    worker_id=name,
+                    router=router.addresses.internal,
+                    secret_file=fleet.secret_file,
+                    dtype="float32",
+                    num_threads=1,
+                    kv_cache_bytes=128 * 2**20,
+                    admin="127.0.0.1:0",
+                    transport=transport,
+                    enable_prefix_caching=False,
+                    **flags,
+                )
+                tasks.create_task(start)
+        yield MovingPool(router, fleet)
