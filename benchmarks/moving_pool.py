@@ -1,6 +1,7 @@
 """A prefill and two decode workers in processes, with a router in this one, for the measurement of moves."""
 
 import asyncio
+import gc
 import json
 import time
 from collections import Counter
@@ -185,4 +186,6 @@ async def running_moving_pool(
                     **flags,
                 )
                 tasks.create_task(start)
+        gc.collect()
+        gc.freeze()  # as a router's process does: a full collection would look like a pause of every stream
         yield MovingPool(router, fleet)
