@@ -163,8 +163,11 @@ class Worker:
         await self.engine.hand_off(order, seconds)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
-        """Abort a choice of a request (None: all) up to ``attempt``; a cancel of an unknown request is remembered."""
-        here = (r for r in self._accepted if r.request_id == request_id and r.attempt <= attempt)
+        """Abort a choice of a request (None: all) up to ``attempt``; a cancel of a leg that is not here is remembered.
+
+        It is, too, if a leg of an older attempt is here: the call that starts the newer one may arrive later.
+        """
+        here = (r for r in self._accepted if r.request_id == request_id and r.attempt == attempt)
         if not any(choice is None or choice in request.choices for request in here):
             self._early_cancels.add(request_id, attempt, choice)
         await self.engine.abort(request_id, attempt, choice)

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,43 @@ def require_engine() -> None:
         )
 
 
+@contextmanager
+def watched_exits(service: str, folder: Path) -> Iterator[Callable[[], list[int]]]:
+    """Yield a function that returns the exit codes of a service's containers that have ended since then.
+
+    Events are read as they come: the engine keeps the last 256 only, and every health check makes three.
+    """
+    since = docker("info", "--format", "{{.SystemTime}}").strip()
+    wanted = (
+        "event=die",
+        f"label=com.docker.compose.project={PROJECT}",
+        f"label=com.docker.compose.service={service}",
+    )
+    filters = (f"--filter={each}" for each in wanted)
+    told = folder / "events"
+    with told.open("wb") as out:
+        reading = subprocess.Popen(
+            ["docker", "events", "--since", since, *filters, "--format", "{{json .}}"], stdout=out
+        )
+    try:
+        yield lambda: [
+            int(json.loads(line)["Actor"]["Attributes"]["exitCode"]) for line in told.read_text().splitlines()
+        ]
+    finally:
+        reading.terminate()
+        reading.wait()
+
+
 class Stack:
-    """The compose project of the tests, with the profile ``cpu`` and ports that the engine picks."""
+    """The compose project of the tests, with the profile ``cpu``, ports that the engine picks, and more ``variables``."""
+
+    def __init__(self, variables: Sequence[str] = ()) -> None:
+        self._variables = (*VARIABLES, *variables)
 
     def compose(self, *arguments: str, timeout_seconds: float = COMMAND_SECONDS) -> str:
         """Run one `docker compose` command of the project and return its output."""
         command = ("compose", "-p", PROJECT, *arguments)
-        return docker(*command, timeout_seconds=timeout_seconds, variables=VARIABLES)
+        return docker(*command, timeout_seconds=timeout_seconds, variables=self._variables)
 
     def up(self, *arguments: str) -> None:
         """Start stopped services, and wait until every service is healthy."""
@@ -70,9 +100,9 @@ class Stack:
         """Stop and remove everything, the volumes too."""
         self.compose("down", "-v", "--remove-orphans", timeout_seconds=UP_SECONDS)
 
-    def published(self, port: int) -> str:
-        """Return the published address of one of the router's ports, as "host:port"."""
-        return self.compose("port", "router", str(port)).strip()
+    def published(self, port: int, router: int = 1) -> str:
+        """Return the published address of a port of the router with this number, as "host:port"."""
+        return self.compose("port", "--index", str(router), "router", str(port)).strip()
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of the running containers of a service."""
@@ -107,10 +137,10 @@ def debug_state(container: str) -> dict[str, Any]:
 
 
 @contextmanager
-def running_stack() -> Iterator[Stack]:
+def running_stack(*variables: str) -> Iterator[Stack]:
     """The stack, built from this checkout and ready to answer; taken down with all its volumes at the end."""
     require_engine()
-    stack = Stack()
+    stack = Stack(variables)
     stack.down()
     try:
         stack.compose("build", timeout_seconds=BUILD_SECONDS)
