@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from contract.errors import WorkerLostError
@@ -20,6 +20,7 @@ from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from wire.membership import drain_to_proto, load_from_proto, role_change_to_proto
 
+_ROLES = {role.value: role for role in Role}
 _MAX_CANCELS = 4
 """Cancels that are sent to one worker at a time.
 
@@ -56,7 +57,7 @@ class AttachedWorker:
         self._routes = LegRoutes()
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The worker id."""
         return self.registration.worker_id
@@ -64,7 +65,7 @@ class AttachedWorker:
     @property
     def role(self) -> Role:
         """The role in which it has registered, or that it has taken since."""
-        return Role(self.registration.role)
+        return _ROLES[self.registration.role]
 
     @property
     def has_credit(self) -> bool:
