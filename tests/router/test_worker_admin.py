@@ -277,8 +277,11 @@ async def test_an_operator_changes_a_workers_role_and_legs_follow_it() -> None:
         worker.stream.take_role("prefill", order.role_change.epoch)
         await cluster.until(lambda state: state["workers"][-1]["role"] == "prefill")
         assert not flipping.done()
-        worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20, is_unsettled=True))
-        status, facts = await flipping
+        worker.stream.grant(pb.Credit(number=3, is_unsettled=True))  # another router has all of the credit
+        await cluster.until(lambda state: state["workers"][-1]["max_requests"] == 0)
+        worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20, number=4, is_unsettled=True))
+        async with asyncio.timeout(20):
+            status, facts = await flipping
         assert (status, facts["role"], facts["state"]) == (200, "prefill", "serving")
         for _ in range(4):
             assert (await cluster.post("/v1/completions", {"prompt": "x"}))[0] == 200
