@@ -74,7 +74,9 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     may be bound while the sum is below the limit. number: counts the credits of one stream, from 1; the router repeats it
     in its ``CreditUse``. Without a drain, a credit of no requests that has a number means that other routers hold all that
     there is now. is_draining: the worker drains; drain_seconds: the time until the legs that are left are taken away from
-    it. is_empty: a draining worker holds no leg and lends no KV any more.
+    it. is_empty: a draining worker holds no leg and lends no KV any more. is_unsettled: the worker may lend and fetch KV at
+    once, because it has changed its role or answers are moved away from it; every router has answered a credit of nothing
+    since.
     """
 
     max_requests: int = 0
@@ -83,17 +85,20 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False
     drain_seconds: float = 0.0
     is_empty: bool = False
+    is_unsettled: bool = False
 
 
 class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
     """Reports what a router holds of a worker's credit: the answer to each credit that has a number.
 
-    number: that of the last credit that it has received. num_requests, num_tokens: bound or reserved legs, and their tokens.
+    number: that of the last credit that it has received. num_requests, num_tokens: bound or reserved legs, and their tokens,
+    without the num_former that were bound before the worker took its role. Moves of answers away from it count as former.
     """
 
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
+    num_former: int = 0
 
 
 class RoleOrder(msgspec.Struct, frozen=True, kw_only=True):

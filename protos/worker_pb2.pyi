@@ -715,6 +715,7 @@ class Credit(_message.Message):
     DRAIN_SECONDS_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     IS_EMPTY_FIELD_NUMBER: _builtins.int
+    IS_UNSETTLED_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
     max_tokens: _builtins.int
@@ -729,6 +730,10 @@ class Credit(_message.Message):
     """
     is_empty: _builtins.bool
     """A draining worker holds no leg and lends no KV any more."""
+    is_unsettled: _builtins.bool
+    """The worker may lend KV and fetch KV at once: it has changed its role, or answers are moved away from it, and every router has
+    answered a credit of nothing since. No hand-over is bound between two such workers, and no answer is moved to one.
+    """
     def __init__(
         self,
         *,
@@ -738,10 +743,11 @@ class Credit(_message.Message):
         drain_seconds: _builtins.float = ...,
         number: _builtins.int = ...,
         is_empty: _builtins.bool = ...,
+        is_unsettled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "is_unsettled", b"is_unsettled", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -756,22 +762,26 @@ class CreditUse(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FORMER_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the last credit received."""
     num_requests: _builtins.int
     """Legs that are bound to the worker, or will be."""
     num_tokens: _builtins.int
     """Tokens of these legs."""
+    num_former: _builtins.int
+    """Legs that were bound before the worker took its role, which the others leave out, and moves of answers away from it."""
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
         num_requests: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
+        num_former: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_former", b"num_former", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,7 @@ from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder, StartRule
 from router.lanes import Entry, Lane, Lanes, WaitingRequest
 from router.legs import CONTINUATION, Placement
-from router.policy import Pairs, PlacementRequest, awaited, place
+from router.policy import Pairs, PlacementRequest, awaited, never_bound, place
 from router.registry import Registry
 from router.reservation import Reservation
 from router.role_timeouts import RoleTimeouts
@@ -124,9 +124,9 @@ class AdmissionQueue:
         self._lanes.sort(self._registry.views)
         if not len(self):
             return
-        unreachable = (
-            self._unreachable.blocked(self._registry.workers) if len(self._unreachable) else frozenset()
-        )
+        unreachable = never_bound(self._registry.views)
+        if len(self._unreachable):
+            unreachable |= self._unreachable.blocked(self._registry.workers)
         while len(self) and self._admit_one(unreachable):
             pass
         if self._role_timeouts.any_expired:

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from contract.errors import WorkerLostError
@@ -20,6 +20,7 @@ from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from wire.membership import drain_to_proto, load_from_proto, role_change_to_proto
 
+_ROLES = {role.value: role for role in Role}
 _MAX_CANCELS = 4
 """Cancels that are sent to one worker at a time.
 
@@ -56,7 +57,7 @@ class AttachedWorker:
         self._routes = LegRoutes()
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
-    @property
+    @cached_property
     def name(self) -> str:
         """The worker id."""
         return self.registration.worker_id
@@ -64,7 +65,7 @@ class AttachedWorker:
     @property
     def role(self) -> Role:
         """The role in which it has registered, or that it has taken since."""
-        return Role(self.registration.role)
+        return _ROLES[self.registration.role]
 
     @property
     def has_credit(self) -> bool:
@@ -75,7 +76,8 @@ class AttachedWorker:
     @property
     def is_empty(self) -> bool:
         """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
-        return self.capacity.credit.is_empty and not self.capacity.num_requests
+        capacity = self.capacity
+        return capacity.credit.is_empty and not capacity.num_requests and not capacity.num_former
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
@@ -119,7 +121,8 @@ class AttachedWorker:
         self.outbox.put_nowait(pb.RouterMessage(drain=drain_to_proto(order)))
 
     def flip(self, order: RoleOrder) -> None:
-        """Send the worker the request to take another role. It answers with its credit, and reports the role later."""
+        """Send the worker the request to take another role. It reports the role when every router has answered."""
+        self.capacity.ordered_role = order.role
         self.outbox.put_nowait(pb.RouterMessage(role_change=role_change_to_proto(order)))
 
     def undrain(self) -> None:
@@ -137,6 +140,7 @@ class AttachedWorker:
             max_requests=0 if self.is_leaving else capacity.credit.max_requests,
             max_tokens=capacity.credit.max_tokens,
             waits_for_credit=capacity.waits_for_credit and not self.is_leaving,
+            is_unsettled=capacity.credit.is_unsettled,
             num_running=capacity.load.num_running,
             num_waiting=capacity.load.num_waiting,
             kv_cache_usage=capacity.load.kv_cache_usage,
@@ -165,6 +169,8 @@ class AttachedWorker:
             "is_empty": capacity.credit.is_empty,
             "num_legs": capacity.num_requests,
             "num_leg_tokens": capacity.num_tokens,
+            "num_former_legs": capacity.num_former,
+            "is_unsettled": capacity.credit.is_unsettled,
             "num_stale_entries": self._routes.num_stale_entries,
         }
 

@@ -1,6 +1,7 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import pairwise
 
 from router.attached_worker import AttachedWorker
@@ -33,12 +34,12 @@ class AttemptLegs:
     def __iter__(self) -> Iterator[Leg]:
         return iter(self._legs)
 
-    @property
+    @cached_property
     def first(self) -> Leg:
         """The leg that computes the prompt."""
         return self._legs[0]
 
-    @property
+    @cached_property
     def last(self) -> Leg:
         """The leg that ends the attempt."""
         return self._legs[-1]

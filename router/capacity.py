@@ -12,6 +12,7 @@ class CreditHold:
 
     def __init__(self, capacity: "WorkerCapacity", held: Held | None, tenant: str, num_tokens: int) -> None:
         self._capacity = capacity
+        self._num_roles = capacity.num_roles
         self._held = held
         self._tenant = tenant
         self._num_tokens = num_tokens
@@ -23,14 +24,16 @@ class CreditHold:
             self._is_released = True
             if self._held is not None:
                 self._held.add(self._tenant, -1, -self._num_tokens)
-            self._capacity.give_back(self._num_tokens)
+            self._capacity.give_back(self._num_tokens, self._num_roles)
 
 
 class WorkerCapacity:
     """The credit and load that one worker reports, and the part of the credit that this router holds.
 
     held: counts what clients hold of all workers among which their shares are divided; None if this is none of them.
-    on_change: called at every change of these, with True if the worker may have room that it did not have.
+    on_change: called at every change of these, with True if the worker may have room that it did not have. num_roles: roles
+    that the worker has had. num_requests, num_tokens: held for legs of its present role; num_former: legs of former ones.
+    ordered_role: the role that this router has ordered the worker to take, and that the worker does not offer yet.
     """
 
     def __init__(self, held: Held | None, on_change: Callable[[bool], None]) -> None:
@@ -39,6 +42,9 @@ class WorkerCapacity:
         self.held = held
         self.num_requests = 0
         self.num_tokens = 0
+        self.num_former = 0
+        self.num_roles = 1
+        self.ordered_role: str | None = None
         self._on_change = on_change
 
     @property
@@ -56,11 +62,23 @@ class WorkerCapacity:
         self._on_change(False)
         return CreditHold(self, self.held, tenant, num_tokens)
 
-    def give_back(self, num_tokens: int) -> None:
-        """Stop counting one request of a client. Called by its hold, once."""
-        self.num_requests -= 1
-        self.num_tokens -= num_tokens
+    def give_back(self, num_tokens: int, num_roles: int) -> None:
+        """Stop counting one request of a client, held in the role of this number. Called by its hold, once."""
+        if num_roles == self.num_roles:
+            self.num_requests -= 1
+            self.num_tokens -= num_tokens
+        else:
+            self.num_former -= 1
         self._on_change(True)
+
+    def take_role(self, held: Held | None) -> None:
+        """Count legs of a new role, which has no credit until the worker sends it. held: see above."""
+        self.num_former += self.num_requests
+        self.num_requests = 0
+        self.num_tokens = 0
+        self.num_roles += 1
+        self.held = held
+        self.grant(Credit(number=self.credit.number, is_unsettled=True))
 
     def report_load(self, load: Load) -> None:
         """Take a new load. There is more room only if the KV cache was full and is not full now."""

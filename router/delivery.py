@@ -30,7 +30,10 @@ class TokenBatch(msgspec.Struct, frozen=True):
 
 def tokens_of(output: EngineOutput) -> list[Token]:
     """Return the tokens of a worker's output, each with its index and, if the worker sent them, log probabilities."""
-    logprobs = output.logprobs or ()
+    logprobs = output.logprobs
+    if logprobs is None and len(output.token_ids) == 1:  # most outputs are that
+        return [Token(output.first_index, output.token_ids[0])]
+    logprobs = logprobs or []
     return [
         Token(output.first_index + i, token_id, logprobs[i] if i < len(logprobs) else None)
         for i, token_id in enumerate(output.token_ids)

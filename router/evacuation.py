@@ -1,11 +1,13 @@
-"""Takes the legs of draining workers to other workers, so that no request waits for, or fails with, a worker that ends.
+"""Takes legs to other workers, away from draining workers, so that no request waits for, or fails with, a worker that ends.
 
 1. A worker drains: its credit is nothing, so no leg is bound to it any more. Legs on which an answer is to end, and which
    have emitted nothing there, begin again on another worker if there is one.
-2. Answers that it decodes are moved to other workers (``router/moving.py``). What cannot be moved continues, and is tried
-   again.
+2. When every router has answered that credit, answers that it decodes are moved to other workers (``router/moving.py``).
+   What cannot be moved continues, and is tried again.
 3. At the worker's deadline each leg that is left begins again on another worker, behind the tokens that were delivered.
 4. The worker reports that it is empty, or is gone.
+
+From a worker that has become a prefill worker only answers are moved, without a deadline.
 
 A leg that begins again is a replay (law 5) without a failure: it does not count as one of those that a request survives.
 """
@@ -70,14 +72,25 @@ class Evacuation:
         self._metrics = metrics
         self._clock = clock
         self._drains: dict[AttachedWorker, _Drain] = {}
+        self._emptied: set[AttachedWorker] = set()
+
+    def num_moves_from(self, worker: AttachedWorker) -> int:
+        """Return how many answers are being moved away from a worker."""
+        return self._mover.num_moves_from(worker)
 
     def credit_changed(self, worker: AttachedWorker) -> None:
         """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
         credit = worker.capacity.credit
+        if credit.max_requests and worker.capacity.ordered_role == worker.role:
+            worker.capacity.ordered_role = None
+            self._changes.notify()
         if not credit.is_draining:
             self._end(worker, "undone")
         elif worker not in self._drains:
             self._begin(worker)
+        if self._has_answers_to_move(worker) and worker not in self._emptied:
+            self._emptied.add(worker)
+            self._runs.tasks.spawn(self._move_answers(worker), f"move the answers of {worker.name}")
         if (drain := self._drains.get(worker)) is None:
             return
         drain.stop_timer()
@@ -91,10 +104,13 @@ class Evacuation:
             )
 
     def role_taken(self, worker: AttachedWorker, taken: RoleOrder) -> None:
-        """Process the role that an empty worker has taken, or that it had already when it attached."""
+        """Process the role that a worker has taken, or that it had already when it attached."""
         if taken.role not in WORKER_ROLES:
             logger.warning("worker %s reported the role %r; ignored", worker.name, taken.role)
-        elif taken.role != worker.role:
+            return
+        if taken.role != worker.capacity.ordered_role:
+            worker.capacity.ordered_role = None  # a later order has come from elsewhere
+        if taken.role != worker.role:
             self._registry.take_role(worker, Role(taken.role))
             self._metrics.flipped(taken.role)
 
@@ -113,6 +129,7 @@ class Evacuation:
 
     def _begin(self, worker: AttachedWorker) -> None:
         credit = worker.capacity.credit
+        worker.capacity.ordered_role = None  # a drain ends a change that was not made yet
         logger.info(
             "worker %s drains: its %d legs have %.1f s",
             worker.name,
@@ -124,15 +141,25 @@ class Evacuation:
             text = f"worker {worker.name} drains, and has not begun to decode the request"
             for run in list(self._runs.open_runs):
                 run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
-        self._runs.tasks.spawn(self._move_answers(worker), f"move the answers of {worker.name}")
+
+    def _has_answers_to_move(self, worker: AttachedWorker) -> bool:
+        """Return True for an unsettled worker that is to decode no more: it drains, or has become a prefill worker."""
+        if worker.gone.is_set() or not worker.capacity.credit.is_unsettled:
+            return False
+        if drain := self._drains.get(worker):
+            return not (drain.were_moved or drain.is_empty)
+        return worker.role is Role.PREFILL and worker.capacity.num_former > 0
 
     async def _move_answers(self, worker: AttachedWorker) -> None:
-        """Move what the worker decodes to other workers, until the drain is over or its legs are taken away."""
-        while (drain := self._drains.get(worker)) and not drain.were_moved and not drain.is_empty:
-            moved = await self._mover.move_all(worker, list(self._runs.open_runs))
-            if num_moved := moved[MoveResult.MOVED]:
-                logger.info("%d answers were moved away from worker %s", num_moved, worker.name)
-            await asyncio.sleep(_AGAIN_SECONDS)
+        """Move what the worker decodes to other workers, until nothing is left or its legs are taken away."""
+        try:
+            while self._has_answers_to_move(worker):
+                moved = await self._mover.move_all(worker, list(self._runs.open_runs))
+                if num_moved := moved[MoveResult.MOVED]:
+                    logger.info("%d answers were moved away from worker %s", num_moved, worker.name)
+                await asyncio.sleep(_AGAIN_SECONDS)
+        finally:
+            self._emptied.discard(worker)
 
     def _has_other(self, worker: AttachedWorker) -> bool:
         """Return True if another worker has the role of this one and accepts legs."""

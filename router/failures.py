@@ -47,7 +47,8 @@ class Failures:
         self._too_small: set[AttachedWorker] = set()
         self.prefer: str | None = None
         self.last: KvbatonError | None = None
-        self._proven: Attempt | None = None
+        self.proven: Attempt | None = None
+        """The attempt whose progress was recorded last."""
 
     @property
     def avoid(self) -> frozenset[str]:
@@ -71,10 +72,8 @@ class Failures:
         return _PAUSES_SECONDS[min(count, len(_PAUSES_SECONDS) - 1)]
 
     def progress(self, attempt: Attempt) -> None:
-        """Record that a token of the last leg has arrived. The first one of an attempt ends a row of failures."""
-        if self._proven is attempt:
-            return
-        self._proven = attempt
+        """Record that the first token of the last leg has arrived, which ends a row of failures."""
+        self.proven = attempt
         self._num_failures = 0
         self._num_transfer_failures = 0
         self._num_own_failures = 0

@@ -114,7 +114,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "load":
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
-                    _grant(worker, credit_from_proto(message.credit))
+                    num_moves = self._evacuation.num_moves_from(worker)
+                    _grant(worker, credit_from_proto(message.credit), num_moves)
                     self._evacuation.credit_changed(worker)
                 case "role_taken":
                     self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
@@ -166,8 +167,11 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     return registration_from_proto(first.registration)
 
 
-def _grant(worker: AttachedWorker, credit: Credit) -> None:
-    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers."""
+def _grant(worker: AttachedWorker, credit: Credit, num_moves: int = 0) -> None:
+    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers.
+
+    num_moves: answers that are being moved away from the worker.
+    """
     worker.capacity.grant(credit)
     if not credit.number:
         return
@@ -175,5 +179,6 @@ def _grant(worker: AttachedWorker, credit: Credit) -> None:
         number=credit.number,
         num_requests=worker.capacity.num_requests,
         num_tokens=worker.capacity.num_tokens,
+        num_former=worker.capacity.num_former + num_moves,
     )
     worker.outbox.put_nowait(pb.RouterMessage(credit_use=credit_use_to_proto(use)))

@@ -56,14 +56,18 @@ class LoadMetrics:
 
 
 class RequestMetrics:
-    """The outcomes, tokens and times of requests."""
+    """The outcomes, tokens and times of requests.
+
+    first_token: records the seconds from a request's arrival to its first token. token_gap: records the seconds between two
+    deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._times = _Times(registry)
-        self._prompt_tokens = _counter(registry, "prompt_tokens_total")
-        self._generation_tokens = EventCounter(
-            registry, PREFIX + "generation_tokens_total", ROUTER_METRICS["generation_tokens_total"]
-        )
+        self.first_token = self._times.first_token.observe
+        self.token_gap = self._times.token_gap.observe
+        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self.tokens = _event_counter(registry, "generation_tokens_total").add
         self._success = _counter(registry, "request_success_total", "finished_reason")
         self._errors = _counter(registry, "request_errors_total", "kind")
         self._replays = _counter(registry, "request_replays_total", "kind")
@@ -71,22 +75,10 @@ class RequestMetrics:
         for reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._success.labels(reason.value)
 
-    def first_token(self, seconds: float) -> None:
-        """Record the time from a request's arrival to its first token."""
-        self._times.first_token.observe(seconds)
-
-    def token_gap(self, seconds: float) -> None:
-        """Record the time between two deliveries of tokens to one request."""
-        self._times.token_gap.observe(seconds)
-
-    def tokens(self, count: int) -> None:
-        """Count delivered tokens."""
-        self._generation_tokens.add(count)
-
     def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings) -> None:
         """Count a request with a complete answer."""
         self._success.labels(reason.value).inc()
-        self._prompt_tokens.inc(usage.num_prompt_tokens)
+        self._prompt_tokens.add(usage.num_prompt_tokens)
         self._times.observe(timings)
 
     def failed(self, kind: ErrorKind) -> None:
@@ -182,6 +174,10 @@ def _gauge(registry: CollectorRegistry, name: str, *labels: str) -> Gauge:
 
 def _counter(registry: CollectorRegistry, name: str, *labels: str) -> Counter:
     return Counter(PREFIX + name, ROUTER_METRICS[name], labels, registry=registry)
+
+
+def _event_counter(registry: CollectorRegistry, name: str) -> EventCounter:
+    return EventCounter(registry, PREFIX + name, ROUTER_METRICS[name])
 
 
 def _histogram(registry: CollectorRegistry, name: str, bounds: tuple[float, ...]) -> EventHistogram:

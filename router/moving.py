@@ -57,8 +57,8 @@ _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 class Mover:
     """Moves answers between workers. Owns the number of moves from each worker.
 
-    A worker that answers are moved away from is no target of another move: two workers that lend to each other could both
-    wait for blocks (law 4).
+    A worker that answers are moved away from is no target of another move, and an unsettled one neither: two workers that
+    lend to each other could both wait for blocks (law 4).
     """
 
     def __init__(
@@ -94,6 +94,10 @@ class Mover:
             worker.role in CONTINUATION.end_roles and worker.has_credit and worker.name not in excluded
             for worker in self._registry.workers
         )
+
+    def num_moves_from(self, source: AttachedWorker) -> int:
+        """Return how many answers are being moved away from a worker."""
+        return self._sources[source]
 
     async def move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
         """Move one answer away from a worker, and wait until it continues elsewhere or the move has failed.
@@ -211,7 +215,8 @@ class Mover:
         """Return the ids of the workers to which nothing is moved from ``source``."""
         blocked = self._runs.unreachable.blocked(self._registry.workers)
         unreached = {target for sender, target in blocked if sender == source.name}
-        return frozenset({source.name, *(worker.name for worker in self._sources), *unreached})
+        unsettled = self._registry.views.unsettled
+        return frozenset({source.name, *(worker.name for worker in self._sources), *unreached, *unsettled})
 
 
 async def _order(move: Move, source: AttachedWorker) -> None:

@@ -11,7 +11,7 @@ each size of worker, and not for each worker.
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import chain, pairwise, product
+from itertools import chain, pairwise, permutations, product
 
 from contract.identity import Role
 from router.legs import GENERATION, Placement, RequestPlan, placed
@@ -73,7 +73,7 @@ def place(
 ) -> Placement | None:
     """Choose the workers of one request; return None while none has room. ``turn`` counts requests, to break ties.
 
-    unreachable: pairs that cannot hand over KV now. A decode worker that no prefill worker reaches computes prompts itself.
+    unreachable: pairs that must not hand over KV. A decode worker that no prefill worker reaches computes prompts itself.
     taken: workers whose room an earlier request waits for.
     """
     sizes = _fitting(workers, request)
@@ -89,6 +89,11 @@ def place(
     if unreached := _unreached(choice, turn, unreachable):
         return placed((plan.alone, unreached.worker_id), num_delivered=request.num_delivered)
     return None
+
+
+def never_bound(workers: WorkerViews) -> Pairs:
+    """Return the pairs between which no hand-over is bound: both may lend and fetch at once (law 4)."""
+    return frozenset(permutations(workers.unsettled, 2)) if len(workers.unsettled) > 1 else frozenset()
 
 
 def fits(worker: WorkerSize, request: PlacementRequest) -> bool:

@@ -14,6 +14,7 @@ from text.chat import Chat
 from text.model_card import ModelCard
 from text.stop import StopAutomaton
 
+NO_STOPS = StopAutomaton(())
 _ANSWER_ROOM = 256
 """Tokens of an answer that are kept free at most: most answers are shorter than their ``max_tokens``."""
 _INT64 = 2**63
@@ -41,7 +42,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     family: str = ""
     fills_model: bool = False
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
-    stop: StopAutomaton = msgspec.field(default_factory=lambda: StopAutomaton(()))
+    stop: StopAutomaton = NO_STOPS
     eos_token_ids: tuple[int, ...] = ()
     chat: Chat | None = None
     choice: int = 0
@@ -76,11 +77,11 @@ def prepare(
     card: ModelCard,
     max_model_len: int,
     timeout_seconds: float,
-    stop: StopAutomaton | None = None,
+    stop: StopAutomaton = NO_STOPS,
 ) -> PreparedRequest:
     """Fill in every default and check every range.
 
-    stop: the automaton of its stop strings, if another prompt has the same ones. Raises InvalidRequestError, and
+    stop: the automaton of its stop strings. Raises InvalidRequestError, and
     ContextLengthError, which is one.
     """
     if request.stop and not all(request.stop):
@@ -116,7 +117,7 @@ def prepare(
     return structs.replace(
         _base_request(request, prompt_ids, timeout_seconds),
         sampling=sampling,
-        stop=stop or StopAutomaton(request.stop),
+        stop=stop,
         eos_token_ids=card.eos_token_ids,
         fills_model=request.max_tokens is None and request.default_max_tokens is None,
         chat=request.prompt if isinstance(request.prompt, Chat) else None,

@@ -29,8 +29,9 @@ class WorkerIdTakenError(IncompatiblePeerError):
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, and when it may
-    have room that it did not have. The first worker decides which model this router serves, for the router's whole life.
+    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, is empty, and
+    when it may have room that it did not have. The first worker decides which model this router serves, for the router's
+    whole life.
     memory_seconds: how long the size of a detached worker is remembered: it may be starting again.
     """
 
@@ -130,13 +131,12 @@ class Registry:
         self._changes.notify()
 
     def take_role(self, worker: AttachedWorker, role: Role) -> None:
-        """Record that a worker without legs has taken another role."""
+        """Record that a worker has taken another role, in which it has no leg yet."""
         if role is worker.role:
             return
         logger.info("worker %s was %s and is %s now", worker.name, worker.role.value, role.value)
         worker.registration = structs.replace(worker.registration, role=role.value)
-        worker.capacity.held = None if role is Role.PREFILL else self._held
-        self._on_change(worker, True)
+        worker.capacity.take_role(None if role is Role.PREFILL else self._held)
         self._changes.notify()
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
@@ -168,7 +168,7 @@ class Registry:
         if self._workers.get(worker.name) is worker:
             self._stale[worker.name] = worker
             known = self._views.get(worker.name)
-            if worker.has_credit != (known is not None and known.size.has_credit):
+            if worker.is_empty or worker.has_credit != (known is not None and known.size.has_credit):
                 self._changes.notify()
         if has_more_room:
             self._changes.notify_room()

@@ -7,7 +7,7 @@ from weakref import WeakValueDictionary
 from contract.errors import ContextLengthError, InvalidRequestError, UnsupportedFieldError
 from router.limits import MAX_PROMPT_TOKENS, check_limits
 from router.model_source import ModelSource
-from router.prepared_request import PreparedRequest, prepare, prepare_embedding
+from router.prepared_request import NO_STOPS, PreparedRequest, prepare, prepare_embedding
 from router.registry import Registry
 from router.request import EmbeddingRequest, GenerationRequest, tokenize
 from router.tenancy import TenantRules
@@ -86,7 +86,8 @@ class RequestPreparer:
     def _checked(self, request: _Request, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         make: Callable[..., PreparedRequest]
         if isinstance(request, GenerationRequest):
-            stop = self._stops.setdefault(request.stop, StopAutomaton(request.stop))
+            given = request.stop
+            stop = self._stops.setdefault(given, StopAutomaton(given)) if given else NO_STOPS
             make = partial(prepare, request, prompt_ids, card, stop=stop)
         else:
             make = partial(prepare_embedding, request, prompt_ids, card)

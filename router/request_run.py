@@ -149,8 +149,9 @@ class RequestRun:
         """Record that tokens of an attempt are on their way to the client."""
         if batch.tokens and not self._delivered:
             attempt.legs.first.worker.latency.first_token.add(time.monotonic() - self.request.arrival)
-        self._delivered += [token.token_id for token in batch.tokens]
-        if attempt.is_decoding:
+        for token in batch.tokens:
+            self._delivered.append(token.token_id)
+        if attempt is not self._failures.proven and attempt.is_decoding:
             self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:

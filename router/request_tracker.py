@@ -148,7 +148,8 @@ class RequestTracker:
 
     def _remove(self, tracked: TrackedRequest) -> None:
         self._counts[tracked.state, tracked.is_background] -= 1
-        self._admission.count(tracked.tenant, -int(tracked.holds_slot))
+        if tracked.holds_slot:
+            self._admission.count(tracked.tenant, -1)
         self._num_held -= not tracked.is_background
         if not self._num_held:
             self._idle.set()
@@ -157,7 +158,8 @@ class RequestTracker:
         """Count a request whose state has changed from ``before``."""
         self._counts[before, tracked.is_background] -= 1
         self._counts[tracked.state, tracked.is_background] += 1
-        self._admission.count(tracked.tenant, tracked.holds_slot - held_slot)
+        if held_slot != tracked.holds_slot:
+            self._admission.count(tracked.tenant, tracked.holds_slot - held_slot)
         if held_slot and not tracked.holds_slot:
             _call(self._on_fewer_unbound)
         if tracked.state is RequestState.WAITING_FOR_WORKERS and not tracked.is_background:

@@ -33,7 +33,9 @@ class TokenTexts:
     def push(self, token: Token) -> tuple[str, int]:
         """Return the text that became certain with a token, and the offset at which the token itself begins."""
         text = self._text_of(token.token_id)
-        offset = self._offset_of(token.token_id, text)
+        offset = self._num_characters
+        if self._holds_text and len(text) > 1:
+            offset += self._num_before(token.token_id, text)
         self._num_characters += len(text)
         self._holds_text = self._detokenizer.has_unread
         return text, offset
@@ -48,12 +50,9 @@ class TokenTexts:
         tag = self._tags.get(token_id)
         return self._detokenizer.push(token_id) if tag is None else self._detokenizer.flush() + tag
 
-    def _offset_of(self, token_id: int, text: str) -> int:
-        """Return the characters that are certain before a token, those of earlier tokens in its ``text`` included."""
-        if not self._holds_text or len(text) < 2:
-            return self._num_characters
+    def _num_before(self, token_id: int, text: str) -> int:
+        """Return how many characters of ``text`` belong to earlier tokens."""
         raw = self._token_bytes(token_id)
         own = raw.decode("utf-8", "ignore")
         begins = bool(raw) and raw[0] & 0xC0 != 0x80
-        others = len(text) - len(own) if begins and text.endswith(own) else 0
-        return self._num_characters + others
+        return len(text) - len(own) if begins and text.endswith(own) else 0

@@ -32,8 +32,8 @@ _UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
 class TrackedRequest:
     """The state, times and counts of one request. Made by ``RequestTracker.open``.
 
-    on_state: called when the state has changed, with the state before and whether the request held a slot of the queue
-    then.
+    holds_slot: it holds a slot of the queue; one in the background holds none. on_state: called when the state has changed,
+    with the state before and whether the request held a slot then.
     """
 
     def __init__(
@@ -45,16 +45,12 @@ class TrackedRequest:
         self.is_background = request.is_background
         self.tenant = request.tenant
         self.state = RequestState.PREPARING
+        self.holds_slot = not self.is_background
         self._on_state = on_state
         self._request_id = request.request_id
         self._stopwatch = Stopwatch(request.arrival)
         self._metrics = metrics
         self._last_arrival: float | None = None
-
-    @property
-    def holds_slot(self) -> bool:
-        """True while it holds a slot of the queue. A request in the background holds none."""
-        return self.state in _UNBOUND and not self.is_background
 
     def queued(self) -> None:
         """Record that it waits for workers, for the first time or again."""
@@ -83,13 +79,15 @@ class TrackedRequest:
         self._metrics.tokens(len(delta.tokens))
         if not delta.tokens:
             return
-        self._stopwatch.tokens(delta.tokens[0].index, len(delta.tokens), now)
+        if self._stopwatch.token_1 is None:
+            self._stopwatch.tokens(delta.tokens[0].index, len(delta.tokens), now)
         if self._last_arrival is None:
             self._metrics.first_token(now - self._stopwatch.arrival)
         else:
             self._metrics.token_gap(now - self._last_arrival)
         self._last_arrival = now
-        self._enter(RequestState.STREAMING)
+        if self.state is not RequestState.STREAMING:
+            self._enter(RequestState.STREAMING)
 
     def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
         """Record that the answer is complete, and fill in usage and timings of its last delta."""
@@ -106,4 +104,5 @@ class TrackedRequest:
         before = self.state
         held_slot = self.holds_slot
         self.state = state
+        self.holds_slot = state in _UNBOUND and not self.is_background
         self._on_state(self, before, held_slot)

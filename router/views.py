@@ -38,7 +38,8 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     """A worker as a policy reads it.
 
     num_requests, num_tokens: legs of this router that are bound to it, or will be. max_requests, max_tokens: its credit, or
-    this router's share of it. waits_for_credit: the credit is 0 only because other routers hold all of it.
+    this router's share of it. waits_for_credit: the credit is 0 only because other routers hold all of it, or for a moment.
+    is_unsettled: it may lend and fetch KV at once.
     max_length: tokens that a request may have there, answer included. pool_tokens: tokens that its KV pool holds. The other
     fields are what it reports itself.
     """
@@ -50,6 +51,7 @@ class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 0
     max_tokens: int = 0
     waits_for_credit: bool = False
+    is_unsettled: bool = False
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -97,11 +99,12 @@ class WorkerViews:
     """Owns one view for each worker. Iterates over them, oldest worker first.
 
     decoding: the credit of all workers that can decode. version: changes with the set of workers, or with the size of one
-    of them; what a request fits stays the same until then.
+    of them; what a request fits stays the same until then. unsettled: the ids of the unsettled workers.
     """
 
     decoding: Credits = field(default_factory=Credits)
     version: int = 0
+    unsettled: frozenset[str] = frozenset()
     _ranked: dict[str, RankedView] = field(default_factory=dict)
     _by_role: dict[Role, list[RankedView]] = field(default_factory=lambda: {role: [] for role in Role})
     _by_size: dict[WorkerSize, set[str]] = field(default_factory=dict)
@@ -142,12 +145,15 @@ class WorkerViews:
         insort(self._by_role[view.role], ranked)
         if view.role is not Role.PREFILL:
             self.decoding.add(view, 1)
+        if view.is_unsettled is not (view.worker_id in self.unsettled):
+            self.unsettled ^= {view.worker_id}
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker, if it is here."""
         if former := self._ranked.pop(worker_id, None):
             self._take_out(former)
             self._resize(worker_id, None, former)
+            self.unsettled -= {worker_id}
 
     def ranked(self, role: Role) -> Sequence[RankedView]:
         """Return the workers of a role, least loaded first."""
@@ -176,6 +182,7 @@ class WorkerViews:
         assert dict.fromkeys(self.sizes) == dict.fromkeys(fresh.sizes)
         assert all(self.of_size(size) == fresh.of_size(size) for size in self.sizes)
         assert self.decoding == fresh.decoding
+        assert self.unsettled == {view.worker_id for view in self if view.is_unsettled}
         for sizes, members in self._members.items():
             assert members == {each.view.worker_id for each in self._ranked.values() if each.size in sizes}
 

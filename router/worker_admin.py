@@ -71,9 +71,9 @@ class WorkerAdmin:
         capacity = worker.capacity
 
         def is_done() -> bool:
-            return worker.gone.is_set() or (worker.role is role and not capacity.credit.is_draining)
+            has_role = worker.role is role and not capacity.ordered_role
+            return worker.gone.is_set() or (has_role and capacity.credit.max_requests > 0)
 
-        await self._until_answered(worker, lambda: capacity.credit.is_draining or worker.role is role)
         is_taken = await self._within(wait, is_done)
         return web.json_response(worker_facts(worker), status=200 if is_taken else 202)
 
@@ -109,8 +109,11 @@ class WorkerAdmin:
 
 
 def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:
-    """Raise InvalidRequestError if requests could not be answered any more when the worker has this role."""
-    roles = {other.role for other in registry.workers if other is not worker and other.has_credit} | {role}
+    """Raise InvalidRequestError if the worker drains, or requests could not be answered when it has this role."""
+    if worker.capacity.credit.is_draining:
+        raise InvalidRequestError(f"worker {worker.name} drains; undo that first", param="role")
+    stay = [other for other in registry.workers if other.has_credit and not other.capacity.ordered_role]
+    roles = {other.role for other in stay if other is not worker} | {role}
     needed = {Role.PREFILL} if registry.embeds_only else {Role.PREFILL, Role.DECODE}
     if Role.AGGREGATED not in roles and (missing := needed - roles):
         names = " and no ".join(sorted(each.value for each in missing))

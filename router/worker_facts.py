@@ -11,13 +11,15 @@ from router.attached_worker import AttachedWorker
 class ShownState(StrEnum):
     """The state of an attached worker: STARTING until its first credit, LEAVING once a side has ended its stream.
 
-    EMPTY: it drains, holds no leg and lends no KV, and no leg of this router is on its way to it.
+    CHANGING: it was ordered to take another role, and has not taken it yet. EMPTY: it drains, holds no leg and lends no KV,
+    and no leg of this router is on its way to it.
     """
 
     STARTING = "starting"
     SERVING = "serving"
     DRAINING = "draining"
     EMPTY = "empty"
+    CHANGING = "changing"
     LEAVING = "leaving"
 
 
@@ -27,6 +29,8 @@ def state_of(worker: AttachedWorker) -> ShownState:
         return ShownState.LEAVING
     if worker.capacity.credit.is_draining:
         return ShownState.EMPTY if worker.is_empty else ShownState.DRAINING
+    if worker.capacity.ordered_role:
+        return ShownState.CHANGING
     return ShownState.SERVING if worker.has_credit else ShownState.STARTING
 
 

@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from enum import Enum, auto
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import http_exceptions, web
 
@@ -78,8 +78,9 @@ class HttpConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin with the first request's headers."""
-        assert isinstance(transport, asyncio.Transport)
-        self._wire = transport
+        self._wire = cast(
+            asyncio.Transport, transport
+        )  # uvloop's transports have its methods, and another base
         super().connection_made(transport)
         self._enter(_Phase.HEADERS, self._limits.header_seconds)
 
@@ -126,6 +127,7 @@ class HttpConnection(web.RequestHandler):
             self._book.end(self)
             if self._num_unsent():
                 self._watch_writing()
+                self._loop.call_soon(self.rest_if_sent)  # uvloop sends at the end of a turn
             elif self._wire is not None:
                 self._enter(_Phase.IDLE, self._limits.idle_seconds)
             self._book.wait(self)
@@ -172,11 +174,19 @@ class HttpConnection(web.RequestHandler):
         self._progress = self._measured()
         self._enter(_Phase.WRITING, self._limits.stall_seconds)
 
+    def rest_if_sent(self) -> bool:
+        """Begin to wait for the next request if the answer is sent; return whether it is."""
+        is_writing = self._phase is _Phase.WRITING and self._wire is not None
+        if not is_writing or self._request is not None or self._num_unsent():
+            return False
+        self._enter(_Phase.IDLE, self._limits.idle_seconds)
+        return True
+
     def _on_deadline(self) -> None:
         if self._phase is not _Phase.WRITING:
             self.abort()
-        elif self._request is None and not self._num_unsent():
-            self._enter(_Phase.IDLE, self._limits.idle_seconds)
+        elif self.rest_if_sent():
+            return
         elif self._measured() != self._progress:
             self._watch_writing()
         else:

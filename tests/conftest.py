@@ -1,10 +1,13 @@
 """Fixtures for all tests."""
 
+import asyncio
 import signal
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 
 import pytest
+import uvloop
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -12,6 +15,18 @@ settings.load_profile("untimed")
 # A shell starts background jobs with Ctrl-C ignored; processes that tests start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+_ROOT = Path(__file__).parent
+_SERVICES = ("router", "serving", "worker")
+"""Folders of tests that run in the event loop of the services (``serving/event_loop.py``)."""
+
+
+def pytest_asyncio_loop_factories(
+    item: pytest.Item,
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Return what makes the event loop of a test, by its name."""
+    if item.path.relative_to(_ROOT).parts[0] in _SERVICES:
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,8 @@ _REPLACEMENT = "\ufffd"
 class Detokenizer:
     """Detokenizes one answer. Never emits part of a character; ``flush`` returns the rest at the end.
 
-    skip_special_tokens: special tokens have no text; otherwise their form in the vocabulary.
+    skip_special_tokens: special tokens have no text; otherwise their form in the vocabulary. has_unread: tokens were pushed
+    whose text is not certain yet.
     """
 
     def __init__(
@@ -30,17 +31,14 @@ class Detokenizer:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._num_read = len(self._window)
-
-    @property
-    def has_unread(self) -> bool:
-        """True if tokens were pushed whose text is not certain yet."""
-        return self._num_read < len(self._window)
+        self.has_unread = False
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; empty while a character is unfinished."""
         self._window.append(token_id)
         text = self._unread(len(self._window))
-        if not text.endswith(_REPLACEMENT):
+        self.has_unread = text.endswith(_REPLACEMENT)
+        if not self.has_unread:
             self._advance(len(self._window), text)
             return text
         if len(self._window) - self._num_read <= _MAX_PARTIAL:
@@ -55,6 +53,7 @@ class Detokenizer:
         """Return the rest; an unfinished character becomes U+FFFD."""
         text = self._unread(len(self._window))
         self._advance(len(self._window), text)
+        self.has_unread = False
         return text
 
     def _unread(self, end: int) -> str:

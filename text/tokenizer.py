@@ -107,11 +107,9 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; invalid UTF-8 becomes U+FFFD, unknown ids have no text."""
-        ids = tuple(token_ids)
-        decode = (
-            self._decode_one if len(ids) == 1 else self._decode
-        )  # single tokens are decoded again and again
-        return decode(ids, skip_special_tokens)
+        if len(token_ids) == 1:  # single tokens are decoded again and again
+            return self._decode_one(token_ids[0], skip_special_tokens)
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str | None) -> int | None:
         """Return the id of a token in the vocabulary's form, or None."""
@@ -144,8 +142,8 @@ class Tokenizer:
             return bytes.fromhex(written[3:5])
         return written.replace(_SPACE_MARK, " ").encode()
 
-    def _decode(self, token_ids: tuple[int, ...], skip_special_tokens: bool) -> str:
-        return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    def _decode(self, token_id: int, skip_special_tokens: bool) -> str:
+        return self._backend.decode((token_id,), skip_special_tokens=skip_special_tokens)
 
     def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}

@@ -134,6 +134,7 @@ def credit_to_proto(credit: Credit) -> pb.Credit:
         is_draining=credit.is_draining,
         drain_seconds=credit.drain_seconds,
         is_empty=credit.is_empty,
+        is_unsettled=credit.is_unsettled,
     )
 
 
@@ -146,6 +147,7 @@ def credit_from_proto(message: pb.Credit) -> Credit:
         is_draining=message.is_draining,
         drain_seconds=message.drain_seconds,
         is_empty=message.is_empty,
+        is_unsettled=message.is_unsettled,
     )
 
 
@@ -183,9 +185,19 @@ def drain_from_proto(message: pb.Drain) -> DrainOrder:
 
 def credit_use_to_proto(use: CreditUse) -> pb.CreditUse:
     """Translate a router's report of what it holds."""
-    return pb.CreditUse(number=use.number, num_requests=use.num_requests, num_tokens=use.num_tokens)
+    return pb.CreditUse(
+        number=use.number,
+        num_requests=use.num_requests,
+        num_tokens=use.num_tokens,
+        num_former=use.num_former,
+    )
 
 
 def credit_use_from_proto(message: pb.CreditUse) -> CreditUse:
     """Translate a router's report of what it holds."""
-    return CreditUse(number=message.number, num_requests=message.num_requests, num_tokens=message.num_tokens)
+    return CreditUse(
+        number=message.number,
+        num_requests=message.num_requests,
+        num_tokens=message.num_tokens,
+        num_former=message.num_former,
+    )

@@ -31,6 +31,7 @@ class CreditShares:
         self._tokens = DividedLimit(total.max_tokens)
         self._numbers: dict[str, int] = {}
         self._seen: dict[str, int] = {}
+        self._former: dict[str, int] = {}
 
     @property
     def sessions(self) -> frozenset[str]:
@@ -41,6 +42,16 @@ class CreditShares:
     def num_committed(self) -> Use:
         """The most that all routers together may hold, as far as is known."""
         return Use(self._requests.num_committed, self._tokens.num_committed)
+
+    @property
+    def are_answered(self) -> bool:
+        """True if every router has answered its last credit."""
+        return self._seen == self._numbers
+
+    @property
+    def num_former(self) -> int:
+        """Legs of the worker's former role, and moves away from it, by the routers' last reports."""
+        return sum(self._former.values())
 
     def share_of(self, session: str) -> Use:
         """Return what a router was given last."""
@@ -53,13 +64,14 @@ class CreditShares:
             limit.open(session)
         self._numbers[session] = 0
         self._seen[session] = 0
+        self._former[session] = 0
         return self._planned(used, always=frozenset({session}), is_new=True)
 
     def close(self, session: str, used: Mapping[str, Use]) -> dict[str, Credit]:
         """Remove a session, whose legs are bound no more; return the credits to send to the others."""
         for limit in (self._requests, self._tokens):
             limit.close(session)
-        del self._numbers[session], self._seen[session]
+        del self._numbers[session], self._seen[session], self._former[session]
         return self._planned(used, is_new=True)
 
     def set_total(self, total: Credit, used: Mapping[str, Use]) -> dict[str, Credit]:
@@ -78,6 +90,7 @@ class CreditShares:
     def report(self, session: str, use: CreditUse) -> dict[str, Credit]:
         """Take a router's report of what it holds; return the credits to send, now that more may be free."""
         self._seen[session] = max(self._seen[session], use.number)
+        self._former[session] = use.num_former
         self.num_overdrawn += use.num_requests > self._requests.most_of(session)
         has_seen_all = self._has_seen_all(session)
         self._requests.report(session, use.num_requests, has_seen_all=has_seen_all)

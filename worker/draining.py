@@ -2,7 +2,8 @@
 
 1. ``begin``, for SIGTERM, the admin port and the router's message alike: the routers receive a credit of nothing with
    the deadline, and ``/ready`` fails. ``/health`` does not.
-2. Bound legs continue. The router may take them to other workers, and does so at the deadline with those that are left.
+2. Bound legs continue. When every router has answered that credit, answers may be moved to other workers
+   (``worker/settling.py``). The router takes the legs that are left to other workers at the deadline.
 3. The worker is empty when it holds no leg and lends no KV. The routers receive a credit with ``is_empty``, and report that
    no leg is bound (``worker/emptiness.py``).
 4. After a signal the process ends then, or a moment after the deadline, or at a second signal. Otherwise it stays until
@@ -18,6 +19,7 @@ from contract.membership import Credit
 from serving.signals import ends_within
 from worker.emptiness import Emptiness
 from worker.lifecycle import Lifecycle
+from worker.settling import Settling
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +37,13 @@ class Drain:
         self,
         lifecycle: Lifecycle,
         emptiness: Emptiness,
+        settling: Settling,
         announce: Callable[[], None],
         default_seconds: float,
     ) -> None:
         self._lifecycle = lifecycle
         self._emptiness = emptiness
+        self._settling = settling
         self._announce = announce
         self._default_seconds = default_seconds
         self._deadline = 0.0
@@ -62,8 +66,13 @@ class Drain:
     def credit(self, full: Credit) -> Credit:
         """Return the credit to send: ``full``, or nothing during a drain."""
         if not self._lifecycle.is_draining:
-            return full
-        return Credit(is_draining=True, drain_seconds=self.seconds_left, is_empty=self.is_empty)
+            return self._lifecycle.credit(full)
+        return Credit(
+            is_draining=True,
+            drain_seconds=self.seconds_left,
+            is_empty=self.is_empty,
+            is_unsettled=self._lifecycle.is_unsettled,
+        )
 
     def begin(self, seconds: float | None = None) -> None:
         """Take no new legs; those that are bound have ``seconds``, or less if an earlier deadline is set.
@@ -79,6 +88,7 @@ class Drain:
             self._emptiness.watch()
         logger.info("draining: legs have up to %.1f s", self.seconds_left)
         self._announce()
+        self._settling.watch()
 
     def undo(self) -> None:
         """Serve again. Raises UnavailableError if the process is to end."""

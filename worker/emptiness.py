@@ -35,7 +35,6 @@ class Emptiness:
         self._unbound = asyncio.Event()
         self._reported = asyncio.Event()
         self._watch: asyncio.Task[None] | None = None
-        self._action: Callable[[], None] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -52,22 +51,9 @@ class Emptiness:
         self._stop()
         self._watch = asyncio.create_task(self._until_unbound(), name="watch whether the worker is empty")
 
-    def when_unbound(self, action: Callable[[], None]) -> None:
-        """Call ``action`` once the worker is empty and unbound, unless ``close`` is called before; at once if it is so."""
-        self._action = action
-        if self.is_unbound:
-            self._act()
-
     def close(self) -> None:
-        """Stop watching, and forget what was found and what was to follow. Does nothing the second time."""
-        self._action = None
+        """Stop watching, and forget what was found. Does nothing the second time."""
         self._stop()
-
-    def _act(self) -> None:
-        action = self._action
-        self._action = None
-        if action:
-            action()
 
     def _stop(self) -> None:
         if self._watch:
@@ -102,7 +88,6 @@ class Emptiness:
                 self._announce()
         self._unbound.set()
         self._watch = None
-        self._act()
 
 
 async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 
+from msgspec.structs import replace
+
 from contract.errors import UnavailableError
 from contract.identity import Role
+from contract.membership import Credit
 
 
 class WorkerState(StrEnum):
@@ -42,8 +45,9 @@ _SERVED: Mapping[Role, frozenset[LegCall]] = MappingProxyType(
 class Lifecycle:
     """Owns the state and the role of one worker: STARTING → SERVING ⇄ DRAINING → LEFT.
 
-    is_stopping: the worker's process is to end, so that a drain cannot be undone. role_epoch: that of the last change of the
-    role; 0 while the worker has the role in which it started.
+    is_stopping: the worker's process is to end, so that a drain cannot be undone. num_drains: drains that were begun.
+    role_epoch: that of the last change of the role; 0 while the worker has the role in which it started. is_closing: the
+    worker takes another role as soon as every router binds no leg by this one. is_unsettled: it may lend and fetch at once.
     """
 
     def __init__(self, role: Role) -> None:
@@ -51,6 +55,10 @@ class Lifecycle:
         self.role_epoch = 0
         self.state = WorkerState.STARTING
         self.is_stopping = False
+        self.num_drains = 0
+        self.is_closing = False
+        self.is_unsettled = False
+        self._former_role = role
 
     @property
     def is_draining(self) -> bool:
@@ -66,6 +74,7 @@ class Lifecycle:
         """Begin to drain. Raises UnavailableError if the worker has left."""
         self.check_open()
         self.state = WorkerState.DRAINING
+        self.num_drains += 1
 
     def undrain(self) -> None:
         """Serve again; does nothing without a drain. Raises UnavailableError if the process is to end."""
@@ -80,13 +89,19 @@ class Lifecycle:
         self.state = WorkerState.LEFT
 
     def take_role(self, role: Role, epoch: int) -> None:
-        """Serve in another role from now on. The worker must be empty: it lends and fetches in one role only (law 4)."""
+        """Serve in another role from now on, and end what was begun by the former one."""
+        self._former_role = self.role
         self.role = role
         self.role_epoch = epoch
+        self.is_closing = False
+
+    def credit(self, full: Credit) -> Credit:
+        """Return the credit to offer without a drain: that of one role at a time (law 4), or nothing."""
+        return Credit() if self.is_closing else replace(full, is_unsettled=self.is_unsettled)
 
     def serves(self, call: LegCall) -> bool:
-        """Return True if the current role serves this call."""
-        return call in _SERVED[self.role]
+        """Return True if the role serves this call, or the former one did and may have legs on their way."""
+        return call in _SERVED[self.role] or (self.is_unsettled and call in _SERVED[self._former_role])
 
     def check_open(self) -> None:
         """Raise UnavailableError if the worker accepts no leg because its process ends.

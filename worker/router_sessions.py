@@ -28,7 +28,7 @@ class RouterSessions:
     A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
     stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
     request in the engine. on_order: receives the routers' messages about the worker itself. on_report: called when a router
-    has reported what it holds.
+    has reported what it holds, or is lost.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class RouterSessions:
         accepted: AcceptedRequests,
         abort: Callable[[EngineRequest], Awaitable[None]],
         on_order: Callable[[pb.RouterMessage], None],
-        on_report: Callable[[], None],
+        *on_report: Callable[[], None],
     ) -> None:
         self._lifecycle = lifecycle
         self._credit = credit
@@ -59,7 +59,17 @@ class RouterSessions:
     @property
     def has_bound_legs(self) -> bool:
         """True while a router may have a leg bound to this worker, as far as is known."""
-        return self._shares.num_committed.num_requests > 0
+        return self._shares.num_committed.num_requests > 0 or self._shares.num_former > 0
+
+    @property
+    def are_answered(self) -> bool:
+        """True if every router has answered its last credit."""
+        return self._shares.are_answered
+
+    @property
+    def num_former(self) -> int:
+        """Legs of the worker's former role, and moves away from it, by the routers' last reports."""
+        return self._shares.num_former
 
     async def wait_open(self) -> None:
         """Block until a router has accepted this worker."""
@@ -93,7 +103,7 @@ class RouterSessions:
         if message.HasField("credit_use"):
             use = credit_use_from_proto(message.credit_use)
             self._send(self._shares.report(stream.session, use))
-            self._on_report()
+            self._note_report()
         else:
             self._on_order(message)
 
@@ -106,6 +116,7 @@ class RouterSessions:
         for request in self._accepted.of_session(session):
             await self._abort(request)
         self._send(self._shares.close(session, self._accepted.take_uses()))
+        self._note_report()
 
     def send_credit(self) -> None:
         """Divide the worker's credit anew and send every router its share, since the credit has changed."""
@@ -161,6 +172,10 @@ class RouterSessions:
             for session, stream in self._streams.items()
         ]
         return {"routers": routers, "num_overdrawn_credits": self._shares.num_overdrawn}
+
+    def _note_report(self) -> None:
+        for note in self._on_report:
+            note()
 
     def _role(self) -> pb.WorkerMessage:
         taken = RoleOrder(role=self._lifecycle.role.value, epoch=self._lifecycle.role_epoch)

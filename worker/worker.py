@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import CancelledError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
+from contract.identity import Role
 from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
 from serving.cluster_tls import ClusterTls, worker_tls
@@ -26,6 +27,7 @@ from worker.router_links import RouterLinks
 from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterAddress
 from worker.settings import WorkerSettings
+from worker.settling import Settling
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +48,22 @@ class Worker:
             lambda: self._sessions.has_bound_legs,
             lambda: self._sessions.send_credit(),
         )
-        self.drain = Drain(
-            self.lifecycle, emptiness, lambda: self._sessions.send_credit(), settings.drain_seconds
+        settling = Settling(
+            self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine)
         )
-        self.flip = Flip(self.lifecycle, self.drain, emptiness, lambda: self._sessions.send_role())
+        self.drain = Drain(
+            self.lifecycle,
+            emptiness,
+            settling,
+            lambda: self._sessions.send_credit(),
+            settings.drain_seconds,
+        )
+        self.flip = Flip(
+            self.lifecycle,
+            settling,
+            lambda: self._sessions.send_credit(),
+            lambda: self._sessions.send_role(),
+        )
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
             self.lifecycle,
@@ -58,6 +72,7 @@ class Worker:
             self._abort_request,
             lambda message: carry_out(message, self.drain, self.flip),
             emptiness.note_report,
+            settling.note_report,
         )
         self._links: RouterLinks | None = None
         self._early_cancels = EarlyCancels()
@@ -123,6 +138,7 @@ class Worker:
 
     async def leave(self) -> None:
         """Abort everything and send goodbye to the routers, so that they do not count this worker as lost."""
+        self.flip.close()
         self.drain.close()
         self.lifecycle.leave()
         await self.abort_all()
@@ -163,8 +179,11 @@ class Worker:
         await self.engine.hand_off(order, seconds)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
-        """Abort a choice of a request (None: all) up to ``attempt``; a cancel of an unknown request is remembered."""
-        here = (r for r in self._accepted if r.request_id == request_id and r.attempt <= attempt)
+        """Abort a choice of a request (None: all) up to ``attempt``; a cancel of a leg that is not here is remembered.
+
+        It is, too, if a leg of an older attempt is here: the call that starts the newer one may arrive later.
+        """
+        here = (r for r in self._accepted if r.request_id == request_id and r.attempt == attempt)
         if not any(choice is None or choice in request.choices for request in here):
             self._early_cancels.add(request_id, attempt, choice)
         await self.engine.abort(request_id, attempt, choice)
@@ -214,3 +233,8 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             self._sessions.send_load(self.engine.stats, is_idle=True)
+
+
+def _has_mixed_kv(role: Role, engine: EngineClient) -> bool:
+    """Return True if the engine lends KV, or fetches it, beside what the role does."""
+    return bool(engine.stats.num_fetches if role is Role.PREFILL else engine.stats.num_leases)

@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from contract.errors import CancelledError
 from router.http.formatter import Event
@@ -16,18 +16,9 @@ _SMALL_BYTES = 2**14
 """Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
 
 
-def _finish_now(writing: Coroutine[Any, Any, None]) -> None:
-    """Run a write that does not wait. Raises RuntimeError if it would."""
-    try:
-        writing.send(None)
-    except StopIteration:
-        return
-    writing.close()
-    raise RuntimeError("a write to a connection with room has waited")
-
-
-def _data(payload: bytes) -> bytes:
-    return b"data: " + payload + b"\n\n"
+def _is_empty(transport: asyncio.Transport) -> bool:
+    """Return True if the client is connected and everything was sent to it."""
+    return not transport.is_closing() and not transport.get_write_buffer_size()
 
 
 class EventStream:
@@ -36,7 +27,8 @@ class EventStream:
     def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
         self._request = request
         self._stall_seconds = stall_seconds
-        self._is_begun = False
+        self._transport: asyncio.Transport | None = None
+        self._is_chunked = False
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -49,11 +41,14 @@ class EventStream:
     @property
     def has_room(self) -> bool:
         """True if the headers were sent and a small write cannot wait for the client."""
-        return self._is_begun and self._is_empty()
+        transport = self._transport
+        return transport is not None and _is_empty(transport)
 
     def send_now(self, chunks: Sequence[Event]) -> None:
-        """Write chunks while there is room, without a turn of the event loop."""
-        _finish_now(self.response.write(self._events(chunks)))
+        """Write chunks while there is room, past aiohttp's writer: every token of every stream passes here."""
+        payload = self._events(chunks)
+        assert self._transport is not None, "there is room only when the headers were sent"
+        self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._is_chunked else payload)
 
     async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
@@ -61,7 +56,7 @@ class EventStream:
 
     async def done(self) -> None:
         """Write ``[DONE]`` and end the response. Raises CancelledError as ``send`` does."""
-        await self._write(_data(b"[DONE]"), is_last=True)
+        await self._write(b"data: [DONE]\n\n", is_last=True)
 
     async def fail(self, error: dict[str, Any]) -> None:
         """Write an error object as the last event and end the response. Does nothing if the client disconnected."""
@@ -69,7 +64,8 @@ class EventStream:
             await self._write(self._event(error), is_last=True)
 
     def _event(self, chunk: Event) -> bytes:
-        return _data(bytes(chunk) if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk))
+        payload = chunk if isinstance(chunk, msgspec.Raw) else msgspec.json.encode(chunk)
+        return b"data: %b\n\n" % payload
 
     def _events(self, chunks: Sequence[Event]) -> bytes:
         return self._event(chunks[0]) if len(chunks) == 1 else b"".join(map(self._event, chunks))
@@ -89,21 +85,18 @@ class EventStream:
 
     def _has_room(self, payload: bytes) -> bool:
         """Return True if a write cannot wait for the client, so that it needs no time limit: most writes cannot."""
-        return self._is_empty() and len(payload) <= _SMALL_BYTES
-
-    def _is_empty(self) -> bool:
-        """Return True if the client is connected and everything was sent to it."""
         transport = self._request.transport
-        return transport is not None and not transport.is_closing() and not transport.get_write_buffer_size()
+        return len(payload) <= _SMALL_BYTES and transport is not None and _is_empty(transport)
 
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
         if not self.response.prepared:
             await self.response.prepare(self._request)
-            self._is_begun = True
         if is_last:
             await self.response.write_eof(payload)
         elif payload:
             await self.response.write(payload)
+            self._is_chunked = self.response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+            self._transport = self._request.transport
 
 
 class NamedEventStream(EventStream):

@@ -350,7 +350,7 @@ async def test_a_worker_takes_another_role() -> None:
     async with running_cluster(SAY, PAIR) as cluster:
         worker = await cluster.add(Role.DECODE, "decode-1")
         running = asyncio.create_task(kvbaton("workers", "flip", "decode-1", "prefill", *admin(cluster)))
-        order = await obey(worker, pb.Credit(is_draining=True, is_empty=True))
+        order = await obey(worker, pb.Credit(number=2))
         assert order.role_change.role == "prefill"
         worker.stream.take_role("prefill", order.role_change.epoch)
         worker.stream.grant(FULL)

@@ -49,9 +49,9 @@ class LocalService:
 
 @asynccontextmanager
 async def running_in_process(
-    folder: Path, model: Path, roles: list[Role], transport: TransportName
+    folder: Path, model: Path, roles: list[Role], transport: TransportName, **settings: Any
 ) -> AsyncIterator[LocalService]:
-    """Run a router with a worker for each of ``roles``, in float32."""
+    """Run a router with a worker for each of ``roles``, in float32, with further settings."""
     secret_file = folder / "secret"
     secret_file.write_text(_SECRET)
     secret_file.chmod(0o600)
@@ -62,7 +62,7 @@ async def running_in_process(
         stack.push_async_callback(router.stop)
         workers = []
         for index, role in enumerate(roles):
-            settings = WorkerSettings(
+            options = WorkerSettings(
                 model=model,
                 router=router.addresses.internal,
                 secret_file=secret_file,
@@ -71,8 +71,9 @@ async def running_in_process(
                 transport=transport,
                 kv_cache_bytes=16 * 2**20,
                 peer_timeout_seconds=20.0,
+                **settings,
             )
-            workers.append(await _start_worker(stack, role, settings))
+            workers.append(await _start_worker(stack, role, options))
         async with asyncio.timeout(20):
             await router.wait_ready()
         yield LocalService(router, router.addresses.http, workers)

@@ -3,6 +3,7 @@
 import time
 from array import array
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError
@@ -34,13 +35,17 @@ class Explorer:
     """A breadth-first search, so that a counter-example is as short as possible."""
 
     def __init__(self, scenario: Scenario, max_worlds: int | None = None) -> None:
-        self.rules = WorldRules(scenario)
+        self.rules = self.make_rules(scenario)
         self._max_worlds = max_worlds
         self._worlds: list[World] = []
         self._numbers: dict[World, int] = {}
         self._parents: list[tuple[int, Action]] = []
         self._edges = array("L")
         self._findings = Findings(scenario)
+
+    def make_rules(self, scenario: Scenario) -> Any:
+        """Return the rules of the scenario's worlds."""
+        return WorldRules(scenario)
 
     def explore(self) -> Findings:
         """Run to exhaustion, to the first broken law, or to ``max_worlds``."""
@@ -57,8 +62,7 @@ class Explorer:
         if found.is_complete:
             self._check_that_work_ends()
         found.num_worlds = len(self._worlds)
-        rules = self.rules
-        found.num_calls = sum(each.num_answers for each in (rules.prefills, rules.decodes, rules.routers))
+        found.num_calls = sum(machine.num_answers for machine in self.rules.machines)
         found.cpu_seconds = time.process_time() - began
         return found
 
@@ -80,8 +84,7 @@ class Explorer:
         left = rules.what_is_left(world)
         if not left:
             found.num_quiet += 1
-            for request in rules.routers.states[world.router].requests:
-                found.endings.add((request.ended, tuple(request.rungs)))
+            found.endings.update(rules.endings(world))
             return
         if world.num_faults == found.scenario.num_faults or found.scenario.is_planned:
             self._break(number, (), "without any fault only a deadline ends this: " + "; ".join(left))

@@ -2,14 +2,16 @@
 
 ``fork`` copies the mutable part of an object graph; ``freeze`` gives equal values for states that behave alike. Both
 walk plain attributes, so a new attribute needs no change here. All copies share what only counts, estimates, waits or is
-called back (locks, counters, expected arrivals, shares of a step, ports, deadlines, settings): it is no part of a state.
+called back (locks, counters, expected arrivals, shares of a step, ports, deadlines, settings), and queues, which are empty
+between two calls: it is no part of a state.
 """
 
+import asyncio
 import dataclasses
 import threading
 from collections import OrderedDict, defaultdict
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
@@ -23,9 +25,10 @@ from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.settings import LocalWorker
 from tests.protocol.sink import Sink
+from worker.accepted_requests import Accepted
 
 _T = TypeVar("_T")
-_COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.")
+_COPIED_PACKAGES = ("engine.", "kv_transfer.", "router.", "tests.protocol.", "worker.")
 _SHARED: tuple[type, ...] = (
     ArrivalEstimates,
     Counters,
@@ -34,8 +37,10 @@ _SHARED: tuple[type, ...] = (
     FetchPorts,
     LocalWorker,
     Sink,
+    asyncio.Queue,
+    asyncio.Semaphore,
 )
-_NAMELESS = (type(threading.Lock()), FunctionType, MethodType)
+_NAMELESS = (type(threading.Lock()), FunctionType, MethodType, partial)
 
 
 def fork(root: _T) -> _T:
@@ -69,6 +74,10 @@ class _Forking:
             copied = kind((key, self.copy(item)) for key, item in value.items())
         elif kind is defaultdict:
             copied = defaultdict(value.default_factory, {key: self.copy(item) for key, item in value.items()})
+        elif kind is asyncio.Event:
+            copied = asyncio.Event()
+            if value.is_set():
+                copied.set()
         elif is_copied(kind):
             copied = kind.__new__(kind)
             self._copies[id(value)] = copied
@@ -105,6 +114,14 @@ class _Freezing:
             return tuple((key, self.value(item)) for key, item in value.items())
         if is_copied(kind):
             return self._object(kind, value)
+        return self._whole(kind, value)
+
+    def _whole(self, kind: Any, value: Any) -> Any:
+        """Return the name of a value that is not copied."""
+        if kind is asyncio.Event:
+            return value.is_set()
+        if kind is Accepted:
+            return value.request.key, value.session
         if kind is EngineRequest:
             return value.key, type(value.transfer).__name__
         if isinstance(value, msgspec.Struct):

@@ -33,6 +33,16 @@ class WorldRules:
         workers = [self._boot(worker) for worker in workers]
         return World(self.scenario.num_faults, router, tuple(workers), streams=((),) * len(workers))
 
+    @property
+    def machines(self) -> list[Machine[Any]]:
+        """The machines of all parts."""
+        return [self.prefills, self.decodes, self.routers]
+
+    def endings(self, world: World) -> Iterator[tuple[str | None, tuple[str, ...]]]:
+        """Return how the requests have ended, with the attempts that they took."""
+        requests = self.routers.states[world.router].requests
+        return ((request.ended, tuple(request.rungs)) for request in requests)
+
     def machine_of(self, worker: WorkerState) -> Machine[Any]:
         """Return the machine with this worker's states."""
         return self.prefills if worker.is_prefill else self.decodes

@@ -117,7 +117,7 @@ async def test_a_prefill_workers_prompts_continue_elsewhere_at_the_deadline() ->
     async with running_cluster(stalling_at(0), max_replays=0) as cluster:
         await cluster.add(Role.PREFILL, "other")
         asking = asyncio.create_task(texts(cluster))
-        await cluster.until(lambda state: state["requests"]["waiting_for_first_token"])
+        await cluster.until(lambda _: any(each.received.prefills for each in cluster.workers.values()))
         first = next(worker for worker in cluster.workers.values() if worker.received.prefills)
         drain(first, 0.2)
         assert "".join(await asking) == ANSWER

@@ -277,7 +277,7 @@ async def test_few_move_at_once_and_those_with_the_most_tokens_left_first(
 
 async def test_a_drain_moves_what_the_worker_decodes_and_nothing_waits_for_its_deadline() -> None:
     async with moves() as made:
-        made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=600.0))
+        made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=600.0, is_unsettled=True))
         await made.ends()
         assert len(made.source.received.hand_offs) == 1 and not made.source.received.cancels
         metrics = await made.cluster.metrics()
@@ -288,7 +288,7 @@ async def test_a_drain_moves_what_the_worker_decodes_and_nothing_waits_for_its_d
 async def test_a_drain_tries_again_what_was_refused() -> None:
     """It was preempted, or computed its prompt: some time later it can be handed off."""
     async with moves(stalling(refuse_hand_off=InvalidRequestError("it waits"))) as made:
-        made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=600.0))
+        made.source.stream.grant(pb.Credit(is_draining=True, drain_seconds=600.0, is_unsettled=True))
         await made.source.received.wait_for(lambda each: len(each.hand_offs) == 3)
         (leg,) = made.source.player._legs.values()
         leg.script = Script(tokens=TOKENS)

@@ -62,3 +62,34 @@ def _read_to_the_end(client: socket.socket) -> None:
             pass
     except ConnectionResetError:
         return
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+async def test_events_that_pass_aiohttps_writer_are_framed_as_its_own(version: str) -> None:
+    """The first event is written by aiohttp; those that find room are not."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        stream = EventStream(request, {}, 20.0)
+        await stream.send([{"n": 0}])
+        async with asyncio.timeout(20):
+            while not stream.has_room:
+                await asyncio.sleep(0)
+        stream.send_now([{"n": 1}, {"n": 2}])
+        await stream.done()
+        return stream.response
+
+    app = web.Application()
+    app.router.add_get("/", answer)
+    server = await start_http(app, "127.0.0.1:0")
+    try:
+        reader, writer = await asyncio.open_connection(*server.address.split(":"))
+        writer.write(f"GET / HTTP/{version}\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(20):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+    finally:
+        await server.close()
+    assert b" 200 " in head
+    events = [b'data: {"n":0}\n\n', b'data: {"n":1}\n\ndata: {"n":2}\n\n', b"data: [DONE]\n\n"]
+    chunks = [*(b"%x\r\n%b\r\n" % (len(event), event) for event in events), b"0\r\n\r\n"]
+    assert body == b"".join(chunks if version == "1.1" else events)

@@ -61,7 +61,7 @@ class ViewsStayFresh(RuleBasedStateMachine):
         self.registry = Registry(self.signal)
         self.num_boots = 0
         self.known: list[AttachedWorker] = []
-        self.holds: list[tuple[AttachedWorker, str, int, CreditHold]] = []
+        self.holds: list[tuple[Role, str, int, CreditHold]] = []
         self.had_credit: dict[str, bool] = {}
         self.sizes: dict[str, WorkerSize] = {}
         self.version = self.registry.views.version
@@ -88,11 +88,21 @@ class ViewsStayFresh(RuleBasedStateMachine):
         self.registry.detach(data.draw(st.sampled_from(self.known)), "its stream closed")
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), max_requests=st.integers(0, 3), max_tokens=st.integers(0, 100))
-    def grant(self, data: st.DataObject, max_requests: int, max_tokens: int) -> None:
+    @rule(
+        data=st.data(),
+        max_requests=st.integers(0, 3),
+        max_tokens=st.integers(0, 100),
+        is_unsettled=st.booleans(),
+    )
+    def grant(self, data: st.DataObject, max_requests: int, max_tokens: int, *, is_unsettled: bool) -> None:
         data.draw(st.sampled_from(self.known)).capacity.grant(
-            Credit(max_requests=max_requests, max_tokens=max_tokens)
+            Credit(max_requests=max_requests, max_tokens=max_tokens, is_unsettled=is_unsettled)
         )
+
+    @precondition(lambda self: self.known)
+    @rule(data=st.data(), role=st.sampled_from([P, D, B]))
+    def take_role(self, data: st.DataObject, role: Role) -> None:
+        self.registry.take_role(data.draw(st.sampled_from(self.known)), role)
 
     @precondition(lambda self: self.known)
     @rule(data=st.data(), running=st.integers(0, 9), usage=st.floats(0, 1))
@@ -105,7 +115,7 @@ class ViewsStayFresh(RuleBasedStateMachine):
     @rule(data=st.data(), client=CLIENTS, num_tokens=st.integers(0, 50))
     def hold(self, data: st.DataObject, client: str, num_tokens: int) -> None:
         worker = data.draw(st.sampled_from(self.known))
-        self.holds.append((worker, client, num_tokens, worker.capacity.hold(client, num_tokens)))
+        self.holds.append((worker.role, client, num_tokens, worker.capacity.hold(client, num_tokens)))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
@@ -142,7 +152,7 @@ class ViewsStayFresh(RuleBasedStateMachine):
 
     @invariant()
     def are_the_counts_of_clients_right(self) -> None:
-        decoding = [(client, tokens) for worker, client, tokens, _ in self.holds if worker.role is not P]
+        decoding = [(client, tokens) for role, client, tokens, _ in self.holds if role is not P]
         use = self.registry._held
         assert use.num_requests == Counter(client for client, _ in decoding)
         tokens: Counter[str] = Counter()

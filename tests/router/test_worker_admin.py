@@ -270,22 +270,47 @@ async def test_an_operator_changes_a_workers_role_and_legs_follow_it() -> None:
     async with running_cluster(HELLO, PAIR) as cluster:
         worker = await cluster.add(Role.DECODE, "decode-1")
         flipping = asyncio.create_task(ordered(cluster, "decode-1/flip?role=prefill&wait=60"))
-        order = await obey(worker, pb.Credit(is_draining=True, drain_seconds=30))
+        order = await obey(worker, pb.Credit(number=2))
         assert (order.role_change.role, order.role_change.epoch > 0) == ("prefill", True)
-        await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]))
-        assert not flipping.done()
-        worker.stream.grant(pb.Credit(is_draining=True, is_empty=True))
+        await cluster.until(lambda state: state["workers"][-1]["max_requests"] == 0)
+        assert (await workers_of(cluster))["decode-1"]["state"] == "changing"
         worker.stream.take_role("prefill", order.role_change.epoch)
-        worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20))
-        status, facts = await flipping
+        await cluster.until(lambda state: state["workers"][-1]["role"] == "prefill")
+        assert not flipping.done()
+        worker.stream.grant(pb.Credit(number=3, is_unsettled=True))  # another router has all of the credit
+        await cluster.until(lambda state: state["workers"][-1]["max_requests"] == 0)
+        worker.stream.grant(pb.Credit(max_requests=256, max_tokens=2**20, number=4, is_unsettled=True))
+        async with asyncio.timeout(20):
+            status, facts = await flipping
         assert (status, facts["role"], facts["state"]) == (200, "prefill", "serving")
         for _ in range(4):
             assert (await cluster.post("/v1/completions", {"prompt": "x"}))[0] == 200
         assert worker.received.prefills and not worker.received.decodes
         metrics = await cluster.metrics()
         assert metrics['kvbaton_flips_total{role="prefill"}'] == 1
-        assert metrics['kvbaton_drains_total{result="empty"}'] == 1
         assert metrics['kvbaton_num_workers{role="prefill"}'] == 2
+
+
+async def test_a_worker_that_is_to_change_does_not_count_for_its_role() -> None:
+    """Two orders, one right after the other, must not leave a role without a worker."""
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        status, facts = await ordered(cluster, "decode-1/flip?role=prefill")
+        assert (status, facts["state"]) == (202, "changing")
+        status, answer = await ordered(cluster, "decode-0/flip?role=prefill")
+        assert (status, "no decode worker would be left" in answer["error"]["message"]) == (400, True)
+        worker.stream.grant(pb.Credit(is_draining=True, drain_seconds=30))
+        await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]))
+        assert (await workers_of(cluster))["decode-1"]["state"] == "draining"
+
+
+async def test_a_draining_worker_takes_no_other_role() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        worker.stream.grant(pb.Credit(is_draining=True, drain_seconds=30))
+        await cluster.until(lambda state: any(w["is_draining"] for w in state["workers"]))
+        status, answer = await ordered(cluster, "decode-1/flip?role=prefill")
+        assert (status, "decode-1 drains" in answer["error"]["message"]) == (400, True), answer
 
 
 @pytest.mark.parametrize(

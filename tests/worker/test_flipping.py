@@ -1,17 +1,44 @@
-"""A worker takes another role when it holds nothing, and its routers bind legs by the new role."""
+"""A worker takes another role while it serves, and its routers bind legs by the new role at once."""
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
+import grpc.aio
 import pytest
 
 from contract.errors import InvalidRequestError, UnavailableError
 from contract.identity import Role
 from contract.membership import RoleOrder
 from protos import worker_pb2 as pb
+from router.attached_worker import AttachedWorker
 from tests.worker.test_draining import attached, until
 from tests.worker.test_worker import running, task, until_accepted, waiting_leg
 from worker.lifecycle import WorkerState
+
+ASK_SECONDS = 0.1
+
+
+class Silenced:
+    """Lets a router answer no credit until ``release``."""
+
+    def __init__(self, view: AttachedWorker) -> None:
+        self._kept: list[pb.RouterMessage | None] = []
+        self._outbox = cast(Any, view.outbox)
+        self._put: Any = self._outbox.put_nowait
+        self._outbox.put_nowait = self._keep
+
+    def _keep(self, item: pb.RouterMessage | None) -> None:
+        if item is not None and item.HasField("credit_use"):
+            self._kept.append(item)
+        else:
+            self._put(item)
+
+    def release(self) -> None:
+        """Send what was kept, and keep nothing more."""
+        self._outbox.put_nowait = self._put
+        for message in self._kept:
+            self._put(message)
 
 
 @pytest.mark.parametrize("new", [Role.PREFILL, Role.AGGREGATED])
@@ -29,33 +56,89 @@ async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) 
         await until_accepted(it, 0)
 
 
-async def test_a_worker_with_a_leg_takes_the_role_when_the_leg_has_ended(tmp_path: Path) -> None:
-    """Law 4: it lends and fetches in one role only."""
+async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_path: Path) -> None:
+    """The leg goes on; until it has ended the worker is unsettled, and a leg that is on its way to it is served."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        hold = view.capacity.hold("", 10)
+        await it.call("Decode", waiting_leg())
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
+        assert view.capacity.credit.is_unsettled and it.worker.drain.reason is None
+        assert (view.capacity.num_requests, view.capacity.num_former) == (0, 1)
+        await it.call("Embed", pb.EmbedLegRequest(task=task("new")))
+        await it.call("Decode", waiting_leg("late"))
+        for request_id in ("r", "late"):
+            await it.call("Cancel", pb.CancelRequest(request_id=request_id))
+        await until_accepted(it, 0)
+        await asyncio.sleep(3 * ASK_SECONDS)
+        assert view.capacity.credit.is_unsettled
+        hold.release()
+        await until(lambda: not view.capacity.credit.is_unsettled)
+        with pytest.raises(grpc.aio.AioRpcError, match="prefill worker does not serve Decode"):
+            await it.call("Decode", waiting_leg("r"))
+
+
+async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) -> None:
+    """Law 4: otherwise one router binds legs by the new role while another one binds them by the former one."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        answers = Silenced(view)
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.capacity.credit.max_requests == 0)
+        assert view.has_credit
+        await asyncio.sleep(0.1)
+        assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
+        answers.release()
+        await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
+
+
+async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: Path) -> None:
+    """The router has cancelled the leg, and the cancel is still on its way."""
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
         await it.call("Decode", waiting_leg())
+        await until(lambda: it.worker.engine.stats.num_fetches)
         view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.is_draining)
-        await asyncio.sleep(0.1)
-        assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
-        assert it.worker.drain.reason is None
+        await asyncio.sleep(3 * ASK_SECONDS)
+        assert it.worker.lifecycle.is_unsettled
+        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await until(lambda: not view.capacity.credit.is_unsettled)
 
 
-async def test_a_leg_on_its_way_is_served_in_the_role_for_which_it_was_bound(tmp_path: Path) -> None:
-    """The router has bound it before it received the credit of the drain."""
+async def test_a_further_role_waits_until_the_worker_is_settled(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
         await until(lambda: view.capacity.credit.max_requests)
         hold = view.capacity.hold("", 10)
         view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.is_empty)
-        await it.call("Decode", waiting_leg())
-        assert view.role is Role.DECODE
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
-        hold.release()
         await until(lambda: view.role is Role.PREFILL)
+        view.flip(RoleOrder(role="both", epoch=2))
+        view.flip(RoleOrder(role="decode", epoch=3))
+        await asyncio.sleep(3 * ASK_SECONDS)
+        assert view.role is Role.PREFILL
+        hold.release()
+        await until(lambda: view.role is Role.DECODE)
+        assert it.worker.lifecycle.role_epoch == 3
+
+
+async def test_a_leg_of_the_former_role_does_not_use_the_new_credit(tmp_path: Path) -> None:
+    """A hold that was made before counts apart, also when it is released."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        former = view.capacity.hold("client", 10)
+        view.flip(RoleOrder(role="both", epoch=1))
+        await until(lambda: view.role is Role.AGGREGATED and view.capacity.credit.max_requests)
+        new = view.capacity.hold("client", 5)
+        assert (view.capacity.num_requests, view.capacity.num_tokens) == (1, 5)
+        former.release()
+        assert (view.capacity.num_requests, view.capacity.num_tokens, view.capacity.num_former) == (1, 5, 0)
+        new.release()
+        assert (view.capacity.num_requests, view.capacity.num_tokens) == (0, 0)
 
 
 async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
@@ -71,29 +154,61 @@ async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
         assert it.worker.lifecycle.role is Role.PREFILL
 
 
-async def test_an_undone_drain_ends_the_change(tmp_path: Path) -> None:
+async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
+    """Neither at once nor when the drain is undone; and a draining worker takes no order."""
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
-        await it.call("Decode", waiting_leg())
+        await until(lambda: view.capacity.credit.max_requests)
+        answers = Silenced(view)
         view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.capacity.credit.max_requests == 0)
+        it.worker.drain.begin()
+        view.flip(RoleOrder(role="prefill", epoch=2))
         await until(lambda: view.capacity.credit.is_draining)
-        view.undrain()
-        await until(lambda: not view.capacity.credit.is_draining)
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
-        await until_accepted(it, 0)
-        await asyncio.sleep(0.1)
+        answers.release()
+        await until(lambda: view.capacity.credit.is_unsettled)
+        it.worker.drain.undo()
+        await until(lambda: view.capacity.credit.max_requests and not view.capacity.credit.is_unsettled)
         assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
+        view.flip(RoleOrder(role="prefill", epoch=3))
+        await until(lambda: view.role is Role.PREFILL)
+
+
+async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tmp_path: Path) -> None:
+    """Law 4: it lends from then on, and no router may believe that it only fetches."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        answers = Silenced(view)
+        it.worker.drain.begin()
+        await until(lambda: view.capacity.credit.is_draining)
+        await asyncio.sleep(0.05)
+        assert not view.capacity.credit.is_unsettled
+        answers.release()
+        await until(lambda: view.capacity.credit.is_unsettled)
+
+
+async def test_a_drain_that_is_undone_at_once_leaves_the_worker_settled(tmp_path: Path) -> None:
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached(it)
+        await until(lambda: view.capacity.credit.max_requests)
+        it.worker.drain.begin()
+        it.worker.drain.undo()
+        await until(lambda: view.capacity.credit.number >= 3)
+        await asyncio.sleep(0.05)
+        assert not it.worker.lifecycle.is_unsettled and not view.capacity.credit.is_unsettled
 
 
 async def test_a_stopped_worker_takes_no_other_role(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
-        await it.call("Decode", waiting_leg())
+        await until(lambda: view.capacity.credit.max_requests)
+        answers = Silenced(view)
         view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.is_draining)
+        await until(lambda: view.capacity.credit.max_requests == 0)
         stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
-        await asyncio.sleep(0)
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await until(lambda: view.capacity.credit.is_draining)
+        answers.release()
         async with asyncio.timeout(10):
             await stopping
         assert (it.worker.lifecycle.role, it.worker.lifecycle.state) == (Role.DECODE, WorkerState.LEFT)

@@ -205,6 +205,18 @@ async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path)
         await it.call("Decode", pb.DecodeRequest(task=task(attempt=2)))
 
 
+async def test_a_cancel_that_overtakes_its_request_is_remembered_beside_an_older_attempt(
+    tmp_path: Path,
+) -> None:
+    """Both attempts are given up by a router that waits for neither call any more, and the older one has arrived."""
+    async with running(Role.DECODE, tmp_path) as it:
+        await it.call("Decode", waiting_leg(attempt=1))
+        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=2))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await it.call("Decode", waiting_leg(attempt=2))
+        assert caught.value.code() is grpc.StatusCode.CANCELLED
+
+
 async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
     """A worker without a router holds no requests and accepts none."""
     async with running(Role.DECODE, tmp_path) as it:

@@ -37,7 +37,7 @@ class ChatFormatter(OpenAIFormatter):
             self._begun.add(delta.index)
             out.append(self._bare({"role": "assistant", "content": ""}, Delta(index=delta.index)))
         parts = message_deltas(delta)
-        if not parts and self._has_detail(delta):
+        if not parts and self._shows_tokens and delta.tokens:
             parts = [{"content": ""}]
         for number, part in enumerate(parts):
             piece = Delta(index=delta.index, tokens=delta.tokens)
@@ -51,7 +51,9 @@ class ChatFormatter(OpenAIFormatter):
         return self._finished(_CHUNK, [*out, self._bare({}, delta)], delta)
 
     def _is_text_only(self, delta: Delta) -> bool:
-        has_more = delta.reasoning or delta.calls or delta.finish_reason or self._has_detail(delta)
+        has_more = (
+            delta.reasoning or delta.calls or delta.finish_reason or (self._shows_tokens and delta.tokens)
+        )
         return delta.index in self._begun and not has_more
 
     def _with_text(self, index: int, text: str) -> Json:

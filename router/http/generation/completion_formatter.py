@@ -23,19 +23,17 @@ class CompletionFormatter(OpenAIFormatter):
 
     def chunks(self, delta: Delta) -> Sequence[Event]:
         """Return one chunk if there is text, a detail or an end to show."""
-        delta = self._shown(delta)
+        delta = self._view.shown(delta, self._tokenizer)
         if not delta.finish_reason:
-            if self._has_detail(delta):
+            if self._shows_tokens and delta.tokens:
                 return [self._piece(delta)]
             return [self._text_chunk(delta.index, delta.text)] if delta.text else []
         return self._finished(_KIND, [self._piece(delta)], delta)
 
     def whole(self, deltas: list[Delta]) -> Json:
         """Return the response object."""
-        return self._whole(_KIND, [self._shown(delta) for delta in deltas], self._whole_choice)
-
-    def _shown(self, delta: Delta) -> Delta:
-        return self._view.shown(delta, self._tokenizer)
+        shown = [self._view.shown(delta, self._tokenizer) for delta in deltas]
+        return self._whole(_KIND, shown, self._whole_choice)
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         choice = self._choice(deltas, {"text": "".join(delta.text for delta in deltas)})

@@ -44,6 +44,8 @@ class PromptView:
 
     def shown(self, delta: Delta, tokenizer: Tokenizer) -> Delta:
         """Return the delta as the client sees it."""
+        if delta.prompt is None and not (self._lengths or self._hides_answer):
+            return delta
         if self._hides_answer:
             delta = _without_answer(delta)
         if delta.prompt is None or not (self._is_shown or self._has_offsets):

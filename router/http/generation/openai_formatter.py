@@ -20,6 +20,8 @@ class OpenAIFormatter(ABC):
 
     def __init__(self, options: AnswerOptions, logprobs: Callable[[], LogprobsFormatter]) -> None:
         self._options = options
+        self._shows_tokens = options.logprobs or options.return_token_ids
+        """Tokens have something to show besides their text."""
         self._logprobs: defaultdict[int, LogprobsFormatter] = defaultdict(logprobs)
         self._usages: list[Usage] = []
         self._texts: dict[int, TextChunks] = {}
@@ -37,10 +39,6 @@ class OpenAIFormatter(ABC):
     def _head(self, kind: str) -> Json:
         options = self._options
         return {"id": options.request_id, "object": kind, "created": options.created, "model": options.model}
-
-    def _has_detail(self, delta: Delta) -> bool:
-        """Return True if the delta's tokens have something to show besides their text."""
-        return bool(delta.tokens) and (self._options.logprobs or self._options.return_token_ids)
 
     def _choice(self, deltas: list[Delta], content: Json) -> Json:
         """Return a choice with ``content`` and the details of its deltas that were asked for."""

@@ -1,0 +1,56 @@
+"""A counter-example in a world of several routers, in text: numbered steps, and the frames and calls that each sends."""
+
+from tests.protocol.explorer import Findings
+from tests.protocol.routers.world import RoutersWorld
+from tests.protocol.world import Action
+
+_OF_WORKERS = {
+    "step": "makes a step",
+    "restart": "starts again under a new boot id",
+    "crash": "FAULT: dies",
+    "divide": "FAULT: divides its credit again",
+}
+_OF_ROUTERS = {"restart_router": "starts again", "crash_router": "FAULT: dies"}
+_OF_SESSIONS = {
+    "to_router": "a frame arrives at the router",
+    "to_worker": "a frame arrives at the worker",
+    "cut": "FAULT: the stream is cut",
+}
+
+
+def draw(findings: Findings) -> str:
+    """Return the way to the broken law, a line for each step."""
+    lines = [f"counter-example in {findings.scenario.name!r}, {len(findings.steps)} steps:"]
+    for number, (before, action, after) in enumerate(findings.steps, start=1):
+        world: RoutersWorld = before  # type: ignore[assignment]
+        lines.append(f"{number:3}. {describe(world, action)}")
+        if after is not None:
+            calls = after.calls  # type: ignore[attr-defined]
+            lines += [f"       ↳ {call}" for call in calls if call not in world.calls]
+    return "\n".join([*lines, f"BROKEN: {findings.broken}"])
+
+
+def describe(world: RoutersWorld, action: Action) -> str:
+    """Describe one step."""
+    kind, *places = action
+    if kind in _OF_WORKERS:
+        return f"{world.workers[places[0]].boot} {_OF_WORKERS[kind]}"
+    if kind in _OF_ROUTERS:
+        return f"{world.routers[places[0]].boot} {_OF_ROUTERS[kind]}"
+    if kind in _OF_SESSIONS:
+        return f"{world.sessions[places[0]].name}: {_OF_SESSIONS[kind]}"
+    match kind:
+        case "detect":
+            return (
+                f"{world.sessions[places[0]].name}: the {'router' if places[1] else 'worker'} detects its end"
+            )
+        case "attach":
+            return f"{world.workers[places[1]].boot} attaches to {world.routers[places[0]].boot}"
+        case "deliver":
+            return f"arrives: {world.calls[places[0]]}"
+        case "slow":
+            return f"FAULT: its router waits no longer for: {world.calls[places[0]]}"
+        case "divide_all":
+            return "all workers divide their credit again"
+    end = "the client goes away" if kind == "leave" else "the deadline is over"
+    return f"{world.routers[places[0]].boot}: {end} of request {places[1]}"

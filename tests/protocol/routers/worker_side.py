@@ -1,0 +1,183 @@
+"""A worker of several routers: production's scheduler, sessions, division of the credit, and acceptance of legs."""
+
+from collections.abc import Awaitable, Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+from contract.errors import KvbatonError
+from contract.identity import Role
+from contract.membership import Credit
+from contract.outputs import EngineOutput
+from contract.requests import EngineRequest
+from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.stats import SchedulerStats
+from protos import worker_pb2 as pb
+from tests.protocol.engine_side import Connector, EngineSide, no_time
+from tests.protocol.routers.scenario import RoutersScenario
+from tests.protocol.scenario import VOCABULARY, asked_of
+from tests.protocol.sink import LawBrokenError, Sink
+from worker.accepted_requests import AcceptedRequests
+from worker.early_cancels import EarlyCancels
+from worker.lifecycle import Lifecycle
+from worker.load_reports import LoadReports
+from worker.router_sessions import RouterSessions
+from worker.router_stream import RouterStream
+from worker.worker import Worker
+
+MAX_TOKENS = 10_000
+BUDGET = 8
+
+
+class Leg(NamedTuple):
+    """A leg that the worker computes, and the session that it belongs to (None: to none)."""
+
+    number: int
+    attempt: int
+    session: str | None
+
+
+class WorkerLook(NamedTuple):
+    """The part of a worker's state that the rules of the world read."""
+
+    needs_step: bool
+    legs: tuple[Leg, ...]
+    num_accepted: int
+
+
+class Stream:
+    """The worker's end of a session."""
+
+    def __init__(self, session: str, sink: Sink) -> None:
+        self.session, self._sink = session, sink
+
+    def send(self, message: pb.WorkerMessage) -> None:
+        """Send a message to the router."""
+        self._sink.ask("to_router", self.session, message.SerializeToString(deterministic=True))
+
+
+class NoDrain:
+    """The drain of a worker that does not drain."""
+
+    def leg_accepted(self) -> None:
+        """Do nothing."""
+
+
+class Engine:
+    """The engine's client, which answers at once."""
+
+    info = SimpleNamespace(vocab_size=VOCABULARY)
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    async def add_request(self, request: EngineRequest) -> None:
+        """Accept a request."""
+        self._scheduler.add_request(request)
+
+    async def abort(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
+        """End a request."""
+        self._scheduler.abort_request(request_id, attempt, choice)
+
+
+class WorkerSide(EngineSide):
+    """Owns one incarnation of a worker. It stands for production's ``Worker`` where that accepts and cancels legs."""
+
+    scenario: RoutersScenario
+
+    def __init__(self, scenario: RoutersScenario, sink: Sink, boot: str) -> None:
+        super().__init__(scenario, sink, boot, scenario.decode_blocks)
+        self.scheduler = self.make_scheduler(Scheduler, Connector(None, None), BUDGET)
+        self.engine = Engine(self.scheduler)
+        self.lifecycle = Lifecycle(Role.AGGREGATED)
+        self.lifecycle.attached()
+        self.drain = NoDrain()
+        self._early_cancels = EarlyCancels()
+        self._accepted = AcceptedRequests()
+        credit = Credit(max_requests=scenario.credit, max_tokens=MAX_TOKENS)
+        self._sessions = RouterSessions(
+            self.lifecycle, lambda: credit, self._accepted, aborting(sink), ignore, ignore
+        )
+
+    def prepare(self) -> None:
+        """Do nothing before a call."""
+
+    def carry_out(self) -> None:
+        """Carry out what the sessions ask of the engine."""
+        for effect in self.sink.take():
+            if effect[0] == "abort":
+                self.scheduler.abort_request(*effect[1:])
+            else:
+                self.sink.ask(*effect)
+
+    def open_session(self, session: str) -> None:
+        """Begin a session that a router has accepted."""
+        self._sessions.opened(cast(RouterStream, Stream(session, self.sink)))
+        self._sessions._reports[session] = LoadReports(no_time)
+
+    def lose_session(self, session: str) -> None:
+        """Take the end of a session, which ends its own legs, and only those."""
+        others = [leg for leg in self._legs() if leg.session != session]
+        finish(self._sessions.lost(session))
+        self.carry_out()
+        if self._legs() != others:
+            raise LawBrokenError(f"{self.boot}: the end of {session} leaves {self._legs()}, not {others}")
+
+    def receive(self, session: str, frame: bytes) -> None:
+        """Take a router's message."""
+        self._sessions.received(self._sessions._streams[session], pb.RouterMessage.FromString(frame))
+
+    def take_leg(self, session: str, number: int, attempt: int, num_delivered: int) -> str | None:
+        """Accept a leg; return the kind of error with which it is refused."""
+        request = asked_of(self.scenario, number, attempt, num_delivered, None)
+        try:
+            finish(Worker.accept(cast(Worker, self), request, session))
+        except KvbatonError as error:
+            return str(error.kind)
+        return None
+
+    def cancel_leg(self, number: int, attempt: int) -> None:
+        """Cancel a request's legs up to an attempt."""
+        finish(Worker.cancel(cast(Worker, self), str(number), attempt))
+
+    def divide(self) -> None:
+        """Divide the credit again; see ``RouterSessions.keep_divided``."""
+        self._sessions._send(self._sessions._shares.plan(self._accepted.take_uses()))
+
+    def tidy(self) -> None:
+        """Check the credit too."""
+        super().tidy()
+        if self._sessions._shares.num_overdrawn:
+            raise LawBrokenError(f"{self.boot}: a router holds more legs than it was given")
+
+    def look(self) -> WorkerLook:
+        """Return the part that the rules read."""
+        return WorkerLook(self.needs_step, tuple(self._legs()), len(self._accepted))
+
+    def _legs(self) -> list[Leg]:
+        requests = [request.asked for request in self.scheduler.requests.values()]
+        return [Leg(int(one.request_id), one.attempt, self._accepted.session_of(one.key)) for one in requests]
+
+    def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
+        self._sessions.send_step((one for each in outputs.values() for one in each), SchedulerStats())
+
+
+def ignore(*_: Any) -> None:
+    """Do nothing."""
+
+
+def aborting(sink: Sink) -> Callable[[EngineRequest], Awaitable[None]]:
+    """Return the abort of a lost session's request, which the copy that is called carries out."""
+
+    async def abort(request: EngineRequest) -> None:
+        sink.ask("abort", request.request_id, request.attempt)
+
+    return abort
+
+
+def finish(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("the coroutine waits for something")

@@ -1,0 +1,81 @@
+"""Every interleaving of small worlds of several routers: they share credit, and the end of one costs the others nothing.
+
+``docs/protocol.md`` describes worlds, checks and counter-examples.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from contract.errors import UnavailableError
+from tests.protocol.routers.chart import draw
+from tests.protocol.routers.rules import RoutersExplorer
+from tests.protocol.routers.scenario import RoutersScenario
+from tests.protocol.routers.worlds import ALONE, LARGE, SMALL
+from worker.divided_limit import DividedLimit
+from worker.router_sessions import RouterSessions
+
+WORLDS = [
+    *(pytest.param(scenario, id=name) for name, scenario in SMALL.items()),
+    *(pytest.param(scenario, id=name, marks=pytest.mark.slow) for name, scenario in LARGE.items()),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", WORLDS)
+def test_no_law_breaks_in_any_order_of_events(scenario: RoutersScenario) -> None:
+    """Every request whose router lives is answered, with the attempts that the fault can cost it, and nothing is left."""
+    findings = RoutersExplorer(scenario).explore()
+    assert findings.broken is None, draw(findings)
+    assert findings.is_complete and findings.num_quiet > 0
+    sys.stderr.write(
+        f"\n{scenario.name}: {findings.num_worlds} worlds, {findings.num_steps} steps, {findings.cpu_seconds:.1f} s"
+    )
+    endings = {how for how, _ in findings.endings}
+    assert endings == {"answered", *(["cancelled"] if "leave" in scenario.faults else [])}
+    assert {taken[0] for _, taken in findings.endings} == set(scenario.owners)
+    if scenario.max_replays == 0:
+        assert {len(taken) for _, taken in findings.endings} == {2}, "a request took more than one attempt"
+
+
+def _forget_what_is_committed(limit: DividedLimit, holder: str, used: int, *, has_seen_all: bool) -> None:
+    share = limit._shares[holder]
+    share.committed = max(used, share.share)
+
+
+def _find_any(sessions: RouterSessions, session: str) -> str:
+    if not sessions._streams:
+        raise UnavailableError("the worker is not attached to a router")
+    return session if session in sessions._streams else next(iter(sessions._streams))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("scenario", "owner", "name", "rule", "law"),
+    [
+        pytest.param(
+            SMALL["divide"],
+            DividedLimit,
+            "report",
+            _forget_what_is_committed,
+            "holds more legs than it was given",
+            id="committed",
+        ),
+        pytest.param(ALONE, RouterSessions, "find", _find_any, "no router waits", id="session"),
+    ],
+)
+def test_a_rule_that_is_removed_is_missed(
+    scenario: RoutersScenario,
+    owner: type,
+    name: str,
+    rule: Callable[..., Any],
+    law: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lowered share stays committed until its router has answered, and a leg starts only on the session that it names."""
+    monkeypatch.setattr(owner, name, rule)
+    findings = RoutersExplorer(scenario).explore()
+    print(draw(findings))  # noqa: T201 - shown to readers of the log
+    assert findings.broken is not None and law in findings.broken

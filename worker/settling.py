@@ -1,0 +1,111 @@
+"""Follows whether a worker may lend and fetch KV at once, which two workers must not do with each other (law 4).
+
+A worker that changes its role has legs of both roles for a while, and a draining one lends the KV of its answers while its
+last fetches end. Routers bind by what they have received, so each change has the same order:
+
+1. The worker sends a credit of nothing, and waits until every router has answered it. From then on no router binds a leg by
+   the worker's former state.
+2. It is unsettled, and reports that with the role, or the drain, that lets it lend and fetch at once. No router sees the new
+   state without this report.
+3. It is settled when every router has answered that nothing of the former state is left, and the engine has nothing either.
+
+Routers bind no hand-over between two unsettled workers, and move no answer to one (``router/policy.py``,
+``router/moving.py``).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol
+
+from worker.lifecycle import Lifecycle
+
+_ASK_AGAIN_SECONDS = 0.1
+"""The time after which routers are asked again what is left of the worker's former state."""
+
+
+class RouterAnswers(Protocol):
+    """The routers' answers to credits."""
+
+    @property
+    def are_answered(self) -> bool:
+        """True if every router has answered its last credit."""
+
+    @property
+    def num_former(self) -> int:
+        """Legs and moves of the worker's former state, by the last answers."""
+
+    def send_credit(self) -> None:
+        """Send every router its credit."""
+
+
+class Settling:
+    """Owns the way of one worker between settled and unsettled.
+
+    has_mixed_kv: returns whether the engine lends KV beside the fetches of its role, or fetches beside its leases.
+    """
+
+    def __init__(
+        self, lifecycle: Lifecycle, routers: Callable[[], RouterAnswers], has_mixed_kv: Callable[[], bool]
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._routers = routers
+        self._has_mixed_kv = has_mixed_kv
+        self._reported = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._watch: asyncio.Task[None] | None = None
+
+    def note_report(self) -> None:
+        """Record that a router has answered a credit, or is gone."""
+        self._reported.set()
+
+    async def wait_settled(self) -> None:
+        """Wait until the worker is settled."""
+        await self._settled.wait()
+
+    async def wait_answered(self) -> None:
+        """Wait until every router has answered the last credit. Send that first."""
+        while not self._routers().are_answered:
+            self._reported.clear()
+            await self._reported.wait()
+
+    def begin(self) -> None:
+        """Count as unsettled from now on; every router has answered a credit of nothing. The caller sends the next one."""
+        self._lifecycle.is_unsettled = True
+        self._settled.clear()
+        self.watch()
+
+    def watch(self) -> None:
+        """Follow what is to be done: a drain has begun, after whose credit is answered the worker is unsettled."""
+        if self._watch is None:
+            self._watch = asyncio.create_task(
+                self._until_settled(), name="watch whether the worker is settled"
+            )
+
+    def close(self) -> None:
+        """Stop watching. Does nothing the second time."""
+        if self._watch:
+            self._watch.cancel()
+            self._watch = None
+
+    async def _until_settled(self) -> None:
+        """Ask the routers again and again until nothing is left of the former state."""
+        lifecycle = self._lifecycle
+        while True:
+            await self.wait_answered()
+            routers = self._routers()
+            if lifecycle.is_draining and not lifecycle.is_unsettled:
+                self.begin()
+                routers.send_credit()
+            elif not lifecycle.is_unsettled:
+                break  # the drain was undone before every router had answered
+            elif not (lifecycle.is_draining or routers.num_former or self._has_mixed_kv()):
+                lifecycle.is_unsettled = False
+                self._settled.set()
+                routers.send_credit()
+                break
+            else:
+                await asyncio.sleep(_ASK_AGAIN_SECONDS)
+                if not lifecycle.is_draining:
+                    routers.send_credit()
+        self._watch = None
