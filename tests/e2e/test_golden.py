@@ -15,7 +15,7 @@ BLOCK_SIZE = 16
 MOVED, NEEDED = "kvbaton_transfer_blocks_total", "kvbaton_transfer_needed_blocks_total"
 FALLBACKS = "kvbaton_transfer_fallbacks_total"
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600)]
 
 
 def token_ids(answers: list[Answer]) -> list[list[int]]:
