@@ -1,7 +1,6 @@
 """The legs of one attempt, and how one takes over from the other."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
 from itertools import pairwise
 
 from router.attached_worker import AttachedWorker
@@ -17,11 +16,14 @@ from router.tasks import TaskSet
 class AttemptLegs:
     """Owns the legs of one attempt, in the order in which one takes over from the other.
 
-    A leg is open from ``bind`` until it is unbound.
+    first: the leg that computes the prompt. last: the leg that ends the attempt. A leg is open from ``bind`` until it is
+    unbound.
     """
 
     def __init__(self, legs: Sequence[Leg], tasks: TaskSet) -> None:
         self._legs = tuple(legs)
+        self.first = self._legs[0]
+        self.last = self._legs[-1]
         self._tasks = tasks
         self._open: list[Leg] = []
 
@@ -33,16 +35,6 @@ class AttemptLegs:
 
     def __iter__(self) -> Iterator[Leg]:
         return iter(self._legs)
-
-    @cached_property
-    def first(self) -> Leg:
-        """The leg that computes the prompt."""
-        return self._legs[0]
-
-    @cached_property
-    def last(self) -> Leg:
-        """The leg that ends the attempt."""
-        return self._legs[-1]
 
     @property
     def hand_over(self) -> tuple[AttachedWorker, AttachedWorker] | None:
@@ -82,6 +74,7 @@ class AttemptLegs:
     ) -> None:
         """Bind another last leg, after ``drop_last``."""
         self._legs = (*self._legs[:-1], leg)
+        self.last = leg
         self._open.append(leg)
         leg.bind(key, on_event, hold)
 
