@@ -19,7 +19,7 @@ Worker = Mapping[str, Any]
 _UNKNOWN = "–"
 _ROLES: tuple[str, ...] = WORKER_ROLES
 _ROLE_STYLES = {"prefill": "magenta", "decode": "blue", "both": "cyan"}
-_STATE_STYLES = {"serving": "green", "starting": "cyan", "draining": "yellow", "empty": "yellow"}
+_STATE_STYLES = {"serving": "green", "starting": "cyan", "changing": "cyan", "draining": "yellow", "empty": "yellow"}
 _BAR_CELLS = 8
 _GAP = 2
 """Spaces between two columns."""
@@ -58,7 +58,7 @@ def _heading(pool: Mapping[str, Any], workers: Iterable[Worker]) -> Text:
         f"{pool['num_requests_waiting']} waiting",
         " + ".join(f"{counts[role]} {role}" for role in _ROLES if counts[role]),
     ]
-    return Text(" · ".join(part for part in parts if part), style="bold", no_wrap=True, overflow="ellipsis")
+    return Text(" · ".join(part for part in parts if part), style="bold")
 
 
 def _table(workers: list[Worker], console: Console) -> Table:

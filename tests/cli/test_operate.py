@@ -215,7 +215,7 @@ def drawn(width: int, *workers: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("width", [40, 60, 80, 100, 120, 200])
 def test_no_figure_is_cut_off_in_a_narrow_terminal(width: int) -> None:
-    """The least important columns are left out instead."""
+    """The least important columns are left out instead, and the heading continues on another line."""
     busy = figures(
         "decode-0",
         "decode",
@@ -225,7 +225,8 @@ def test_no_figure_is_cut_off_in_a_narrow_terminal(width: int) -> None:
         queued_prompt_tokens=123456,
     )
     lines = drawn(width, figures("prefill-0", "prefill", ttft_seconds=1.25), busy)
-    assert all("…" not in line and len(line) <= width for line in lines[1:])
+    assert all("…" not in line and len(line) <= width for line in lines)
+    assert "1 prefill + 1 decode" in " ".join(line.strip() for line in lines)
     assert "decode-0" in "".join(lines) and "serving" in "".join(lines)
     if width >= 100:
         assert {"3/256", "12", "96"} <= set(row_of("decode-0", "\n".join(lines)))
