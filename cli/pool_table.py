@@ -19,7 +19,13 @@ Worker = Mapping[str, Any]
 _UNKNOWN = "–"
 _ROLES: tuple[str, ...] = WORKER_ROLES
 _ROLE_STYLES = {"prefill": "magenta", "decode": "blue", "both": "cyan"}
-_STATE_STYLES = {"serving": "green", "starting": "cyan", "changing": "cyan", "draining": "yellow", "empty": "yellow"}
+_STATE_STYLES = {
+    "serving": "green",
+    "starting": "cyan",
+    "changing": "cyan",
+    "draining": "yellow",
+    "empty": "yellow",
+}
 _BAR_CELLS = 8
 _GAP = 2
 """Spaces between two columns."""
