@@ -19,8 +19,10 @@ from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.attempt import Attempt
 from router.attempt_legs import AttemptLegs
+from router.bound_leg import Leg
 from router.failures import Failures
 from router.leg_failure import Failure
+from router.legs import DECODE, LEG_KINDS, LegPlan
 from router.tasks import TaskSet
 from router.testing.script import Script
 from router.unreachable_pairs import UnreachablePairs
@@ -129,8 +131,9 @@ class _FailedAttempt(Attempt):
     """An attempt that has failed, without a hand-over."""
 
     def __init__(self, failure: Failure) -> None:
+        no_worker: Any = None  # nobody calls it: the attempt is over
         self.failure = failure
-        self.legs = AttemptLegs([], TaskSet())
+        self.legs = AttemptLegs([Leg(LegPlan(DECODE, "w", 0), LEG_KINDS[DECODE], no_worker)], TaskSet())
 
 
 def _noted(*errors: KvbatonError) -> Failures:
