@@ -131,7 +131,7 @@ class _FailedAttempt(Attempt):
     """An attempt that has failed, without a hand-over."""
 
     def __init__(self, failure: Failure) -> None:
-        no_worker: Any = None  # nobody calls it: the attempt is over
+        no_worker: Any = None  # it is not called: the attempt is over
         self.failure = failure
         self.legs = AttemptLegs([Leg(LegPlan(DECODE, "w", 0), LEG_KINDS[DECODE], no_worker)], TaskSet())
 
