@@ -24,8 +24,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks.facts import command_line, write_result
-from contract.identity import Role
-from tests.chaos.fleet import ROUTER, Fleet, running_fleet
+from tests.chaos.fleet import ROUTER, Fleet, role_of, running_fleet
 from tests.chaos.held_resources import count, read_metrics
 from tests.chaos.pool.moves import results_of_moves
 
@@ -208,17 +207,7 @@ async def _pool(folder: Path, *names: str) -> AsyncIterator[Fleet]:
 
 
 async def _start(fleet: Fleet, name: str) -> None:
-    await fleet.start(
-        name,
-        Role(name.partition("-")[0]),
-        worker_id=name,
-        router=fleet.facts[ROUTER]["internal"],
-        secret_file=fleet.secret_file,
-        dtype="float32",
-        num_threads=1,
-        kv_cache_bytes=_CACHE_BYTES,
-        admin="127.0.0.1:0",
-    )
+    await fleet.start_worker(name, role_of(name), kv_cache_bytes=_CACHE_BYTES)
 
 
 def _clients(fleet: Fleet, rng: random.Random) -> Clients:

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 
-from contract.identity import Role
 from kv_transfer.options import TransportName
 from router.leg_failure import WorkerDrainedError
 from router.metrics import RouterMetrics
@@ -23,8 +22,9 @@ from router.moving import Mover
 from router.request_run import RequestRun
 from router.service import RouterService
 from router.settings import RouterSettings
-from tests.chaos.fleet import Fleet
+from tests.chaos.fleet import Fleet, role_of
 from tests.chaos.held_resources import read_states, until_free
+from tests.private_files import write_private
 
 _SECRET = "a secret of the benchmarks, of 32 or more characters"
 _LOOK_SECONDS = 0.001
@@ -160,8 +160,7 @@ async def running_moving_pool(
 ) -> AsyncIterator[MovingPool]:
     """Run the router and the workers, in float32, without prefix caches; model: None for the demo model."""
     fleet = Fleet(folder)
-    fleet.secret_file.touch(mode=0o600)
-    fleet.secret_file.write_text(_SECRET)
+    write_private(fleet.secret_file, _SECRET)
     addresses: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
     flags: dict[str, Any] = {"model": model} if model else {}
     async with AsyncExitStack() as stack:
@@ -171,16 +170,12 @@ async def running_moving_pool(
         stack.push_async_callback(fleet.stop_all)
         async with asyncio.TaskGroup() as tasks:
             for name in ("prefill-0", *DECODERS):
-                start = fleet.start(
+                start = fleet.start_worker(
                     name,
-                    Role(name.partition("-")[0]),
-                    worker_id=name,
+                    role_of(name),
+                    routers=(),
                     router=router.addresses.internal,
-                    secret_file=fleet.secret_file,
-                    dtype="float32",
-                    num_threads=1,
                     kv_cache_bytes=128 * 2**20,
-                    admin="127.0.0.1:0",
                     transport=transport,
                     enable_prefix_caching=False,
                     **flags,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contract.errors import UnavailableError
 from router.cancellation import CancellableRequests
 from router.request_tracker import RequestTracker
-from serving.signals import ends_within
+from serving.waiting import ends_within
 
 logger = logging.getLogger(__name__)
 

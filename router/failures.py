@@ -96,8 +96,7 @@ class Failures:
         if _is_about_size(error):
             self._too_small.add(failure.failed_worker)
             return
-        if error.kind is ErrorKind.PEER_UNREACHABLE and hand_over:
-            self._unreachable.record_failure(*hand_over)
+        self._note_pair(attempt, error)
         if not self._is_known_death(failure):
             self._num_failures += 1
             self._num_transfer_failures += error.kind in TRANSFER_KINDS
@@ -107,9 +106,7 @@ class Failures:
 
     def note_target(self, attempt: Attempt, failure: Failure) -> None:
         """Record that a worker has failed to which the answer was to move. The attempt continues at another one."""
-        hand_over = attempt.legs.hand_over
-        if failure.error.kind is ErrorKind.PEER_UNREACHABLE and hand_over:
-            self._unreachable.record_failure(*hand_over)
+        self._note_pair(attempt, failure.error)
         if not isinstance(failure.error, WorkerDrainedError):
             self._failed_workers.add(failure.failed_worker)
 
@@ -121,6 +118,12 @@ class Failures:
         if last.kind is ErrorKind.INVALID_REQUEST:  # every worker that is attached has rejected its size
             return last
         return type(last)(f"{last.message}; then {error.message}", param=last.param)
+
+    def _note_pair(self, attempt: Attempt, error: KvbatonError) -> None:
+        """Record that the workers of the attempt's hand-over do not reach each other, if that is the error."""
+        hand_over = attempt.legs.hand_over
+        if error.kind is ErrorKind.PEER_UNREACHABLE and hand_over:
+            self._unreachable.record_failure(*hand_over)
 
     def _is_known_death(self, failure: Failure) -> bool:
         """Return True if all failed workers are gone and have failed before: one death must cost one attempt only.

@@ -32,6 +32,7 @@ from router.move import Move, MoveResult
 from router.registry import Registry
 from router.request_run import RequestRun, RequestRuns
 from router.reservation import Reservation
+from serving.waiting import ends_within
 from wire.legs import hand_off_to_proto
 
 logger = logging.getLogger(__name__)
@@ -186,16 +187,8 @@ class Mover:
         excluded = self._excluded(source) | {failed.failed_worker.name}
         if self._has_target_but(excluded):
             move.over.clear()
-            begin = asyncio.create_task(self._continue_elsewhere(move, run, excluded))
-            ended = asyncio.create_task(move.over.wait())
-            try:
-                await asyncio.wait(
-                    {begin, ended}, timeout=_SECOND_TARGET_SECONDS, return_when=asyncio.FIRST_COMPLETED
-                )
-            finally:
-                begin.cancel()
-                ended.cancel()
-                await asyncio.wait({begin})
+            begin = self._continue_elsewhere(move, run, excluded)
+            await ends_within(begin, _SECOND_TARGET_SECONDS, move.over)
         move.give_up()
         await move.over.wait()
 

@@ -78,9 +78,7 @@ class HttpConnection(web.RequestHandler):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin with the first request's headers."""
-        self._wire = cast(
-            asyncio.Transport, transport
-        )  # uvloop's transports have its methods, and another base
+        self._wire = cast(asyncio.Transport, transport)  # uvloop's has its methods, and another base
         super().connection_made(transport)
         self._enter(_Phase.HEADERS, self._limits.header_seconds)
 

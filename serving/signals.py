@@ -2,9 +2,8 @@
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -35,19 +34,3 @@ async def until_stopped() -> AsyncIterator[StopEvent]:
     finally:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
-
-
-async def ends_within(waiting: Coroutine[Any, Any, Any], seconds: float, at_once: asyncio.Event) -> bool:
-    """Run ``waiting`` for ``seconds``, or until ``at_once``; return whether it has ended by itself. Raises its error."""
-    ending = asyncio.create_task(waiting, name="wait for the end of a drain")
-    waits = [ending, asyncio.create_task(at_once.wait(), name="wait for a second signal")]
-    try:
-        await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        has_ended = ending.done()
-    finally:
-        for task in waits:
-            task.cancel()
-        await asyncio.wait(waits)
-    if has_ended:
-        ending.result()
-    return has_ended

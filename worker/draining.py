@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from contract.membership import Credit
-from serving.signals import ends_within
+from serving.waiting import ends_within
 from worker.emptiness import Emptiness
 from worker.lifecycle import Lifecycle
 from worker.settling import Settling

@@ -41,11 +41,6 @@ class Emptiness:
         """True from the moment at which the worker was found to be empty."""
         return self._empty.is_set()
 
-    @property
-    def is_unbound(self) -> bool:
-        """True once the worker is empty and no router has a leg bound to it."""
-        return self._unbound.is_set()
-
     def watch(self) -> None:
         """Begin, or begin again: the worker holds something."""
         self._stop()

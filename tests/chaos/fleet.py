@@ -29,6 +29,11 @@ WORKER_HOST = "127.0.0.2"
 LINK_HOST = "127.0.0.3"
 
 
+def role_of(name: str) -> Role:
+    """Return the role of a worker: its name begins with it."""
+    return Role(name.partition("-")[0])
+
+
 _PORTS = range(20000, 32768)
 """Below the ephemeral ports of the kernel: an outgoing connection could take a port before its owner does."""
 _taken: set[int] = set()
@@ -85,18 +90,20 @@ class Fleet:
     async def start_worker(
         self, name: str, role: Role, *, routers: Sequence[str] = (ROUTER,), **flags: Any
     ) -> None:
-        """Start a worker of these routers with the demo model, and wait until it is registered."""
+        """Start a worker of these routers with the demo model, and wait until it is registered. flags: come first."""
+        usual = {
+            "router": ",".join(self.facts[router]["internal"] for router in routers),
+            "kv_cache_bytes": 64 * 2**20,
+        }
         await self.start(
             name,
             role,
             worker_id=name,
-            router=",".join(self.facts[router]["internal"] for router in routers),
             secret_file=self.secret_file,
             dtype="float32",
             num_threads=1,
-            kv_cache_bytes=64 * 2**20,
             admin="127.0.0.1:0",
-            **flags,
+            **{**usual, **flags},
         )
 
     @property

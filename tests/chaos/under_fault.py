@@ -9,7 +9,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from contract.identity import Role
 from tests.chaos.clients import (
     CONNECTION,
     MODEL,
@@ -19,7 +18,7 @@ from tests.chaos.clients import (
     connected,
     mistake_in,
 )
-from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, running_fleet
+from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, role_of, running_fleet
 from tests.chaos.held_resources import until_free
 from tests.chaos.proxy import FaultyLink, faulty_link
 from tests.chaos.steady import steady_answers
@@ -120,7 +119,7 @@ async def running_scene(
     async with running_fleet(folder, **flags) as fleet:
         async with asyncio.TaskGroup() as tasks:
             for name, given in workers.items():
-                role = Role(name.partition("-")[0])
+                role = role_of(name)
                 tasks.create_task(fleet.start_worker(name, role, **TIMES, **given))
         router = fleet.facts[ROUTER]
         async with connected(router["http"], router["grpc"]) as client:

@@ -15,6 +15,7 @@ from contract.identity import Role
 from contract.membership import RoleOrder
 from contract.requests import EngineRequest, SendTransfer
 from router.attached_worker import AttachedWorker
+from tests.chaos.held_resources import read_metrics
 from tests.e2e.cells import COMPLETION
 from tests.e2e.in_process import LocalService, LocalWorker, running_in_process
 
@@ -79,8 +80,7 @@ class FlipRun:
     async def metrics(self) -> dict[str, float]:
         """Return the router's counters of moves, flips and replays."""
         admin = self.service.router.addresses.admin
-        async with aiohttp.ClientSession() as session, session.get(f"http://{admin}/metrics") as response:
-            families = list(text_string_to_metric_families(await response.text()))
+        families = list(text_string_to_metric_families(await read_metrics(admin)))
         kept = ("kvbaton_migrations", "kvbaton_flips", "kvbaton_request_replays")
         samples = [sample for family in families if family.name in kept for sample in family.samples]
         return {

@@ -148,4 +148,4 @@ WALKED_WITH_MOVES = [
     )
     for each in WALKED
 ]
-"""The same with answers that are moved at any moment, and room for few of them at each target."""
+"""These worlds move answers at any moment, and each target has room for few of them."""

@@ -126,6 +126,15 @@ LOAD_MESSAGE = pb.Load(**REPORTED)
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
 LAYOUT_MESSAGE = pb.KvLayout(num_layers=1, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
 
+CREDIT: dict[str, Any] = {
+    "max_requests": 1,
+    "max_tokens": 2,
+    "number": 3,
+    "is_draining": True,
+    "drain_seconds": 3.5,
+    "is_empty": True,
+    "is_unsettled": True,
+}
 REGISTERED: dict[str, Any] = {
     "protocol_min": 1,
     "protocol_max": 2,
@@ -203,26 +212,7 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
         pb.Welcome(protocol=1, router_id="router", session="s"),
     ),
     (LOAD, LOAD_MESSAGE),
-    (
-        Credit(
-            max_requests=1,
-            max_tokens=2,
-            number=3,
-            is_draining=True,
-            drain_seconds=3.5,
-            is_empty=True,
-            is_unsettled=True,
-        ),
-        pb.Credit(
-            max_requests=1,
-            max_tokens=2,
-            number=3,
-            is_draining=True,
-            drain_seconds=3.5,
-            is_empty=True,
-            is_unsettled=True,
-        ),
-    ),
+    (Credit(**CREDIT), pb.Credit(**CREDIT)),
     (DrainOrder(deadline_seconds=3.5), pb.Drain(deadline_seconds=3.5)),
     (RoleOrder(role="both", epoch=4), pb.RoleChange(role="both", epoch=4)),
     (RoleOrder(role="both", epoch=4), pb.RoleTaken(role="both", epoch=4)),

@@ -13,7 +13,7 @@ from contract.membership import RoleOrder
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from tests.worker.test_draining import attached, until
-from tests.worker.test_worker import running, task, until_accepted, waiting_leg
+from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg
 from worker.lifecycle import WorkerState
 
 ASK_SECONDS = 0.1
@@ -41,12 +41,18 @@ class Silenced:
             self._put(message)
 
 
+async def attached_with_credit(it: Running) -> AttachedWorker:
+    """Return the worker as its router has it, once it may bind legs to it."""
+    view = await attached(it)
+    await until(lambda: view.capacity.credit.max_requests)
+    return view
+
+
 @pytest.mark.parametrize("new", [Role.PREFILL, Role.AGGREGATED])
 async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) -> None:
     """Its router has the new role before it may bind a leg, and counts what clients hold of it by this role."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         view.flip(RoleOrder(role=new.value, epoch=1))
         await until(lambda: view.role is new and view.capacity.credit.max_requests)
         assert (view.capacity.held is None) is (new is Role.PREFILL)
@@ -59,8 +65,7 @@ async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) 
 async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_path: Path) -> None:
     """The leg goes on; until it has ended the worker is unsettled, and a leg that is on its way to it is served."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         hold = view.capacity.hold("", 10)
         await it.call("Decode", waiting_leg())
         view.flip(RoleOrder(role="prefill", epoch=1))
@@ -83,8 +88,7 @@ async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_pa
 async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) -> None:
     """Law 4: otherwise one router binds legs by the new role while another one binds them by the former one."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         answers = Silenced(view)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.capacity.credit.max_requests == 0)
@@ -111,8 +115,7 @@ async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: 
 
 async def test_a_further_role_waits_until_the_worker_is_settled(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         hold = view.capacity.hold("", 10)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.role is Role.PREFILL)
@@ -128,8 +131,7 @@ async def test_a_further_role_waits_until_the_worker_is_settled(tmp_path: Path) 
 async def test_a_leg_of_the_former_role_does_not_use_the_new_credit(tmp_path: Path) -> None:
     """A hold that was made before counts apart, also when it is released."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         former = view.capacity.hold("client", 10)
         view.flip(RoleOrder(role="both", epoch=1))
         await until(lambda: view.role is Role.AGGREGATED and view.capacity.credit.max_requests)
@@ -157,8 +159,7 @@ async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
 async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
     """Neither at once nor when the drain is undone; and a draining worker takes no order."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         answers = Silenced(view)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.capacity.credit.max_requests == 0)
@@ -177,8 +178,7 @@ async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
 async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tmp_path: Path) -> None:
     """Law 4: it lends from then on, and no router may believe that it only fetches."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         answers = Silenced(view)
         it.worker.drain.begin()
         await until(lambda: view.capacity.credit.is_draining)
@@ -190,8 +190,7 @@ async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tm
 
 async def test_a_drain_that_is_undone_at_once_leaves_the_worker_settled(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         it.worker.drain.begin()
         it.worker.drain.undo()
         await until(lambda: view.capacity.credit.number >= 3)
@@ -201,8 +200,7 @@ async def test_a_drain_that_is_undone_at_once_leaves_the_worker_settled(tmp_path
 
 async def test_a_stopped_worker_takes_no_other_role(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await until(lambda: view.capacity.credit.max_requests)
+        view = await attached_with_credit(it)
         answers = Silenced(view)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.capacity.credit.max_requests == 0)

@@ -50,12 +50,8 @@ class Body:
 
     def integer_within(self, name: str, low: int, high: int) -> int | None:
         """Return an integer in ``low``..``high``."""
-        value = self.get(name)
-        if value is None:
-            return None
-        if type(value) is not int:
-            raise _wrong(name, value, "an integer")
-        if not low <= value <= high:
+        value = self.integer(name)
+        if value is not None and not low <= value <= high:
             raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
         return value
 

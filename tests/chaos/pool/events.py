@@ -10,9 +10,10 @@ from math import inf
 from typing import Any
 
 from contract.identity import Role
+from tests.chaos.fleet import role_of
 from tests.chaos.held_resources import read_metrics, read_states
 from tests.chaos.pool.descriptors import processes_of, tcp_ports_of
-from tests.chaos.pool.pool import LINKED, Pool, role_of
+from tests.chaos.pool.pool import LINKED, Pool
 from tests.chaos.proxy import none
 
 SHORT_FREEZE = 5.0

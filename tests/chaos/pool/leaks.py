@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tests.chaos.fleet import role_of
 from tests.chaos.held_resources import State, resources_held
 from tests.chaos.pool.descriptors import Kinds, grown
-from tests.chaos.pool.pool import Pool, role_of
+from tests.chaos.pool.pool import Pool
 
 _FREE_SECONDS = 90.0
 _AGAIN_SECONDS = 0.5

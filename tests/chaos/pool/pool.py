@@ -14,7 +14,7 @@ import aiohttp
 
 from contract.identity import Role
 from tests.chaos.clients import MODEL
-from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, running_fleet
+from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, role_of, running_fleet
 from tests.chaos.held_resources import State, read_states
 from tests.chaos.pool.balancer import Balancer, running_balancer
 from tests.chaos.pool.descriptors import Kinds, own_descriptors, processes_of
@@ -49,19 +49,7 @@ class Pool:
 
     async def start_worker(self, name: str, **flags: Any) -> None:
         """Start a worker, whose name begins with its role, and wait until every router counts on it."""
-        await self.fleet.start(
-            name,
-            role_of(name),
-            worker_id=name,
-            router=",".join(self.fleet.facts[router]["internal"] for router in self.routers),
-            secret_file=self.fleet.secret_file,
-            dtype="float32",
-            num_threads=1,
-            kv_cache_bytes=64 * 2**20,
-            admin="127.0.0.1:0",
-            **_TIMES,
-            **flags,
-        )
+        await self.fleet.start_worker(name, role_of(name), routers=self.routers, **_TIMES, **flags)
 
     def take(self, rng: random.Random, *, only: str | None = None, role: Role | None = None) -> str | None:
         """Return an undisturbed worker, disturbed from now on, if another one of its role stays; else None."""
@@ -165,11 +153,6 @@ class Pool:
     def _some_router(self) -> str:
         """Return the name of a running router."""
         return next(name for name in self.routers if name not in self.disturbed)
-
-
-def role_of(name: str) -> Role:
-    """Return the role in a worker's name."""
-    return Role(name.partition("-")[0])
 
 
 @asynccontextmanager

@@ -12,8 +12,9 @@ from typing import Protocol
 
 from contract.errors import KvbatonError
 from contract.identity import Role
+from tests.chaos.fleet import role_of
 from tests.chaos.pool.events import EVENTS, LONG_FREEZE, LONGEST, Action, Event
-from tests.chaos.pool.pool import Pool, role_of
+from tests.chaos.pool.pool import Pool
 from tests.chaos.pool.report import PoolReport
 
 logger = logging.getLogger(__name__)
