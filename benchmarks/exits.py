@@ -158,9 +158,11 @@ async def measure_prefill(
             await asyncio.sleep(_LOAD_SECONDS)  # the time under load before
             figures = await _stopped(fleet, "prefill-0")
             await asyncio.sleep(_LOAD_SECONDS)  # the time under load afterwards
+            texts = [
+                await read_metrics(fleet.facts["decode-0"]["admin"])
+            ]  # clients that leave end fetches too
             for task in asking:
                 task.cancel()
-        texts = [await read_metrics(fleet.facts["decode-0"]["admin"])]
         failed = count(texts, "kvbaton_transfer_failures_total")
     return {
         **figures,
