@@ -1,4 +1,4 @@
-"""What each worker of ``up`` gets of the machine: its GPUs and its share of their memory. Refuses what cannot fit."""
+"""The share of the machine that each worker of ``up`` gets: its GPUs and their memory. Refuses what cannot fit."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ ISSUE = ("--prefill", "2", "--decode", "6", "--prefill-devices", "0,1", "--decod
 
 
 def lines(*arguments: str, num_devices: int = 8, weights: int = 16 * GIB) -> list[str]:
-    """What a machine with GPUs of 80 GiB prints."""
+    """Return the lines that a machine with GPUs of 80 GiB prints."""
     settings = parse(UpSettings, "kvbaton up", arguments)
     plans = plan_workers(settings, num_devices)
     memory = EIGHT[:num_devices]
