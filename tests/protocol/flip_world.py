@@ -2,9 +2,9 @@
 
 Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.policy``); which
 calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router makes of
-a role and a credit, and what it answers (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and each leg takes one. Messages between a worker and a
-router keep their order; each of them arrives at any later moment. Nothing fails and no deadline passes, so a request that
-does not end in a quiet world is in a deadlock.
+a role and a credit, and what it answers (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
+each leg takes one. Messages between a worker and a router keep their order; each of them arrives at any later moment.
+Nothing fails and no deadline passes, so a request that does not end in a quiet world is in a deadlock.
 """
 
 from collections.abc import Iterator
