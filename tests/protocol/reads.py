@@ -1,13 +1,12 @@
 """A read of the explored world: lease, bytes of each block, lease again, digests; each is an action."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tests.protocol.decode_side import DecodeSide, Reading, sender_of
 
 if TYPE_CHECKING:
-    from tests.protocol.world import World
-    from tests.protocol.world_rules import WorldRules
+    from tests.protocol.link_rules import LinkRules
 
 
 def look_at_reads(side: DecodeSide) -> Iterator[tuple[str, Reading]]:
@@ -15,7 +14,7 @@ def look_at_reads(side: DecodeSide) -> Iterator[tuple[str, Reading]]:
     return ((name, lane[0]) for name, lane in side.lanes.items() if lane)
 
 
-def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, is_corrupt: bool) -> "World":
+def advance_read(rules: "LinkRules[Any]", world: Any, index: int, lane: str, *, is_corrupt: bool) -> Any:
     """Advance the first read of ``lane`` by one stage."""
     state = world.workers[index].state
     assert state is not None
@@ -46,7 +45,7 @@ def advance_read(rules: "WorldRules", world: "World", index: int, lane: str, *, 
     return _end_of_bytes(rules, world, index, source, lane, reading)
 
 
-def break_read(rules: "WorldRules", world: "World", index: int, lane: str) -> "World":
+def break_read(rules: "LinkRules[Any]", world: Any, index: int, lane: str) -> Any:
     """Break the connection of the lane's first read; the next one may work."""
     reading = rules.decodes.states[world.workers[index].state or 0].lanes[lane][0]
     source = rules.find(world, sender_of(lane))
@@ -56,8 +55,8 @@ def break_read(rules: "WorldRules", world: "World", index: int, lane: str) -> "W
 
 
 def _end_of_bytes(
-    rules: "WorldRules", world: "World", index: int, source: int, lane: str, reading: Reading
-) -> "World":
+    rules: "LinkRules[Any]", world: Any, index: int, source: int, lane: str, reading: Reading
+) -> Any:
     if not rules.scenario.is_one_sided:
         world = rules.call(world, source, "end_read", reading.name)
     if rules.scenario.rules.checks_lease_twice:

@@ -314,9 +314,13 @@ class RouterSide:
             return
         placement = place(views, wish, request.number)
         if self.scenario.num_moves and request.num_attempts == 0:
-            placement = placed((AGGREGATED, f"P{request.number % self.scenario.num_prefill}"))
+            placement = self._first_placement(request)
         if placement is not None:
             self._begin(request, placement)
+
+    def _first_placement(self, request: RouterRequest) -> Placement | None:
+        """Return where an answer begins that may be moved later."""
+        return placed((AGGREGATED, f"P{request.number % self.scenario.num_prefill}"))
 
     def _views(self) -> WorkerViews:
         return WorkerViews.of(self._view(worker) for worker in sorted(self.workers))

@@ -1,6 +1,6 @@
 """The explored world: workers, links, streams and router at one moment. A world is a value."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from tests.protocol.link import Link
 
@@ -46,8 +46,20 @@ def without(link: Link, boot: str) -> Link:
     return link.cut()._replace(knows_decode=False) if boot == link.decode else link
 
 
+class Sender(Protocol):
+    """The worker that sends a frame."""
+
+    @property
+    def is_prefill(self) -> bool:
+        """True for one that lends."""
+
+    @property
+    def boot(self) -> str:
+        """Its incarnation."""
+
+
 def posted(
-    links: tuple[Link, ...], sender: WorkerState, is_dial: bool, peer: str, frame: bytes
+    links: tuple[Link, ...], sender: Sender, is_dial: bool, peer: str, frame: bytes
 ) -> tuple[Link, ...]:
     """Post a frame of ``sender`` for ``peer``, if there is a link; ``is_dial`` makes one."""
     for index, link in enumerate(links):

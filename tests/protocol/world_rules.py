@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from contract.requests import ReceiveTransfer, SendTransfer
-from tests.protocol.decode_side import DecodeSide, sender_of
+from tests.protocol.decode_side import DecodeSide
 from tests.protocol.happening import PLACES, link_actions, look
+from tests.protocol.link_rules import LinkRules
 from tests.protocol.machine import Machine
 from tests.protocol.prefill_side import PrefillSide
-from tests.protocol.reads import advance_read, break_read, look_at_reads
+from tests.protocol.reads import advance_read, break_read
 from tests.protocol.router_side import LegCall, RouterSide
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 from tests.protocol.world import Action, WorkerState, World, posted, remembered, with_item, without
 
 
-class WorldRules:
+class WorldRules(LinkRules[World]):
     """The actions that are possible in a world of this scenario, and their results. Owns the machines."""
 
     def __init__(self, scenario: Scenario, make: type[Machine[Any]] = Machine) -> None:
@@ -213,59 +214,30 @@ class WorldRules:
         workers = with_item(world.workers, index, worker._replace(state=None))
         return world._replace(workers=workers, links=remembered(links))
 
-    def _end_readers(self, world: World, reader: WorkerState) -> World:
-        if self.scenario.is_one_sided or reader.is_prefill or reader.state is None:
-            return world
-        for lane, reading in look_at_reads(self.decodes.states[reader.state]):
-            place = self.find(world, sender_of(lane))
-            if place is not None and reading.stage in ("copying", "copied"):
-                world = self.call(world, place, "end_read", reading.name)
-        return world
-
     def _deaf(self, world: World, index: int) -> World:
         worker = world.workers[index]._replace(is_attached=False)
         return world._replace(workers=with_item(world.workers, index, worker))
 
     # What a worker does.
 
-    def _step(self, world: World, index: int) -> World:
-        return self.call(world, index, "step")
-
-    def _digest(self, world: World, index: int) -> World:
-        return self.call(world, index, "digest", False)
-
     def _spoil(self, world: World, index: int) -> World:
         return self.call(world, index, "digest", True)
 
-    def _commit(self, world: World, index: int) -> World:
-        return self.call(world, index, "commit")
-
-    def _read(self, world: World, index: int, peer: str) -> World:
-        return advance_read(self, world, index, peer, is_corrupt=False)
-
     def _corrupt(self, world: World, index: int, peer: str) -> World:
-        return advance_read(self, world, index, peer, is_corrupt=True)
+        after: World = advance_read(self, world, index, peer, is_corrupt=True)
+        return after
 
     def _break(self, world: World, index: int, lane: str) -> World:
-        return break_read(self, world, index, lane)
+        after: World = break_read(self, world, index, lane)
+        return after
 
     def _sever(self, world: World, index: int, lane: str) -> World:
         return self.call(world, index, "sever", lane)
-
-    def _expire(self, world: World, index: int) -> World:
-        boot = world.workers[index].boot
-        living = {
-            link.decode for link in world.links if link.prefill == boot and link.is_up and not link.is_cut
-        }
-        return self.call(world, index, "expire", tuple(sorted(living)))
 
     def _starve(self, world: World, index: int) -> World:
         return self.call(world, index, "expire", ())
 
     _starve_read = _starve
-
-    def _late(self, world: World, index: int) -> World:
-        return self.call(world, index, "run_out_of_time")
 
     # What the router and its clients do.
 
@@ -281,53 +253,7 @@ class WorldRules:
     def _overdue(self, world: World, number: int) -> World:
         return self.ask_router(world, "give_up", number, "deadline")
 
-    # The links.
-
-    def _connect(self, world: World, index: int) -> World:
-        link = world.links[index]
-        prefill, decode = self.find(world, link.prefill), self.find(world, link.decode)
-        assert decode is not None
-        if prefill is None:
-            world = world._replace(
-                links=remembered(with_item(world.links, index, link._replace(knows_decode=False)))
-            )
-            return self.call(world, decode, "link_down", link.prefill)
-        up = link._replace(is_up=True, knows_prefill=True)
-        world = world._replace(links=with_item(world.links, index, up))
-        for other in [i for i, one in enumerate(world.links) if i != index and one.knows_prefill]:
-            if world.links[other][:2] == link[:2]:
-                older = world.links[other]._replace(knows_prefill=False)
-                world = world._replace(links=with_item(world.links, other, older))
-                world = self.call(world, prefill, "peer_gone", link.decode)
-        world = self.call(world, decode, "link_up", link.prefill)
-        return world._replace(links=remembered(world.links))
-
-    def _to_prefill(self, world: World, index: int) -> World:
-        link = world.links[index]
-        world = world._replace(
-            links=with_item(world.links, index, link._replace(to_prefill=link.to_prefill[1:]))
-        )
-        return self._say(world, link.prefill, link.decode, link.to_prefill[0])
-
-    def _to_decode(self, world: World, index: int) -> World:
-        link = world.links[index]
-        world = world._replace(
-            links=with_item(world.links, index, link._replace(to_decode=link.to_decode[1:]))
-        )
-        return self._say(world, link.decode, link.prefill, link.to_decode[0])
-
-    def _say(self, world: World, receiver: str, sender: str, frame: bytes) -> World:
-        place = self.find(world, receiver)
-        return world if place is None else self.call(world, place, "hear", sender, frame)
-
-    def _notice(self, world: World, index: int, is_prefill: bool) -> World:
-        link = world.links[index]
-        side, peer = (link.prefill, link.decode) if is_prefill else (link.decode, link.prefill)
-        known = link._replace(knows_prefill=False) if is_prefill else link._replace(knows_decode=False)
-        world = world._replace(links=remembered(with_item(world.links, index, known)))
-        place = self.find(world, side)
-        assert place is not None
-        return self.call(world, place, "peer_gone" if is_prefill else "link_down", peer)
+    # Faults of the links.
 
     def _cut(self, world: World, index: int) -> World:
         return world._replace(links=with_item(world.links, index, world.links[index].cut()))
@@ -389,10 +315,6 @@ class WorldRules:
             elif is_attached:
                 streams = with_item(streams, index, (*streams[index], effect[1:]))
         return World(num_faults, router, workers, links, streams, limbo), result
-
-    def call(self, world: World, index: int, *call: Any) -> World:
-        """Call a worker whose result does not matter."""
-        return self.ask(world, index, *call)[0]
 
 
 def is_started_by(cancel: LegCall, call: LegCall) -> bool:

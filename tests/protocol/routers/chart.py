@@ -1,5 +1,7 @@
 """A counter-example in a world of several routers, in text: numbered steps, and the frames and calls that each sends."""
 
+from typing import Any
+
 from tests.protocol.explorer import Findings
 from tests.protocol.routers.world import RoutersWorld
 from tests.protocol.world import Action
@@ -9,12 +11,28 @@ _OF_WORKERS = {
     "restart": "starts again under a new boot id",
     "crash": "FAULT: dies",
     "divide": "FAULT: divides its credit again",
+    "drain": "FAULT: begins to drain",
+    "undrain": "serves again",
+    "settle": "takes its next step between settled and unsettled, or asks its routers",
+    "digest": "publishes what it lends",
+    "commit": "commits what it has read",
+    "read": "goes on with a read",
+    "expire": "lets its deadlines pass",
+    "late": "waits for KV no longer",
 }
 _OF_ROUTERS = {"restart_router": "starts again", "crash_router": "FAULT: dies"}
 _OF_SESSIONS = {
     "to_router": "a frame arrives at the router",
     "to_worker": "a frame arrives at the worker",
     "cut": "FAULT: the stream is cut",
+}
+
+_OF_LINKS = {
+    "connect": "it is dialed",
+    "to_prefill": "a frame arrives at the lender",
+    "to_decode": "a frame arrives at the reader",
+    "notice": "a side detects its end",
+    "cut_link": "FAULT: it is cut",
 }
 
 
@@ -33,13 +51,21 @@ def draw(findings: Findings) -> str:
 def describe(world: RoutersWorld, action: Action) -> str:
     """Describe one step."""
     kind, *places = action
-    if kind in _OF_WORKERS:
-        return f"{world.workers[places[0]].boot} {_OF_WORKERS[kind]}"
-    if kind in _OF_ROUTERS:
-        return f"{world.routers[places[0]].boot} {_OF_ROUTERS[kind]}"
+    for texts, part in ((_OF_WORKERS, "workers"), (_OF_ROUTERS, "routers")):
+        if kind in texts:
+            return f"{getattr(world, part)[places[0]].boot} {texts[kind]}"
     if kind in _OF_SESSIONS:
         return f"{world.sessions[places[0]].name}: {_OF_SESSIONS[kind]}"
+    if kind in _OF_LINKS:
+        link = world.links[places[0]]
+        return f"the link of {link.decode} to {link.prefill}: {_OF_LINKS[kind]}"
+    return _describe_event(world, kind, places)
+
+
+def _describe_event(world: RoutersWorld, kind: str, places: list[Any]) -> str:
     match kind:
+        case "move":
+            return f"{world.routers[places[0]].boot} orders that request {places[1]} is moved"
         case "detect":
             return (
                 f"{world.sessions[places[0]].name}: the {'router' if places[1] else 'worker'} detects its end"

@@ -23,10 +23,8 @@ def check(
         known = {one.name: one for one in world.sessions if one.worker == worker.boot and one.knows_worker}
         both = {name: one for name, one in known.items() if one.knows_router}
         num_bound = sum(routers[one.router].held[name] for name, one in both.items())
-        if num_bound > scenario.credit:
-            raise LawBrokenError(
-                f"{worker.boot}: {num_bound} legs are bound, with credit for {scenario.credit}"
-            )
+        if num_bound > (credit := scenario.credit_of(worker.name)):
+            raise LawBrokenError(f"{worker.boot}: {num_bound} legs are bound, with credit for {credit}")
         for leg in look_at_worker(worker).legs:
             session = both.get(leg.session or "")
             if leg.session not in known:

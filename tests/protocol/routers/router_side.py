@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from contract.errors import ErrorKind
 from contract.identity import Role
-from contract.membership import Registration
+from contract.membership import Credit, Registration
 from protos import worker_pb2 as pb
 from router import membership
 from router.attached_worker import AttachedWorker
@@ -16,7 +16,7 @@ from router.running_shares import Held
 from router.views import WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
-from tests.protocol.engine_side import no_time
+from tests.protocol.engine_side import HANDED_OVER, no_time
 from tests.protocol.router_side import RouterRequest, RouterSide
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
@@ -33,12 +33,15 @@ class RouterLook(NamedTuple):
     """The part of a router's state that the rules of the world read.
 
     held: legs that are bound, by session. limits: its credit, by session. bound: (request, attempt, session) of each leg.
+    movable: requests that may be moved now. former: what it would answer now of each worker's former state, by session.
     """
 
     held: dict[str, int]
     limits: dict[str, int]
     bound: frozenset[tuple[int, int, str | None]]
     unended: tuple[int, ...]
+    movable: tuple[int, ...]
+    former: dict[str, int]
 
 
 class OneRouter(RouterSide):
@@ -54,7 +57,7 @@ class OneRouter(RouterSide):
         super().__init__(scenario, sink)
         self.boot = boot
         self.attached: dict[str, AttachedWorker] = {}
-        self.holds: dict[int, CreditHold] = {}
+        self.holds: dict[tuple[int, str], CreditHold] = {}
         self.doubted: set[str] = set()
         for request in self.requests:
             if scenario.owners[request.number] != boot:
@@ -62,21 +65,27 @@ class OneRouter(RouterSide):
 
     def carry_out(self) -> None:
         """Send the calls, and the answers to credits."""
+        for request in self.requests:
+            self.hold_credit(request)
         super().carry_out()
-        for kind, session, number, attempt, num, _ in self.calls:
-            self.sink.ask("call", kind, session, number, attempt, num)
+        for kind, session, number, attempt, num, source in self.calls:
+            self.sink.ask("call", kind, session, number, attempt, num, source and boot_of(source))
         self.calls.clear()
         for worker in self.attached.values():
             while not worker.outbox.empty():
                 message = cast(pb.RouterMessage, worker.outbox.get_nowait())
                 self.sink.ask("to_worker", worker.session, message.SerializeToString(deterministic=True))
 
+    def role_of(self, worker: str) -> Role:
+        """Return the role in which a worker registers."""
+        return Role.AGGREGATED
+
     def open_session(self, session: str, worker: str, boot: str) -> None:
         """Attach a worker; see ``Registry.attach``. An older stream of the same process is lost."""
         if worker in self.workers:
             self.lose_session(self.workers[worker])
         registration = Registration(
-            worker_id=worker, boot_id=boot, role=Role.AGGREGATED.value, max_model_len=_MAX_LENGTH
+            worker_id=worker, boot_id=boot, role=self.role_of(worker).value, max_model_len=_MAX_LENGTH
         )
         attached = AttachedWorker(registration, cast(WorkerCalls, None), Held(), ignore)
         attached.session, attached.latency, attached.capacity.held = session, WorkerLatency(no_time), None
@@ -98,37 +107,48 @@ class OneRouter(RouterSide):
         if worker is None:
             return
         if message.HasField("credit"):
-            membership._grant(self.attached[worker], credit_from_proto(message.credit))
+            self.take_credit(worker, credit_from_proto(message.credit))
         for entry in message.step.entries:
             one = output_from_proto(entry)
             tokens = tuple(one.token_ids)
-            reason = one.finish_reason and str(one.finish_reason)
+            reason = HANDED_OVER if one.handed_over else one.finish_reason and str(one.finish_reason)
             self.hear(
                 worker,
                 session,
                 (int(one.request_id), one.attempt, one.first_index, tokens, reason, one.error_kind),
             )
 
+    def take_credit(self, worker: str, credit: Credit) -> None:
+        """Take a credit, and answer it."""
+        membership._grant(self.attached[worker], credit, self.num_moves_from(self.attached[worker]))
+
     def reject(self, session: str, number: int, attempt: int, kind: str) -> None:
         """Take the failure of a call that starts a leg; see ``bound_leg.Leg.reject``."""
         request = self.requests[number]
-        leg = request.decode
-        if leg is None or leg.boot != session or request.attempt != attempt or leg.has_spoken:
+        leg = next((each for each in request.legs if each.boot == session), None)
+        if leg is None or request.attempt != attempt or leg.has_spoken:
             return
         leg.may_hold = ErrorKind(kind) in _MAYBE_ACCEPTED
         self.doubted |= {session} if ErrorKind(kind) is ErrorKind.UNAVAILABLE else set()
-        self._fail(request, ErrorKind(kind), {leg.worker})
+        if not self._moves_on(request, leg, ErrorKind(kind)):
+            self._fail(request, ErrorKind(kind), {leg.worker})
 
     def look(self) -> RouterLook:
         """Return the part that the rules read."""
         workers = self.attached.values()
-        bound = [(one.number, one.attempt, one.decode.boot) for one in self.requests if one.decode]
+        bound = [(one.number, one.attempt, leg.boot) for one in self.requests for leg in one.legs]
         return RouterLook(
             {worker.session: worker.capacity.num_requests for worker in workers},
             {worker.session: worker.capacity.credit.max_requests for worker in workers},
             frozenset(bound),
             tuple(one.number for one in self.requests if not one.ended),
+            tuple(self.movable()),
+            {one.session: one.capacity.use(self.num_moves_from(one)).num_former for one in workers},
         )
+
+    def num_moves_from(self, source: AttachedWorker) -> int:
+        """Return how many answers are being moved away from a worker."""
+        return 0
 
     def _worker_of(self, session: str) -> str | None:
         return next((name for name, known in self.workers.items() if known == session), None)
@@ -139,12 +159,26 @@ class OneRouter(RouterSide):
 
     def _begin(self, request: RouterRequest, placement: Placement) -> None:
         super()._begin(request, placement)
-        num_tokens = self.scenario.prompts[request.number] + self.scenario.answers[request.number]
-        capacity = self.attached[placement.end].capacity
-        self.holds[request.number] = capacity.hold("client", num_tokens)
+        self.hold_credit(request)
 
     def _close(self, request: RouterRequest) -> None:
         super()._close(request)
-        hold = self.holds.pop(request.number, None)
-        if hold:
-            hold.release()
+        self.hold_credit(request)
+
+    def hold_credit(self, request: RouterRequest) -> None:
+        """Hold the credit of each leg of a request, and of the room that is reserved for its move, and of nothing else."""
+        wanted = {leg.boot: leg.worker for leg in request.legs}
+        if request.target:
+            wanted[request.target[1]] = request.target[0]
+        for key in [key for key in self.holds if key[0] == request.number and key[1] not in wanted]:
+            self.holds.pop(key).release()
+        num_tokens = self.scenario.prompts[request.number] + self.scenario.answers[request.number]
+        for session, worker in wanted.items():
+            if (request.number, session) not in self.holds:
+                capacity = self.attached[worker].capacity
+                self.holds[request.number, session] = capacity.hold("client", num_tokens)
+
+
+def boot_of(session: str) -> str:
+    """Return the incarnation of the worker of a session."""
+    return session.partition(">")[2].partition("/")[0]

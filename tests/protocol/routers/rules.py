@@ -9,11 +9,20 @@ from tests.protocol.router_side import RouterRequest
 from tests.protocol.routers.laws import check
 from tests.protocol.routers.router_side import ELSEWHERE, OneRouter, RouterLook
 from tests.protocol.routers.scenario import RoutersScenario
-from tests.protocol.routers.worker_side import WorkerLook, WorkerSide
-from tests.protocol.routers.world import Call, PartState, RoutersWorld, Session
+from tests.protocol.routers.worker_side import SessionsSide, WorkerLook, WorkerSide
+from tests.protocol.routers.world import (
+    PartState,
+    RoutersWorld,
+    Session,
+    call_of,
+    is_known,
+    is_started_by,
+    remembered,
+    transfer_of,
+)
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
-from tests.protocol.world import Action, with_item
+from tests.protocol.world import Action, posted, with_item
 
 FAULTS = ("crash", "crash_router", "cut", "slow", "leave", "divide")
 
@@ -38,9 +47,7 @@ class RoutersRules:
         routers = [
             self._boot_router(PartState(f"R{index}", 0, None)) for index in range(scenario.num_routers)
         ]
-        workers = [
-            self._boot_worker(PartState(f"W{index}", 0, None)) for index in range(scenario.num_workers)
-        ]
+        workers = [self._boot_worker(PartState(name, 0, None)) for name in scenario.worker_names]
         world = RoutersWorld(scenario.num_faults, tuple(routers), tuple(workers))
         for router in range(len(routers)):
             for worker in range(len(workers)):
@@ -85,9 +92,8 @@ class RoutersRules:
                 left += [f"{router.boot} holds credit of {name}" for name, held in look.held.items() if held]
         for worker in world.workers:
             if worker.state is not None:
-                left += [
-                    f"{worker.boot}: {what}" for what in self.workers.states[worker.state].what_is_held()
-                ]
+                held = self.machine_of(worker).states[worker.state].what_is_held()
+                left += [f"{worker.boot}: {what}" for what in held]
                 if self.look_at_worker(worker).num_accepted:
                     left.append(f"{worker.boot} has accepted a leg that never ends")
         return left + self._lost_credit(world)
@@ -114,14 +120,24 @@ class RoutersRules:
     def look_at_worker(self, worker: PartState) -> WorkerLook:
         """Return what the rules read of a living worker."""
         assert worker.state is not None
-        look: WorkerLook = self.workers.view(worker.state, WorkerSide.look)
+        look: WorkerLook = self.machine_of(worker).view(worker.state, SessionsSide.look)
         return look
 
-    # The possible actions.
+    def machine_of(self, worker: PartState) -> Machine[Any]:
+        """Return the machine with this worker's states."""
+        return self.workers
+
+    def make_router(self, boot: str) -> OneRouter:
+        """Return a router that has just started."""
+        return OneRouter(self.scenario, self.sink, boot)
+
+    def make_worker(self, worker: PartState) -> SessionsSide:
+        """Return a worker that has just started."""
+        return WorkerSide(self.scenario, self.sink, worker.boot)
 
     def _traffic(self, world: RoutersWorld) -> Iterator[Action]:
         for index, call in enumerate(world.calls):
-            if call.kind == "decode" or not any(_is_started_by(call, other) for other in world.calls):
+            if call.kind != "cancel" or not any(is_started_by(call, other) for other in world.calls):
                 yield "deliver", index
         for index, session in enumerate(world.sessions):
             if session.is_cut:
@@ -139,12 +155,17 @@ class RoutersRules:
                 continue
             if self.look_at_worker(worker).needs_step:
                 yield "step", index
-            for place, router in enumerate(world.routers):
-                if router.state is not None and not _is_known(world, router, worker):
-                    yield "attach", place, index
+        yield from self._attachable(world)
         for index, router in enumerate(world.routers):
-            if router.state is None:
+            if router.state is None and self.scenario.routers_return:
                 yield "restart_router", index
+
+    def _attachable(self, world: RoutersWorld) -> Iterator[Action]:
+        for index, worker in enumerate(world.workers):
+            for place, router in enumerate(world.routers):
+                are_alive = worker.state is not None and router.state is not None
+                if are_alive and not is_known(world, router, worker):
+                    yield "attach", place, index
 
     def _divisions(self, world: RoutersWorld) -> Iterator[Action]:
         """Return the next division of all credit, where a request waits for it, or some of it is not given out."""
@@ -162,8 +183,8 @@ class RoutersRules:
                     worker = name.partition(">")[2].partition("/")[0]
                     if worker in limits:
                         limits[worker] += limit
-        credit = self.scenario.credit
-        return [f"{boot} gives {num} of {credit} credit" for boot, num in limits.items() if num != credit]
+        credits = {boot: self.scenario.credit_of(boot) for boot in limits}
+        return [f"{boot} gives {num} of its credit" for boot, num in limits.items() if num != credits[boot]]
 
     def _places(self, world: RoutersWorld, fault: str) -> Iterator[tuple[int, ...]]:
         living = [index for index, one in enumerate(world.workers) if one.state is not None]
@@ -189,15 +210,13 @@ class RoutersRules:
     def _requests(self, router: PartState) -> list[RouterRequest]:
         return self.routers.states[router.state or 0].requests
 
-    # The lives of routers, workers and sessions.
-
     def _boot_router(self, router: PartState) -> PartState:
         router = router._replace(num_boots=router.num_boots + 1)
-        return router._replace(state=self.routers.number(OneRouter(self.scenario, self.sink, router.boot)))
+        return router._replace(state=self.routers.number(self.make_router(router.boot)))
 
     def _boot_worker(self, worker: PartState) -> PartState:
         worker = worker._replace(num_boots=worker.num_boots + 1)
-        return worker._replace(state=self.workers.number(WorkerSide(self.scenario, self.sink, worker.boot)))
+        return worker._replace(state=self.machine_of(worker).number(self.make_worker(worker)))
 
     def _restart(self, world: RoutersWorld, index: int) -> RoutersWorld:
         return world._replace(
@@ -219,7 +238,7 @@ class RoutersRules:
             for one in world.sessions
         ]
         sessions.append(Session(name, *ends))
-        world = world._replace(sessions=_remembered(sessions), num_sessions=number)
+        world = world._replace(sessions=remembered(sessions), num_sessions=number)
         world = self._ask_router(world, router, "open_session", name, world.workers[worker].name, ends[1])
         return self._ask_worker(world, worker, "open_session", name)[0]
 
@@ -230,7 +249,7 @@ class RoutersRules:
             for one in world.sessions
         ]
         workers = with_item(world.workers, index, worker._replace(state=None))
-        return world._replace(workers=workers, sessions=_remembered(sessions))
+        return world._replace(workers=workers, sessions=remembered(sessions))
 
     def _crash_router(self, world: RoutersWorld, index: int) -> RoutersWorld:
         router = world.routers[index]
@@ -239,7 +258,7 @@ class RoutersRules:
             for one in world.sessions
         ]
         routers = with_item(world.routers, index, router._replace(state=None))
-        return world._replace(routers=routers, sessions=_remembered(sessions))
+        return world._replace(routers=routers, sessions=remembered(sessions))
 
     def _cut(self, world: RoutersWorld, index: int) -> RoutersWorld:
         return world._replace(sessions=with_item(world.sessions, index, world.sessions[index].cut()))
@@ -247,12 +266,10 @@ class RoutersRules:
     def _detect(self, world: RoutersWorld, index: int, is_router: bool) -> RoutersWorld:
         session = world.sessions[index]
         known = session._replace(knows_router=False) if is_router else session._replace(knows_worker=False)
-        world = world._replace(sessions=_remembered(with_item(world.sessions, index, known)))
+        world = world._replace(sessions=remembered(with_item(world.sessions, index, known)))
         if is_router:
             return self._ask_router(world, find(world.routers, session.router), "lose_session", session.name)
         return self._ask_worker(world, find(world.workers, session.worker), "lose_session", session.name)[0]
-
-    # Frames, calls, and what clients and workers do.
 
     def _to_router(self, world: RoutersWorld, index: int) -> RoutersWorld:
         session = world.sessions[index]
@@ -279,7 +296,12 @@ class RoutersRules:
         if call.kind == "cancel":
             return self._ask_worker(world, worker, "cancel_leg", call.number, call.attempt)[0]
         leg = call.session, call.number, call.attempt
-        world, refusal = self._ask_worker(world, worker, "take_leg", *leg, call.num_delivered)
+        if call.kind == "hand_off":
+            order = call.number, call.attempt, call.started_attempt
+            world, is_accepted = self._ask_worker(world, worker, "hand_off_leg", *order)
+            return world if is_accepted else self._ask_router(world, router, "refuse", *leg[1:])
+        transfer = transfer_of(call)
+        world, refusal = self._ask_worker(world, worker, "take_leg", *leg, call.num_delivered, transfer)
         return (
             world
             if refusal is None or call.is_late
@@ -317,7 +339,7 @@ class RoutersRules:
         assert router.state is not None
         state, effects = self.routers.call(router.state, *call)
         world = world._replace(routers=with_item(world.routers, index, router._replace(state=state)))
-        calls = [_call_of(*effect[1:]) for effect in effects if effect[0] == "call"]
+        calls = [call_of(*effect[1:]) for effect in effects if effect[0] == "call"]
         return _posted(world._replace(calls=tuple(sorted((*world.calls, *calls)))), effects)
 
     def _ask_worker(self, world: RoutersWorld, index: int | None, *call: Any) -> tuple[RoutersWorld, Any]:
@@ -325,8 +347,13 @@ class RoutersRules:
             return world, None
         worker = world.workers[index]
         assert worker.state is not None
-        state, effects = self.workers.call(worker.state, *call)
-        world = world._replace(workers=with_item(world.workers, index, worker._replace(state=state)))
+        state, effects = self.machine_of(worker).call(worker.state, *call)
+        links = world.links
+        for effect in effects:
+            if effect[0] in ("dial", "say"):
+                links = posted(links, worker, effect[0] == "dial", effect[1], effect[2])
+        workers = with_item(world.workers, index, worker._replace(state=state))
+        world = world._replace(workers=workers, links=links)
         return _posted(world, effects), next((each[1] for each in effects if each[0] == "result"), None)
 
 
@@ -356,36 +383,3 @@ def _posted(world: RoutersWorld, effects: tuple[Any, ...]) -> RoutersWorld:
                     else one._replace(to_worker=(*one.to_worker, frame))
                 )
     return world._replace(sessions=tuple(sessions))
-
-
-def _remembered(sessions: Any) -> tuple[Session, ...]:
-    return tuple(sorted(one for one in sessions if one.knows_router or one.knows_worker))
-
-
-def _is_known(world: RoutersWorld, router: PartState, worker: PartState) -> bool:
-    """Return True if the worker cannot open a session: it has one, or the router has one of its former incarnation."""
-    return any(
-        one.router == router.boot
-        and (
-            (one.worker == worker.boot and one.knows_worker)
-            or (
-                one.worker != worker.boot and one.worker.partition(".")[0] == worker.name and one.knows_router
-            )
-        )
-        for one in world.sessions
-    )
-
-
-def _call_of(kind: str, session: str, number: int, attempt: int, num: int) -> Call:
-    """num: tokens that were delivered before, or the attempt of the leg that a cancel ends."""
-    return Call(kind, session, number, attempt, num, num)
-
-
-def _is_started_by(cancel: Call, call: Call) -> bool:
-    """Return True if ``call`` starts the leg that is cancelled, and its router waits for it: it cancels after that."""
-    is_same = (call.session, call.number, call.attempt) == (
-        cancel.session,
-        cancel.number,
-        cancel.started_attempt,
-    )
-    return call.kind == "decode" and is_same and not call.is_late

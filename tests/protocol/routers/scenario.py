@@ -11,7 +11,7 @@ class RoutersScenario(Scenario):
 
     owners: the incarnation of the router that gets each request; one that is not started yet gets it when it starts.
     credit: legs that each worker takes at a time from all routers together. is_settled: the first credits have arrived when
-    it begins.
+    it begins. routers_return: a router that has died is started again.
     """
 
     num_prefill: int = 0
@@ -21,6 +21,16 @@ class RoutersScenario(Scenario):
     owners: tuple[str, ...] = ("R0.1", "R1.1")
     credit: int = 1
     is_settled: bool = False
+    routers_return: bool = True
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The names of all workers."""
+        return [f"W{index}" for index in range(self.num_workers)]
+
+    def credit_of(self, worker: str) -> int:
+        """Return how many legs a worker takes at a time."""
+        return self.credit
 
     @property
     def is_planned(self) -> bool:

@@ -1,6 +1,6 @@
 """A worker of several routers: production's scheduler, sessions, division of the credit, and acceptance of legs."""
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -8,7 +8,8 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from contract.membership import Credit
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
+from engine.scheduling.handing_off import hand_off
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
 from protos import worker_pb2 as pb
@@ -16,12 +17,14 @@ from tests.protocol.engine_side import Connector, EngineSide, no_time
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.scenario import VOCABULARY, asked_of
 from tests.protocol.sink import LawBrokenError, Sink
+from tests.protocol.world import Action
 from worker.accepted_requests import AcceptedRequests
 from worker.early_cancels import EarlyCancels
 from worker.lifecycle import Lifecycle
 from worker.load_reports import LoadReports
 from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterStream
+from worker.transitions import SettlingStep, has_mixed_kv, next_settling_step
 from worker.worker import Worker
 
 MAX_TOKENS = 10_000
@@ -37,11 +40,19 @@ class Leg(NamedTuple):
 
 
 class WorkerLook(NamedTuple):
-    """The part of a worker's state that the rules of the world read."""
+    """The part of a worker's state that the rules of the world read.
+
+    actions: of the worker by itself, besides its steps. settling: production's next step between settled and unsettled.
+    former: legs and moves of its former state, by session, by the routers' last answers.
+    """
 
     needs_step: bool
     legs: tuple[Leg, ...]
     num_accepted: int
+    actions: tuple[Action, ...]
+    is_draining: bool
+    settling: SettlingStep
+    former: Mapping[str, int]
 
 
 class Stream:
@@ -53,6 +64,17 @@ class Stream:
     def send(self, message: pb.WorkerMessage) -> None:
         """Send a message to the router."""
         self._sink.ask("to_router", self.session, message.SerializeToString(deterministic=True))
+
+
+class Offered:
+    """The credit that a worker offers to all of its routers; see ``worker.draining.Drain.credit``."""
+
+    def __init__(self, lifecycle: Lifecycle, full: Credit) -> None:
+        self._lifecycle, self._full = lifecycle, full
+
+    def __call__(self) -> Credit:
+        """Return the credit."""
+        return self._lifecycle.credit(self._full)
 
 
 class NoDrain:
@@ -74,32 +96,41 @@ class Engine:
         """Accept a request."""
         self._scheduler.add_request(request)
 
+    async def hand_off(self, order: HandOff, _seconds: float) -> None:
+        """Hand a request off."""
+        hand_off(self._scheduler, order)
+
     async def abort(self, request_id: str, attempt: int | None, choice: int | None = None) -> None:
         """End a request."""
         self._scheduler.abort_request(request_id, attempt, choice)
 
 
-class WorkerSide(EngineSide):
-    """Owns one incarnation of a worker. It stands for production's ``Worker`` where that accepts and cancels legs."""
+class SessionsSide(EngineSide):
+    """Owns the sessions of one incarnation of a worker. It stands for ``Worker`` where that accepts and cancels legs.
+
+    A subclass has the scheduler, and calls ``begin_sessions``.
+    """
 
     scenario: RoutersScenario
+    identity = SimpleNamespace(worker_id="w")
 
-    def __init__(self, scenario: RoutersScenario, sink: Sink, boot: str) -> None:
-        super().__init__(scenario, sink, boot, scenario.decode_blocks)
-        self.scheduler = self.make_scheduler(Scheduler, Connector(None, None), BUDGET)
+    def begin_sessions(self, role: Role) -> None:
+        """Begin without a router."""
         self.engine = Engine(self.scheduler)
-        self.lifecycle = Lifecycle(Role.AGGREGATED)
+        self.lifecycle = Lifecycle(role)
         self.lifecycle.attached()
         self.drain = NoDrain()
         self._early_cancels = EarlyCancels()
         self._accepted = AcceptedRequests()
-        credit = Credit(max_requests=scenario.credit, max_tokens=MAX_TOKENS)
+        full = Credit(max_requests=self.scenario.credit_of(self.boot), max_tokens=MAX_TOKENS)
         self._sessions = RouterSessions(
-            self.lifecycle, lambda: credit, self._accepted, aborting(sink), ignore, ignore
+            self.lifecycle,
+            Offered(self.lifecycle, full),
+            self._accepted,
+            aborting(self.sink),
+            ignore,
+            ignore,
         )
-
-    def prepare(self) -> None:
-        """Do nothing before a call."""
 
     def carry_out(self) -> None:
         """Carry out what the sessions ask of the engine."""
@@ -126,9 +157,16 @@ class WorkerSide(EngineSide):
         """Take a router's message."""
         self._sessions.received(self._sessions._streams[session], pb.RouterMessage.FromString(frame))
 
-    def take_leg(self, session: str, number: int, attempt: int, num_delivered: int) -> str | None:
+    def take_leg(
+        self,
+        session: str,
+        number: int,
+        attempt: int,
+        num_delivered: int,
+        transfer: SendTransfer | ReceiveTransfer | None = None,
+    ) -> str | None:
         """Accept a leg; return the kind of error with which it is refused."""
-        request = asked_of(self.scenario, number, attempt, num_delivered, None)
+        request = asked_of(self.scenario, number, attempt, num_delivered, transfer)
         try:
             finish(Worker.accept(cast(Worker, self), request, session))
         except KvbatonError as error:
@@ -138,6 +176,22 @@ class WorkerSide(EngineSide):
     def cancel_leg(self, number: int, attempt: int) -> None:
         """Cancel a request's legs up to an attempt."""
         finish(Worker.cancel(cast(Worker, self), str(number), attempt))
+
+    def hand_off_leg(self, number: int, attempt: int, next_attempt: int) -> bool:
+        """Hand a leg off; return False if that is refused."""
+        order = HandOff(
+            request_id=str(number),
+            attempt=attempt,
+            choice=0,
+            transfer_id=f"t{number}",
+            next_attempt=next_attempt,
+        )
+        try:
+            finish(Worker.hand_off(cast(Worker, self), order, 1.0))
+        except KvbatonError:
+            return False
+        self._send(self.scheduler.live.outbox.take())
+        return True
 
     def divide(self) -> None:
         """Divide the credit again; see ``RouterSessions.keep_divided``."""
@@ -151,14 +205,67 @@ class WorkerSide(EngineSide):
 
     def look(self) -> WorkerLook:
         """Return the part that the rules read."""
-        return WorkerLook(self.needs_step, tuple(self._legs()), len(self._accepted))
+        return WorkerLook(
+            self.needs_step,
+            tuple(self._legs()),
+            len(self._accepted),
+            self.own_actions(),
+            self.lifecycle.is_draining,
+            self._next_step(),
+            dict(self._sessions._shares._former),
+        )
+
+    def own_actions(self) -> tuple[Action, ...]:
+        """Return what this worker may do by itself, besides its steps."""
+        return ()
+
+    def begin_drain(self) -> None:
+        """Begin a drain; see ``worker.draining.Drain.begin``."""
+        self.lifecycle.drain()
+        self._sessions.send_credit()
+
+    def end_drain(self) -> None:
+        """Undo a drain; see ``worker.draining.Drain.undo``."""
+        self.lifecycle.undrain()
+        self._sessions.send_credit()
+
+    def settle_on(self) -> None:
+        """Take the next step between settled and unsettled; see ``worker.settling.Settling``."""
+        step = self._next_step()
+        if step is not SettlingStep.ASK:
+            self.lifecycle.is_unsettled = step is SettlingStep.UNSETTLE
+        self._sessions.send_credit()
+
+    def _next_step(self) -> SettlingStep:
+        stats = self.scheduler.load.make_stats()
+        is_mixed = has_mixed_kv(
+            self.lifecycle.role, num_leases=stats.num_leases, num_fetches=stats.num_fetches
+        )
+        return next_settling_step(self.lifecycle, self._sessions, lambda: is_mixed)
 
     def _legs(self) -> list[Leg]:
+        """Return the legs that are computed. KV that is lent, or will be, is none."""
         requests = [request.asked for request in self.scheduler.requests.values()]
-        return [Leg(int(one.request_id), one.attempt, self._accepted.session_of(one.key)) for one in requests]
+        return [
+            Leg(int(one.request_id), one.attempt, self._accepted.session_of(one.key))
+            for one in requests
+            if not isinstance(one.transfer, SendTransfer)
+        ]
 
     def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
         self._sessions.send_step((one for each in outputs.values() for one in each), SchedulerStats())
+
+
+class WorkerSide(SessionsSide):
+    """A worker that computes whole answers."""
+
+    def __init__(self, scenario: RoutersScenario, sink: Sink, boot: str) -> None:
+        super().__init__(scenario, sink, boot, scenario.decode_blocks)
+        self.scheduler = self.make_scheduler(Scheduler, Connector(None, None), BUDGET)
+        self.begin_sessions(Role.AGGREGATED)
+
+    def prepare(self) -> None:
+        """Do nothing before a call."""
 
 
 def ignore(*_: Any) -> None:

@@ -1,6 +1,10 @@
 """The explored world of several routers at one moment. A world is a value."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from contract.requests import ReceiveTransfer, SendTransfer
+from tests.protocol.link import Link
 
 
 class PartState(NamedTuple):
@@ -14,6 +18,11 @@ class PartState(NamedTuple):
     def boot(self) -> str:
         """The name of this incarnation."""
         return f"{self.name}.{self.num_boots}"
+
+    @property
+    def is_prefill(self) -> bool:
+        """True for a worker that lends KV, and does not fetch it."""
+        return self.name.startswith("P")
 
 
 class Session(NamedTuple):
@@ -34,9 +43,10 @@ class Session(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call on its way to a worker. kind: ``decode`` or ``cancel``. number: of the request.
+    """A call on its way to a worker. kind: ``prefill``, ``decode``, ``hand_off`` or ``cancel``. number: of the request.
 
-    started_attempt: of the leg that a cancel ends. is_late: the router waits for it no more.
+    started_attempt: of the leg that a cancel ends; a hand-off has the next attempt in its place. source: the incarnation
+    that lends to this leg. is_late: the router waits for it no more.
     """
 
     kind: str
@@ -45,6 +55,7 @@ class Call(NamedTuple):
     attempt: int
     num_delivered: int = 0
     started_attempt: int = 0
+    source: str = ""
     is_late: bool = False
 
     @property
@@ -59,7 +70,7 @@ class Call(NamedTuple):
 
 
 class RoutersWorld(NamedTuple):
-    """Everything that decides what can happen. num_sessions: sessions that were ever opened."""
+    """Everything that decides what can happen. num_sessions: sessions that were ever opened. links: between workers."""
 
     num_faults: int
     routers: tuple[PartState, ...]
@@ -67,3 +78,47 @@ class RoutersWorld(NamedTuple):
     sessions: tuple[Session, ...] = ()
     calls: tuple[Call, ...] = ()
     num_sessions: int = 0
+    links: tuple[Link, ...] = ()
+
+
+def call_of(kind: str, session: str, number: int, attempt: int, num: int, source: str | None) -> Call:
+    """num: tokens that were delivered before, the attempt of the leg that a cancel ends, or the next one of a hand-off."""
+    return Call(kind, session, number, attempt, num, num, source or "")
+
+
+def transfer_of(call: Call) -> SendTransfer | ReceiveTransfer | None:
+    """Return the hand-over that a call is part of, if any."""
+    if not call.source:
+        return None
+    name = f"t{call.number}"
+    receive = ReceiveTransfer(name, call.source.partition(".")[0], call.source, "127.0.0.1:1")
+    return SendTransfer(name) if call.kind == "prefill" else receive
+
+
+def is_started_by(cancel: Call, call: Call) -> bool:
+    """Return True if ``call`` starts the leg that is cancelled, and its router waits for it: it cancels after that."""
+    is_same = (call.session, call.number, call.attempt) == (
+        cancel.session,
+        cancel.number,
+        cancel.started_attempt,
+    )
+    return call.kind in ("prefill", "decode") and is_same and not call.is_late
+
+
+def remembered(sessions: Iterable[Session]) -> tuple[Session, ...]:
+    """Return the sessions of which a side has not detected the end, sorted."""
+    return tuple(sorted(one for one in sessions if one.knows_router or one.knows_worker))
+
+
+def is_known(world: RoutersWorld, router: PartState, worker: PartState) -> bool:
+    """Return True if the worker cannot open a session: it has one, or the router has one of its former incarnation."""
+    return any(
+        one.router == router.boot
+        and (
+            (one.worker == worker.boot and one.knows_worker)
+            or (
+                one.worker != worker.boot and one.worker.partition(".")[0] == worker.name and one.knows_router
+            )
+        )
+        for one in world.sessions
+    )

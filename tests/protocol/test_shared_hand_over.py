@@ -1,0 +1,78 @@
+"""Every interleaving of small worlds in which two routers share the workers between which KV is handed over.
+
+``docs/protocol.md`` describes worlds, checks and counter-examples.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.protocol import mutants
+from tests.protocol.explorer import Findings
+from tests.protocol.routers.chart import draw
+from tests.protocol.routers.hand_over import HandOverExplorer
+from tests.protocol.routers.hand_over_sides import HandOverScenario
+from tests.protocol.routers.hand_over_worlds import LARGE, MOVED, ROOM_FOR_ONE, SMALL, hit
+from tests.protocol.test_routers import _find_any
+from worker.router_sessions import RouterSessions
+
+WORLDS = [
+    *(pytest.param(scenario, id=name) for name, scenario in SMALL.items()),
+    *(pytest.param(scenario, id=name, marks=pytest.mark.slow) for name, scenario in LARGE.items()),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scenario", WORLDS)
+def test_no_law_breaks_in_any_order_of_events(scenario: HandOverScenario) -> None:
+    """Each request of a living router ends once with the right tokens, and no lease, block or credit is left."""
+    findings = HandOverExplorer(scenario).explore()
+    assert findings.broken is None, draw(findings)
+    assert findings.is_complete and findings.num_quiet > 0
+    sys.stderr.write(
+        f"\n{scenario.name}: {findings.num_worlds} worlds, {findings.num_steps} steps, {findings.cpu_seconds:.1f} s"
+    )
+    endings = {how for how, _ in findings.endings}
+    assert endings == {"answered", *(["cancelled"] if "leave" in scenario.faults else [])}
+    ways = {taken[1:] for _, taken in findings.endings}
+    assert any("moved>D0" in way for way in ways) is (scenario.num_moves > 0)
+    if scenario.max_replays == 0:
+        num_attempts = {sum(not rung.startswith("moved") for rung in way) for way in ways}
+        assert num_attempts <= {0, 1}, "a request took more than one attempt"
+
+
+async def _end_all(sessions: RouterSessions, session: str) -> None:
+    del sessions._streams[session], sessions._reports[session]
+    for request in sessions._accepted:
+        await sessions._abort(request)
+    sessions._send(sessions._shares.close(session, sessions._accepted.take_uses()))
+
+
+def _shown(findings: Findings, law: str) -> None:
+    print(draw(findings))  # noqa: T201 - shown to readers of the log
+    assert findings.broken is not None and law in findings.broken
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "rule", "law"),
+    [
+        pytest.param("lost", _end_all, "the end of", id="lost"),
+        pytest.param("find", _find_any, "no router waits", id="find"),
+    ],
+)
+def test_a_rule_that_is_removed_is_missed(
+    name: str, rule: Callable[..., Any], law: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of a stream ends its own legs only, and a leg starts only on the session that it names."""
+    monkeypatch.setattr(RouterSessions, name, rule)
+    _shown(HandOverExplorer(hit(MOVED, "cut")).explore(), law)
+
+
+def test_without_a_reservation_the_other_router_takes_the_room() -> None:
+    """The source has handed an answer off, and its target has no room for it."""
+    scenario = replace(ROOM_FOR_ONE, rules=mutants.NO_RESERVATION)
+    _shown(HandOverExplorer(scenario).explore(), "needs another attempt")
