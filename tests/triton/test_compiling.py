@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.kv_cache.folding import NUM_TILES, NUM_WARPS, TILE
 from tests.chaos.settings import process_environment
 
 pytestmark = pytest.mark.triton
@@ -16,7 +17,7 @@ STACK_BYTES = 64
 
 
 def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
-    """They fit into memory and registers, use tensor cores, prefetch KV, and are compiled once."""
+    """They fit into memory and registers, use tensor cores, load ahead of what they compute, and are compiled once."""
     environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.triton.compile_program", "90"],
@@ -28,11 +29,14 @@ def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     kernels = [json.loads(line) for line in result.stdout.splitlines()]
-    assert len(kernels) == 30
+    assert len(kernels) == 31
     for kernel in kernels:
         assert not kernel["varying"], kernel
         assert kernel["shared"] < SHARED_BYTES, kernel
         assert kernel["stack"] < STACK_BYTES, kernel
+        if kernel["kernel"] == "fold_kernel":
+            assert kernel["stack"] == 0, kernel
+            assert kernel["loads_ahead"] == TILE * NUM_TILES // (32 * NUM_WARPS), kernel
         if kernel["kernel"] in ("prefill_kernel", "decode_kernel"):
             assert kernel["copies_ahead"], kernel
             has_room = kernel["kernel"] == "decode_kernel" or kernel["head_dim"] <= 128
