@@ -166,6 +166,23 @@ def test_a_fixed_scale_of_inputs_must_be_stored(tmp_path: Path) -> None:
         load(fp8, "auto", None, CPU)
 
 
+def test_a_scale_of_a_layer_may_be_a_number_or_a_list_of_one(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    fp8 = make_fp8(source, tmp_path / "fp8", quantization("tensor", FIXED))
+    found = []
+    for shape in ([], [1]):
+        stored_otherwise(fp8, weight_scale=torch.full(shape, 0.5), input_scale=torch.full(shape, 0.25))
+        loaded = [load(fp8, "float32", None, CPU, fp8_products=way).model for way in ("on", "off")]
+        found += [model.get_submodule(QUERY).state_dict() for model in loaded]
+    multiplied, converted = found[:2]
+    assert multiplied["weight_scale"].tolist() == [[0.5]] * 64
+    assert multiplied["input_scale"].tolist() == [0.25]
+    assert torch.equal(converted["weight"], multiplied["weight"].float() * 0.5)
+    assert all(
+        torch.equal(found[2 + index][name], found[index][name]) for index in (0, 1) for name in found[index]
+    )
+
+
 def test_ignored_layers_may_not_have_scales(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "source")
     fp8 = make_fp8(source, tmp_path / "fp8", {**quantization(), "ignore": ["lm_head", QUERY]})
