@@ -74,7 +74,7 @@ def test_the_death_of_one_worker_is_not_that_of_another(stack: Stack) -> None:
 def test_workers_are_replaced_in_the_namespaces_that_stay(stack: Stack) -> None:
     """A new version of the workers leaves the container that owns the namespaces as it is."""
     [owner] = stack.containers("namespaces")
-    stack.up("--force-recreate", "--no-deps", "prefill-gpu", "decode-gpu")
+    stack.up("--force-recreate", "prefill-gpu", "decode-gpu")
     assert stack.containers("namespaces") == [owner]
     assert namespaces_of(stack, "prefill-gpu") == namespaces_of(stack, "namespaces")
     assert answer(stack)

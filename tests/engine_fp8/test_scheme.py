@@ -138,6 +138,10 @@ def stored_otherwise(folder: Path, **changes: torch.Tensor | None) -> None:
         ({"weight_scale": -torch.ones(64, 1)}, r"has values that are no scales"),
         ({"weight_scale": torch.ones(64, 1).to(torch.int32)}, r"q_proj.weight_scale is stored as I32"),
         ({"weight": torch.ones(64, 32).to(torch.float8_e4m3fn)}, r"q_proj.weight is \[64, 32\]; config.json"),
+        (
+            {"weight": torch.ones(64).to(torch.float8_e4m3fn)},
+            r"is \[64\]; quantised weights have two dimensions",
+        ),
         ({"weight_zero_point": torch.zeros(64, 1)}, r"has unexpected 1 tensors: \S*weight_zero_point"),
         ({"input_scale": torch.ones(1)}, r"has unexpected 1 tensors: \S*q_proj.input_scale"),
         (
@@ -154,6 +158,15 @@ def test_what_is_stored_otherwise_is_refused_by_name(
     stored_otherwise(fp8, **changes)
     with pytest.raises(SettingError, match=words):
         load(fp8, "auto", None, CPU, fp8_products=way)
+
+
+def test_inputs_are_never_divided_by_zero(tmp_path: Path) -> None:
+    fp8 = make_fp8(make_checkpoint(tmp_path / "source"), tmp_path / "fp8", quantization("tensor", FIXED))
+    stored_otherwise(fp8, weight_scale=torch.zeros(1))
+    load(fp8, "auto", None, CPU, fp8_products="on")
+    stored_otherwise(fp8, input_scale=torch.zeros(1))
+    with pytest.raises(SettingError, match=r"q_proj.input_scale has values that are no scales"):
+        load(fp8, "auto", None, CPU, fp8_products="on")
 
 
 def test_a_fixed_scale_of_inputs_must_be_stored(tmp_path: Path) -> None:
