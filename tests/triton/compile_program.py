@@ -28,6 +28,8 @@ from engine.attention.triton_sizes import (
 )
 from engine.fused import triton_kernels as fused
 from engine.fused.rows import num_warps_of
+from engine.kv_cache import folding
+from engine.kv_cache.triton_kernels import fold_kernel
 from engine.sampling import triton_kernels as draw
 from engine.sampling.triton_draw import NUM_WARPS, REACH, TILE
 
@@ -102,6 +104,26 @@ def compiled_draw(kernel: Any, target: GPUTarget) -> dict[str, Any]:
     return {"dtype": "fp64", "head_dim": 0, "varying": [], "at_once": 1, **_used(kernel, result)}
 
 
+def compiled_fold(target: GPUTarget) -> dict[str, Any]:
+    """Return the same for the kernel that digests blocks. loads_ahead: the loads of a thread before its first product."""
+    constants = {**folding.STEPS, "tile": folding.TILE, "num_tiles": folding.NUM_TILES}
+    names = fold_kernel.arg_names
+    kinds = dict.fromkeys(constants, "constexpr") | {"words": "*i64", "packed": "*i64"}
+    signature = {name: kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fold_kernel, signature, values)
+    result = triton.compile(source, target=target, options={"num_warps": folding.NUM_WARPS})
+    masked = result.asm["ptx"].partition("@%p")[2]
+    return {
+        "dtype": "int64",
+        "head_dim": 0,
+        "varying": [each.name for each in fold_kernel.params[2:6] if not each.do_not_specialize],
+        "at_once": 1,
+        "loads_ahead": masked.partition("mul.lo")[0].count("ld.global.b64"),
+        **_used(fold_kernel, result),
+    }
+
+
 def _used(kernel: Any, result: Any) -> dict[str, Any]:
     return {
         "kernel": kernel.__name__,
@@ -174,6 +196,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(compiled(attention.split_kernel, dtype, head_dim, target, kept)) + "\n")
     for kernel in (draw.weigh_kernel, draw.choose_kernel):
         sys.stdout.write(json.dumps(compiled_draw(kernel, target)) + "\n")
+    sys.stdout.write(json.dumps(compiled_fold(target)) + "\n")
 
 
 if __name__ == "__main__":
