@@ -155,15 +155,15 @@ class FairQueue(Generic[_L, _T]):
 
     def take(self, entry: QueueEntry[_L, _T]) -> None:
         """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background."""
-        tenant = self._tenants[entry.order.tenant]
-        order = entry.order
-        is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
-        cost = 0.0 if is_free else order.cost
-        if cost:
-            self._time = max(self._time, tenant.virtual_time)
-            tenant.virtual_time += cost
-            self._turn += 1
-        self._remove(entry, cost)
+        self._remove(entry, self._charge(self._tenants[entry.order.tenant], entry.order))
+
+    def charge(self, order: QueueOrder) -> None:
+        """Charge a client as ``take`` does, for a request that is admitted without a wait while no other one waits."""
+        if (tenant := self._tenants.get(order.tenant)) is None:
+            tenant = self._tenants[order.tenant] = _Tenant()
+        tenant.virtual_time = max(tenant.virtual_time, self._time)
+        self._charge(tenant, order)
+        self._forget_if_even(order.tenant, tenant)
 
     def discard(self, entry: QueueEntry[_L, _T]) -> None:
         """Remove a request that is not admitted. Its client is not charged."""
@@ -174,6 +174,21 @@ class FairQueue(Generic[_L, _T]):
         self._pull(entry)
         entry.lane = lane
         self._put(entry)
+
+    def _charge(self, tenant: _Tenant, order: QueueOrder) -> float:
+        """Let a client's virtual time grow by the cost of a request, and return the cost."""
+        is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
+        cost = 0.0 if is_free else order.cost
+        if cost:
+            self._time = max(self._time, tenant.virtual_time)
+            tenant.virtual_time += cost
+            self._turn += 1
+        return cost
+
+    def _forget_if_even(self, name: str, tenant: _Tenant) -> None:
+        """Forget a client without a waiting request whose virtual time is that of a new client."""
+        if not tenant.families and tenant.virtual_time <= self._time:
+            del self._tenants[name]
 
     @property
     def _is_aged_turn(self) -> bool:
@@ -214,5 +229,4 @@ class FairQueue(Generic[_L, _T]):
         self._num_waiting -= 1
         tenant = self._tenants[entry.order.tenant]
         tenant.leave(entry.order, cost)
-        if not tenant.families and tenant.virtual_time <= self._time:
-            del self._tenants[entry.order.tenant]
+        self._forget_if_even(entry.order.tenant, tenant)

@@ -81,6 +81,10 @@ class Lanes:
         entry.item.is_queued = False
         entry.item.reservation.set_result(reservation)
 
+    def charge(self, order: QueueOrder) -> None:
+        """Charge a client for a request that is admitted without a wait, while no other one waits."""
+        self._queue.charge(order)
+
     def discard(self, entry: Entry) -> None:
         """Remove a request that is not admitted."""
         self._queue.discard(entry)
