@@ -66,8 +66,8 @@ async def boundary(request: web.Request, handler: _Handler) -> web.StreamRespons
     except Exception:
         request_id = request_id_of(request)
         logger.exception("%s: unexpected error", request_id)
-        error = InternalError(f"an internal error; the log names it by {request_id}")
-        response = await _error_response(request, error)
+        internal = InternalError(f"an internal error; the log names it by {request_id}")
+        response = await _error_response(request, internal)
     if not response.prepared:
         response.headers.update(request_id_header(request))
     return response
