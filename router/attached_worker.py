@@ -56,7 +56,6 @@ class AttachedWorker:
         self.latency = WorkerLatency()
         self._routes = LegRoutes()
         self._cancels = asyncio.Semaphore(_MAX_CANCELS)
-        self._pool_tokens = _pool_tokens(registration)
 
     @cached_property
     def name(self) -> str:
@@ -146,7 +145,7 @@ class AttachedWorker:
             num_waiting=capacity.load.num_waiting,
             kv_cache_usage=capacity.load.kv_cache_usage,
             max_length=self.registration.max_model_len,
-            pool_tokens=self._pool_tokens,
+            pool_tokens=_pool_tokens(self.registration),
         )
 
     def debug_state(self) -> dict[str, Any]:

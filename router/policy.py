@@ -197,7 +197,7 @@ class _Choice:
 
     def least_loaded(self, role: Role, turn: int) -> WorkerView | None:
         """Return the first worker of ``by_load``; None without one."""
-        return next(self.by_load(role, turn), None) if self._workers.ranked(role) else None
+        return next(self.by_load(role, turn), None)
 
     def by_load(self, role: Role, turn: int) -> Iterator[WorkerView]:
         """Yield the workers of a role that have room, least loaded first. Equal ones begin with another one each turn.
@@ -217,7 +217,7 @@ class _Choice:
         end = bisect_right(ranked, ranked[first].load, lo=first, key=itemgetter(0))
         start = first + turn % (end - first)
         for number in chain(range(start, end), range(first, start), range(end, len(ranked))):
-            if self.has_room(ranked[number], excluded):
+            if number == first or self.has_room(ranked[number], excluded):
                 yield ranked[number].view
 
     def _preferred(self, role: Role, prefer: str, excluded: frozenset[str]) -> WorkerView | None:

@@ -166,13 +166,16 @@ class Registry:
 
     def _on_change(self, worker: AttachedWorker, has_more_room: bool) -> None:
         """Replace the view of a worker before it is read again, and report a change that a request may wait for."""
-        if self._workers.get(worker.name) is worker:
+        is_attached = self._workers.get(worker.name) is worker
+        if is_attached:
             self._stale[worker.name] = worker
-            known = self._views.get(worker.name)
-            if worker.is_empty or worker.has_credit != (known is not None and known.size.has_credit):
-                self._changes.notify()
-        if has_more_room:
-            self._changes.notify_room()
+        if not has_more_room:  # then it has neither other credit nor fewer legs
+            return
+        known = self._views.get(worker.name)
+        had_credit = known is not None and known.size.has_credit
+        if is_attached and (worker.is_empty or worker.has_credit != had_credit):
+            self._changes.notify()
+        self._changes.notify_room()
 
     def _forget_view(self, worker_id: str) -> None:
         self._stale.pop(worker_id, None)

@@ -120,7 +120,7 @@ class HttpConnection(web.RequestHandler):
         """Write the rest of the answer; close the connection if its client reads nothing for too long."""
         self._num_header_bytes = 0
         self._num_answered += 1
-        if not self._takes_at_once(resp):
+        if self._num_unsent() or not _is_small(resp):
             self._watch_writing()
         try:
             return await super().finish_response(request, resp, start_time)
@@ -195,11 +195,6 @@ class HttpConnection(web.RequestHandler):
             self.logger.warning("%s has read nothing for %g s", self._remote, self._limits.stall_seconds)
             self.abort()
 
-    def _takes_at_once(self, response: web.StreamResponse) -> bool:
-        """Return True if to write the rest of a response cannot wait for the client, as most cannot."""
-        length = response.content_length if isinstance(response, web.Response) else None
-        return length is not None and length <= _SMALL_BYTES and not self._num_unsent()
-
     def _num_unsent(self) -> int:
         return 0 if self._wire is None else self._wire.get_write_buffer_size()
 
@@ -209,3 +204,9 @@ class HttpConnection(web.RequestHandler):
 
     def _socket(self) -> socket.socket | None:
         return None if self._wire is None else self._wire.get_extra_info("socket")
+
+
+def _is_small(response: web.StreamResponse) -> bool:
+    """Return True if a connection with nothing unsent takes the response at once, so that no client can delay it."""
+    length = response.content_length if isinstance(response, web.Response) else None
+    return length is not None and length <= _SMALL_BYTES
