@@ -174,8 +174,7 @@ class Mover:
                 await self._try_second(move, move.failed, run, source)
         finally:
             move.end()
-        if move.pause_seconds is not None:
-            self._metrics.paused(move.pause_seconds)
+        self._metrics.note(move.record)
         return move.result
 
     async def _try_second(self, move: Move, failed: Failure, run: RequestRun, source: AttachedWorker) -> None:
