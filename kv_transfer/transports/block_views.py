@@ -192,7 +192,7 @@ class ReadingViews(_DeviceViews):
 
 @dataclass
 class _Landing:
-    """How blocks land. staged: by block, the host memory that its bytes are put into."""
+    """The way in which blocks land. staged: by block, the host memory that its bytes are put into."""
 
     is_direct: bool = False
     has_waited: bool = False
