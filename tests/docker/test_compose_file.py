@@ -8,12 +8,17 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[2]
-PROFILES = {"cpu": {"prefill", "decode"}, "gpu": {"prefill-gpu", "decode-gpu"}}
+PROFILES = {
+    "cpu": {"prefill", "decode"},
+    "gpu": {"prefill-gpu", "decode-gpu"},
+    "gpu4": {"prefill-gpu", "decode-gpu", "decode-gpu-2", "decode-gpu-3"},
+    "gpu8": {"prefill-gpu", "prefill-gpu-2", "decode-gpu", *(f"decode-gpu-{n}" for n in range(2, 7))},
+}
+NAMESPACES = "namespaces"
+GPU_PROFILES = [name for name in PROFILES if name.startswith("gpu")]
 SHARED = {"router", "secret"}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-KERNELS = "/run/kvbaton/kernels"
-CACHES = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
 
 
@@ -33,46 +38,33 @@ def one_shots() -> set[str]:
     }
 
 
-def test_each_profile_adds_one_prefill_and_one_decode_worker() -> None:
-    assert SERVICES.keys() == SHARED.union(*PROFILES.values())
+def test_each_profile_adds_its_workers() -> None:
+    assert SERVICES.keys() == {*SHARED, NAMESPACES}.union(*PROFILES.values())
     for profile, names in PROFILES.items():
-        assert {name for name, service in SERVICES.items() if service.get("profiles") == [profile]} == names
+        workers = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
+        assert workers - {NAMESPACES} == names
+        assert (NAMESPACES in workers) == (profile in GPU_PROFILES)
     assert all("profiles" not in SERVICES[name] for name in SHARED)
     assert "COMPOSE_PROFILES=gpu" in (ROOT / "docker" / ".env").read_text().splitlines()
 
 
 def test_the_profiles_differ_in_the_device_only() -> None:
+    differing = {"profiles", "image", "environment", "deploy", "volumes", "entrypoint", "depends_on"}
     for role in ("prefill", "decode"):
         cpu, gpu = SERVICES[role], SERVICES[f"{role}-gpu"]
-        differing = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
-        assert differing - {"build"} == {"profiles", "image", "environment", "deploy", "volumes"}
-        assert [each for each in gpu["volumes"] if each not in cpu["volumes"]] == [f"kernels:{KERNELS}"]
+        found = {key for key in cpu.keys() | gpu.keys() if cpu.get(key) != gpu.get(key)}
+        assert found - {"build"} == {*differing, "pid", "ipc", "init"}
+        assert len([each for each in gpu["volumes"] if each not in cpu["volumes"]]) == 1
         assert set(cpu["volumes"]) < set(gpu["volumes"])
-        own = {"KVBATON_DEVICE", "KVBATON_WORKERS_ON_HOST", *CACHES}
+        assert cpu["depends_on"].items() <= gpu["depends_on"].items()
+        shell, option, line, name = cpu["entrypoint"]
+        assert gpu["entrypoint"][::3] == [shell, name]
+        assert gpu["entrypoint"][1] == option
+        assert gpu["entrypoint"][2].startswith(f"{line} --device ")
+        own = {"GPU_PLACE", "KVBATON_WORKERS_ON_HOST", "TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"}
         assert {k: v for k, v in environment(f"{role}-gpu").items() if k not in own} == {
             k: v for k, v in environment(role).items() if k not in own
         }
-        [device] = gpu["deploy"]["resources"]["reservations"]["devices"]
-        assert "count" not in device
-    devices = [
-        SERVICES[name]["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"]
-        for name in PROFILES["gpu"]
-    ]
-    assert devices[0] != devices[1]
-
-
-def test_kernels_can_be_compiled_and_loaded_in_a_gpu_worker() -> None:
-    """Triton needs a C compiler, and a folder that is writable and not mounted noexec, as a tmpfs is."""
-    for name in PROFILES["gpu"]:
-        for variable in CACHES:
-            assert f"{environment(name)[variable]}/".startswith(f"{KERNELS}/")
-        assert not any(each.startswith("/run") for each in SERVICES[name]["tmpfs"])
-    assert "kernels" in COMPOSE["volumes"]
-    assert re.search(r"install -d -m 0700 -o kvbaton [^\n]*" + KERNELS, DOCKERFILE)
-    worker = DOCKERFILE[DOCKERFILE.index("FROM service AS worker") :]
-    condition = 'RUN if [ "$TORCH_BUILD" = cuda ]; then'
-    assert worker.index("ARG TORCH_BUILD") < worker.index(condition) < worker.index("USER 10001")
-    assert "gcc libc6-dev" in worker[worker.index(condition) : worker.index("    fi")]
 
 
 def test_only_the_routers_public_ports_are_published_and_only_to_this_machine() -> None:
@@ -88,17 +80,19 @@ def test_every_service_can_be_scaled_checked_and_stopped(name: str) -> None:
     assert "container_name" not in service
     assert "hostname" not in service
     assert "stop_grace_period" in service
-    if name in one_shots():
+    if name in one_shots() or name == NAMESPACES:
         assert service["healthcheck"] == {"disable": True}
         return
     assert service["healthcheck"]["test"] == ["CMD", "is-healthy", "9101"]
-    assert service["init"] is True
+    assert service["init"] is ("pid" not in service)
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
 
 
 def test_the_secret_is_mounted_read_only_wherever_it_is_not_made() -> None:
-    mounts = {name: [v for v in SERVICES[name]["volumes"] if v.startswith("secret:")] for name in SERVICES}
+    assert not SERVICES[NAMESPACES].get("volumes")
+    names = SERVICES.keys() - {NAMESPACES}
+    mounts = {name: [v for v in SERVICES[name]["volumes"] if v.startswith("secret:")] for name in names}
     assert mounts.pop("secret") == ["secret:/run/kvbaton/secret"]
     assert set(map(tuple, mounts.values())) == {("secret:/run/kvbaton/secret:ro",)}
     assert not [name for name in SERVICES if "KVBATON_SECRET" in SERVICES[name].get("environment", {})]

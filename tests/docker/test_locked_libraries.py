@@ -38,6 +38,7 @@ def locked(name: str) -> dict[str, tuple[str, int]]:
     [
         ("router.lock", PROJECT["dependencies"]),
         ("worker.lock", PROJECT["optional-dependencies"]["worker"]),
+        ("nixl.lock", PROJECT["optional-dependencies"]["nixl"]),
     ],
 )
 def test_every_library_of_an_image_is_locked_with_hashes(lock: str, wanted: list[str]) -> None:
@@ -62,7 +63,7 @@ def test_every_library_of_an_image_is_locked_with_hashes(lock: str, wanted: list
 
 def test_the_images_install_what_is_locked() -> None:
     """L11: pip refuses a file whose hash is another."""
-    for lock in ("router.lock", "worker.lock"):
+    for lock in ("router.lock", "worker.lock", "nixl.lock"):
         assert f"install --require-hashes --only-binary :all: -r constraints/{lock}" in DOCKERFILE
 
 

@@ -1,0 +1,98 @@
+"""The GPU profiles of docker/compose.yaml for 2, 4 and 8 GPUs: what each worker sees, shares and computes on."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.docker.composed import Services, by_compose, by_hand, devices, started
+
+ROOT = Path(__file__).parents[2]
+KERNELS = "/run/kvbaton/kernels"
+DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+MACHINES = [
+    pytest.param("gpu", {}, 2, id="2 GPUs"),
+    pytest.param("gpu4", {}, 4, id="4 GPUs"),
+    pytest.param("gpu8", {}, 8, id="8 GPUs"),
+    pytest.param("gpu", {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}, 4, id="4 GPUs, tp 2"),
+    pytest.param("gpu4", {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}, 8, id="8 GPUs, tp 2"),
+]
+
+
+def workers(services: Services) -> dict[str, dict[str, Any]]:
+    return {name: service for name, service in services.items() if "-gpu" in name}
+
+
+def check_policy(services: Services, variables: dict[str, str], num_gpus: int, folder: Path) -> None:
+    """Assert all that KV from GPU to GPU and compiled kernels need of the containers."""
+    found = workers(services)
+    owner = services["namespaces"]
+    assert owner["ipc"] == "shareable"
+    assert owner["init"] is True
+    assert not devices(owner)
+    ranks = int(variables.get("KVBATON_TENSOR_PARALLEL_SIZE", "1"))
+    taken = Counter[int]()
+    roles = Counter[str]()
+    for service in found.values():
+        assert service["pid"] == service["ipc"] == "service:namespaces"
+        assert service["depends_on"]["namespaces"]["restart"] is True
+        [device] = devices(service)
+        assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
+        check_caches(service)
+        flags = started(service, folder)
+        roles[flags["role"]] += 1
+        assert flags["--worker-id"] == f"{flags['role']}-container"
+        kind, _, first = flags["--device"].partition(":")
+        assert kind == "cuda"
+        taken.update(range(int(first), int(first) + ranks))
+        assert int(service["environment"]["KVBATON_WORKERS_ON_HOST"]) == 1
+    assert taken == Counter(range(num_gpus)), "each GPU has one worker"
+    assert roles.keys() == {"prefill", "decode"}
+
+
+def check_caches(service: dict[str, Any]) -> None:
+    """Assert that compiled kernels lie on a volume: it is writable, and not mounted noexec as a tmpfs is."""
+    for variable in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
+        assert f"{service['environment'][variable]}/".startswith(f"{KERNELS}/")
+    [volume] = [each for each in service["volumes"] if each["target"] == KERNELS]
+    assert volume["type"] == "volume"
+    assert not volume.get("read_only")
+    assert not any(each.startswith("/run") for each in service["tmpfs"])
+    assert service["read_only"] is True
+
+
+@pytest.mark.parametrize(("profile", "variables", "num_gpus"), MACHINES)
+def test_every_gpu_has_one_worker_that_sees_all(
+    profile: str, variables: dict[str, str], num_gpus: int, tmp_path: Path
+) -> None:
+    check_policy(by_hand(profile, variables), variables, num_gpus, tmp_path)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("profile", "variables", "num_gpus"), MACHINES)
+def test_compose_reads_the_file_in_the_same_way(
+    profile: str, variables: dict[str, str], num_gpus: int, tmp_path: Path
+) -> None:
+    services = by_compose(profile, variables)
+    check_policy(services, variables, num_gpus, tmp_path)
+    assert services.keys() == by_hand(profile, variables).keys()
+
+
+def test_two_workers_share_a_gpu_where_their_places_are_equal(tmp_path: Path) -> None:
+    variables = {"PREFILL_GPU": "3", "DECODE_GPU": "3", "KVBATON_WORKERS_ON_HOST": "2"}
+    for service in workers(by_hand("gpu", variables)).values():
+        assert started(service, tmp_path)["--device"] == "cuda:3"
+        assert int(service["environment"]["KVBATON_WORKERS_ON_HOST"]) == 2
+
+
+def test_the_gpu_image_has_a_compiler_and_nixl() -> None:
+    """Triton needs a C compiler when a worker starts; without NIXL, KV would go through the host."""
+    assert re.search(r"install -d -m 0700 -o kvbaton [^\n]*" + KERNELS, DOCKERFILE)
+    worker = DOCKERFILE[DOCKERFILE.index("FROM service AS worker") :]
+    condition = 'RUN if [ "$TORCH_BUILD" = cuda ]; then'
+    assert worker.index("ARG TORCH_BUILD") < worker.index(condition) < worker.index("USER 10001")
+    assert "gcc libc6-dev" in worker[worker.index(condition) : worker.index("    fi")]
+    libraries = DOCKERFILE[DOCKERFILE.index(" AS worker-libraries") : DOCKERFILE.index(" AS wheel")]
+    assert "-r constraints/nixl.lock" in libraries[libraries.index(condition) : libraries.index("    fi\n\n")]
