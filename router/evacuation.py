@@ -75,10 +75,6 @@ class Evacuation:
         self._drains: dict[AttachedWorker, _Drain] = {}
         self._emptied: set[AttachedWorker] = set()
 
-    def num_moves_from(self, worker: AttachedWorker) -> int:
-        """Return how many answers are being moved away from a worker."""
-        return self._mover.num_moves_from(worker)
-
     def credit_changed(self, worker: AttachedWorker) -> None:
         """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
         credit = worker.capacity.credit
@@ -149,7 +145,7 @@ class Evacuation:
             return False
         if drain := self._drains.get(worker):
             return not (drain.were_moved or drain.is_empty)
-        return worker.capacity.num_former > 0
+        return worker.capacity.former.num_legs > 0
 
     async def _move_answers(self, worker: AttachedWorker) -> None:
         """Move what the worker decodes to other workers, until nothing is left or its legs are taken away."""

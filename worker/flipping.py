@@ -56,6 +56,10 @@ class Flip:
         if self._change is None:
             self._change = asyncio.create_task(self._carry_out(), name="change the role")
 
+    def note_engine_report(self) -> None:
+        """Record that the engine has reported its state: it may have nothing of the former role any more."""
+        self._settling.note_report()
+
     def close(self) -> None:
         """End a change that was not made yet, since the worker leaves. Does nothing the second time."""
         self._settling.close()

@@ -43,14 +43,14 @@ class SettlingStep(StrEnum):
     """The next step of a worker that drains or is unsettled.
 
     WAIT_ANSWERED: nothing can be done before every router has answered the last credit. UNSETTLE: count as unsettled.
-    STAY: the worker stays unsettled until its drain is undone. ASK: ask the routers again what is left of the former state.
-    SETTLE: count as settled. END: there is nothing to follow.
+    STAY: the worker stays unsettled until its drain is undone. WAIT_FORMER: something is left of the former
+    state; the routers and the engine report when that changes. SETTLE: count as settled. END: there is nothing to follow.
     """
 
     WAIT_ANSWERED = "wait_answered"
     UNSETTLE = "unsettle"
     STAY = "stay"
-    ASK = "ask"
+    WAIT_FORMER = "wait_former"
     SETTLE = "settle"
     END = "end"
 
@@ -85,7 +85,7 @@ def next_settling_step(
         return SettlingStep.UNSETTLE
     if lifecycle.is_draining:
         return SettlingStep.STAY
-    return SettlingStep.ASK if routers.num_former or has_mixed_kv() else SettlingStep.SETTLE
+    return SettlingStep.WAIT_FORMER if routers.num_former or has_mixed_kv() else SettlingStep.SETTLE
 
 
 def has_mixed_kv(role: Role, *, num_leases: int, num_fetches: int) -> bool:

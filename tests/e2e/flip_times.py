@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from contract.identity import Role
@@ -39,9 +40,9 @@ class FirstLegs:
     def __init__(self, worker: AttachedWorker) -> None:
         self._role: Role | None = None
         self._accepted: asyncio.Future[tuple[float, float]] | None = None
-        calls = worker.calls
-        calls.prefill = self._watched(calls.prefill, Role.PREFILL)  # type: ignore[method-assign]
-        calls.decode = self._watched(calls.decode, Role.DECODE)  # type: ignore[method-assign]
+        calls: Any = worker.calls
+        calls.prefill = self._watched(calls.prefill, Role.PREFILL)
+        calls.decode = self._watched(calls.decode, Role.DECODE)
 
     def next(self, role: Role) -> "asyncio.Future[tuple[float, float]]":
         """Return the times at which a leg of this role is called and accepted, for the first one from now on."""
@@ -69,7 +70,7 @@ async def watch_first_leg(
         await asyncio.sleep(_LOOK_SECONDS)
         spans.append((time.monotonic(), _reason(path, other)))
     called, accepted = served.result()
-    for (begin, reason), (end, _) in zip(spans, spans[1:], strict=False):
+    for (begin, reason), (end, _) in pairwise(spans):
         if begin < called:
             setattr(times, reason, getattr(times, reason) + min(end, called) - begin)
     times.accepting = accepted - called

@@ -25,6 +25,8 @@ from tests.e2e.flip_times import FirstLegs, FlipTimes, quantiles_ms, watch_first
 
 WORKERS = ("prefill-0", "decode-1", "decode-2")
 """One or two of each role: another one takes the role that one worker has."""
+MAX_NUM_SEQS = 4
+"""The requests of each worker: so few that the others wait for a worker, and not for the cores."""
 _UNDISTURBED_SECONDS = 5.0
 _FLIP_SECONDS = 60.0
 _LONG_EACH = 12
@@ -81,9 +83,7 @@ class FlipRun:
 
     async def metrics(self) -> dict[str, float]:
         """Return the router's counters of moves, flips and replays."""
-        families = list(
-            text_string_to_metric_families(await read_metrics(self._router.addresses.admin))
-        )
+        families = list(text_string_to_metric_families(await read_metrics(self._router.addresses.admin)))
         kept = ("kvbaton_migrations", "kvbaton_flips", "kvbaton_request_replays")
         samples = [sample for family in families if family.name in kept for sample in family.samples]
         return {
@@ -134,9 +134,14 @@ class FlipRun:
         return total
 
 
-async def run_flips(folder: Path, num_flips: int, num_clients: int, rng: random.Random) -> dict[str, Any]:
+async def run_flips(
+    folder: Path, num_flips: int, num_clients: int, rng: random.Random, max_num_seqs: int = MAX_NUM_SEQS
+) -> dict[str, Any]:
     """Run a pool of three workers of the demo model, change roles ``num_flips`` times under load, and return figures."""
-    async with running_workers(folder, WORKERS, transport="shm") as (router, fleet):
+    async with running_workers(folder, WORKERS, transport="shm", max_num_seqs=max_num_seqs) as (
+        router,
+        fleet,
+    ):
         await router.wait_ready()
         run = FlipRun(router, fleet, folder, num_clients, rng)
         await run.ask_all()
@@ -149,6 +154,7 @@ async def run_flips(folder: Path, num_flips: int, num_clients: int, rng: random.
         return {
             "flips": len(run.times),
             "clients": num_clients,
+            "max_num_seqs": max_num_seqs,
             "seconds": round(seconds, 1),
             "answers": answers.num_answers,
             "answers_per_second": {

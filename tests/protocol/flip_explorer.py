@@ -12,15 +12,16 @@ from tests.protocol.flip_world import (
     Part,
     Request,
     Worker,
-    answer_to_credit,
     first_world,
     flip_step,
     lifecycle_of,
     num_free,
+    num_left,
     order_of,
     placements,
     received,
     refuse_unserved,
+    reported,
     sent,
     settling_step,
     source_of,
@@ -124,16 +125,12 @@ class FlipExplorer:
             yield from self._actions_of(world, number, request)
 
     def _steps_of(self, world: FlipWorld, index: int, worker: Worker) -> Iterator[Action]:
-        """Return what a worker does next by production's decisions. It asks only if another answer would come."""
+        """Return what a worker does next by production's decisions."""
         if worker.order and (step := flip_step(self.rules, worker)) not in _WAITS:
             yield step.value, index, 0
-        match settling := settling_step(self.rules, world, index):
-            case SettlingStep.UNSETTLE | SettlingStep.SETTLE:
-                yield settling.value, index, 0
-            case SettlingStep.ASK:
-                routers = range(self.scenario.num_routers)
-                if worker.former != tuple(answer_to_credit(world, router, index) for router in routers):
-                    yield settling.value, index, 0
+        settling = settling_step(self.rules, world, index)
+        if settling in (SettlingStep.UNSETTLE, SettlingStep.SETTLE):
+            yield settling.value, index, 0
 
     def _changes_of(self, world: FlipWorld, index: int) -> Iterator[Action]:
         """Return the next change of a worker, if it can be made now. A drain and its end may come during a change."""
@@ -186,6 +183,16 @@ class FlipExplorer:
         """Return the world after an action. Raises LawBrokenError."""
         kind, first, second = action
         after: FlipWorld = getattr(self, f"_{kind}")(world, first, second)
+        return self._with_reports(world, after)
+
+    def _with_reports(self, before: FlipWorld, after: FlipWorld) -> FlipWorld:
+        """Add what the routers report on their own: nothing is left; see ``WorkerCapacity``."""
+        if before.requests == after.requests or not self.rules.reports_end:
+            return after
+        for index in range(len(after.workers)):
+            for router in range(self.scenario.num_routers):
+                if num_left(before, router, index) and not num_left(after, router, index):
+                    after = reported(after, router, index, is_answer=False)
         return after
 
     def _change(self, world: FlipWorld, index: int, place: int) -> FlipWorld:
@@ -227,9 +234,6 @@ class FlipExplorer:
     def _settle(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         return sent(world, index, world.workers[index]._replace(is_unsettled=False))
 
-    def _ask(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
-        return sent(world, index, world.workers[index])
-
     def _seen(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
         (message, *rest) = world.down[index][router]
         seen = received(world.seen[router][index], message)
@@ -238,15 +242,14 @@ class FlipExplorer:
         world = world._replace(seen=known, down=down)
         if isinstance(message, Role):
             return world
-        answers = (*world.up[index][router], answer_to_credit(world, router, index))
-        return world._replace(up=with_item(world.up, index, with_item(world.up[index], router, answers)))
+        return reported(world, router, index, is_answer=True)
 
     def _answered(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
-        (answer, *rest) = world.up[index][router]
+        (report, *rest) = world.up[index][router]
         worker = world.workers[index]
         worker = worker._replace(
-            former=with_item(worker.former, router, answer),
-            unanswered=with_item(worker.unanswered, router, worker.unanswered[router] - 1),
+            former=with_item(worker.former, router, report.num_former),
+            unanswered=with_item(worker.unanswered, router, worker.unanswered[router] - report.is_answer),
         )
         up = with_item(world.up, index, with_item(world.up[index], router, tuple(rest)))
         return world._replace(up=up, workers=with_item(world.workers, index, worker))

@@ -2,9 +2,9 @@
 
 Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.policy``); which
 calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router makes of
-a role and a credit, and what it answers (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and each leg takes one. Messages between a worker and a
-router keep their order; each of them arrives at any later moment. Nothing fails and no deadline passes, so a request that
-does not end in a quiet world is in a deadlock.
+a role and a credit, and what it reports (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
+each leg takes one. Messages between a worker and a router keep their order; each of them arrives at any later moment.
+Nothing fails and no deadline passes, so a request that does not end in a quiet world is in a deadlock.
 """
 
 from collections.abc import Iterator
@@ -48,7 +48,8 @@ class FlipRules:
     never_binds: no hand-over is bound between two unsettled workers (law 4 b). never_moves: no answer is moved to an
     unsettled worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
     waits_for_former: it is settled only when no router has anything left of its former state. flips_settled: it takes a role
-    only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again.
+    only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again. reports_end: a
+    router reports on its own that nothing is left of a worker's former state.
     """
 
     never_binds: bool = True
@@ -57,6 +58,7 @@ class FlipRules:
     waits_for_former: bool = True
     flips_settled: bool = True
     offers_again: bool = True
+    reports_end: bool = True
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,13 @@ class Answers(NamedTuple):
     num_former: int
 
 
+class Report(NamedTuple):
+    """A router's report of legs and moves of a worker's former state. is_answer: to a credit, and not on its own."""
+
+    num_former: int
+    is_answer: bool = True
+
+
 class Part(NamedTuple):
     """One leg. state: call (on its way), wait (for a block) or held. num_roles: of the worker, when it was bound."""
 
@@ -144,7 +153,7 @@ class FlipWorld(NamedTuple):
     workers: tuple[Worker, ...]
     seen: tuple[tuple[Seen, ...], ...]
     down: tuple[tuple[tuple[Role | Credit, ...], ...], ...]
-    up: tuple[tuple[tuple[int, ...], ...], ...]
+    up: tuple[tuple[tuple[Report, ...], ...], ...]
     requests: tuple[Request, ...]
     changes: tuple[tuple[int, str], ...]
 
@@ -338,8 +347,8 @@ def source_of(request: Request) -> int | None:
     return part.worker if part else None
 
 
-def answer_to_credit(world: FlipWorld, router: int, index: int) -> int:
-    """Return what a router answers to a worker's credit: how many legs and moves it has of the former state."""
+def num_left(world: FlipWorld, router: int, index: int) -> int:
+    """Return how many legs and moves of a worker's former state a router reports."""
     own = [one for one in world.requests if one.router == router and one.phase != "done"]
     held = tuple(sorted(part.num_roles for one in own for part in one.parts if part.worker == index))
     num_moves = sum(source_of(one) == index for one in own)
@@ -355,7 +364,15 @@ def _answer(held: tuple[int, ...], num_roles: int, num_moves: int) -> int:
             capacity.hold("client", 1)
         if count < num_roles:
             capacity.take_role(None)
-    return capacity.use(num_moves).num_former
+    capacity.former.num_moves = num_moves
+    return capacity.use().num_former
+
+
+def reported(world: FlipWorld, router: int, index: int, *, is_answer: bool) -> FlipWorld:
+    """Return the world in which a router has sent a worker what it has of its former state."""
+    report = Report(num_left(world, router, index), is_answer)
+    reports = (*world.up[index][router], report)
+    return world._replace(up=with_item(world.up, index, with_item(world.up[index], router, reports)))
 
 
 def refuse_unserved(worker: Worker, *, is_sending: bool) -> None:

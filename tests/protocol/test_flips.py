@@ -75,6 +75,7 @@ MISSING = [
     pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 10, id="former legs"),
     pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 13, id="settled before"),
     pytest.param(ENDED, FlipRules(offers_again=False), "offers its credit", 17, id="offered again"),
+    pytest.param(SWAP, FlipRules(reports_end=False), "never settled", 20, id="reports of the end"),
 ]
 
 
