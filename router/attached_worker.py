@@ -124,7 +124,7 @@ class AttachedWorker:
 
     def flip(self, order: RoleOrder) -> None:
         """Send the worker the request to take another role. It reports the role when every router has answered."""
-        self.capacity.ordered_role = order.role
+        self.capacity.ordered = order
         self.outbox.put_nowait(pb.RouterMessage(role_change=role_change_to_proto(order)))
 
     def report_use(self) -> None:

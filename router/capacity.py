@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from contract.membership import Credit, CreditUse, Load
+from contract.membership import Credit, CreditUse, Load, RoleOrder
 from router.former_work import FormerWork
 from router.running_shares import Held
 from router.views import is_full
@@ -35,7 +35,8 @@ class WorkerCapacity:
     on_change: called at every change of these, with True if the worker may have room that it did not have. num_roles: roles
     that the worker has had. num_requests, num_tokens: held for legs of its present role. former: legs of former ones, and
     moves. on_nothing_left: called when there are none of these any more.
-    ordered_role: the role that this router has ordered the worker to take, and that the worker does not offer yet.
+    ordered: the last order of this router to take a role, until the worker offers the role or has kept its own. needs_role:
+    this router has answered the worker's credit that it must keep its role.
     """
 
     def __init__(
@@ -48,7 +49,8 @@ class WorkerCapacity:
         self.num_tokens = 0
         self.former = FormerWork(on_nothing_left)
         self.num_roles = 1
-        self.ordered_role: str | None = None
+        self.ordered: RoleOrder | None = None
+        self.needs_role = False
         self._on_change = on_change
 
     @property
@@ -56,6 +58,11 @@ class WorkerCapacity:
         """True while the worker serves this router, but other routers hold all of its credit."""
         credit = self.credit
         return credit.number > 0 and credit.max_requests == 0 and not credit.is_draining
+
+    @property
+    def changes_role(self) -> bool:
+        """True while the worker may take another role, and this router has not answered that it must not."""
+        return bool(self.credit.next_role) and not self.needs_role
 
     def hold(self, tenant: str, num_tokens: int) -> CreditHold:
         """Count one request of a client until the hold is released."""
@@ -91,6 +98,7 @@ class WorkerCapacity:
             num_requests=self.num_requests,
             num_tokens=self.num_tokens,
             num_former=self.former.num_left,
+            needs_role=self.needs_role,
         )
 
     def report_load(self, load: Load) -> None:

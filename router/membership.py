@@ -114,6 +114,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
                     worker.capacity.grant(credit_from_proto(message.credit))
+                    worker.capacity.needs_role = self._registry.needs_role_of(worker)
                     worker.report_use()
                     self._evacuation.credit_changed(worker)
                 case "role_taken":

@@ -108,7 +108,7 @@ class FlipRun:
         served = self._legs[worker.name].next(role)
         begun = time.monotonic()
         worker.flip(RoleOrder(role=role.value, epoch=epoch))
-        await self._path.wait_until(lambda: worker.role is role and not capacity.ordered_role)
+        await self._path.wait_until(lambda: worker.role is role and not capacity.ordered)
         times.taken = time.monotonic() - begun
         other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
         await watch_first_leg(self._path, other, times, served)
@@ -177,6 +177,6 @@ def _question(rng: random.Random, number: int) -> dict[str, Any]:
     """Return a seeded request. Most answers are short, so that prompts take as long as answers; some are moved."""
     prefix = random.Random(number // _NUM_TAILS).choices(_WORDS, k=_PREFIX_WORDS)
     prompt = " ".join([*prefix, *rng.choices(_WORDS, k=6)])
-    length = rng.randint(16, 32) if number % _LONG_EACH == 0 else rng.randint(2, 4)
+    length = rng.randint(8, 16) if number % _LONG_EACH == 0 else rng.randint(2, 4)
     body = {"prompt": prompt, "max_tokens": length, "seed": number, "temperature": 1.2}
     return {**body, "return_token_ids": True, "logit_bias": {"1": -100}}

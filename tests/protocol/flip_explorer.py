@@ -4,7 +4,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from contract.identity import Role
+from contract.membership import Credit
 from router.policy import decodes_no_more
+from router.role_changes import missing_roles
 from tests.protocol.flip_world import (
     Action,
     FlipScenario,
@@ -14,6 +16,7 @@ from tests.protocol.flip_world import (
     Worker,
     first_world,
     flip_step,
+    is_needed,
     lifecycle_of,
     num_free,
     num_left,
@@ -209,22 +212,32 @@ class FlipExplorer:
         if not self.rules.waits_for_answers:
             return self._take(world._replace(workers=with_item(world.workers, index, worker)), index, 0)
         if flip_step(self.rules, worker) is FlipStep.CLOSE:
-            return sent(world, index, worker._replace(is_closing=True))
+            return sent(world, index, worker._replace(next_role=worker.order))
         return world._replace(workers=with_item(world.workers, index, worker))
 
     def _close(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
-        return sent(world, index, world.workers[index]._replace(is_closing=True))
+        worker = world.workers[index]
+        return sent(world, index, worker._replace(next_role=worker.order))
 
     def _take(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         order = order_of(world.workers[index])
         worker = _changed(world.workers[index], lambda one: one.take_role(Role(order.role), order.epoch))
-        return sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
+        world = sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
+        roles = [one.role for one in world.workers]
+        if self.scenario.keeps_roles and missing_roles(roles, embeds_only=False):
+            raise LawBrokenError("no worker is left for a role")
+        return world
+
+    def _keep(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
+        """Keep the role; see ``worker.flipping.Flip._take``. The epoch, which counts roles here, is left as it is."""
+        kept = world.workers[index]._replace(order=None, num_drains=0, next_role=None)
+        return sent(world, index, kept)
 
     def _end(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         """End a change; see ``worker.flipping.Flip._end``."""
         worker = world.workers[index]
-        ended = worker._replace(order=None, num_drains=0, is_closing=False)
-        if worker.is_closing and self.rules.offers_again:
+        ended = worker._replace(order=None, num_drains=0, next_role=None)
+        if worker.next_role and self.rules.offers_again:
             return sent(world, index, ended)
         return world._replace(workers=with_item(world.workers, index, ended))
 
@@ -238,8 +251,11 @@ class FlipExplorer:
         (message, *rest) = world.down[index][router]
         seen = received(world.seen[router][index], message)
         down = with_item(world.down, index, with_item(world.down[index], router, tuple(rest)))
-        known = with_item(world.seen, router, with_item(world.seen[router], index, seen))
-        world = world._replace(seen=known, down=down)
+        known = with_item(world.seen[router], index, seen)
+        if self.scenario.keeps_roles and self.rules.keeps_roles and isinstance(message, Credit):
+            seen = seen._replace(needs_role=is_needed(known, index))
+            known = with_item(known, index, seen)
+        world = world._replace(seen=with_item(world.seen, router, known), down=down)
         if isinstance(message, Role):
             return world
         return reported(world, router, index, is_answer=True)
@@ -249,6 +265,7 @@ class FlipExplorer:
         worker = world.workers[index]
         worker = worker._replace(
             former=with_item(worker.former, router, report.num_former),
+            needing=with_item(worker.needing, router, report.needs_role),
             unanswered=with_item(worker.unanswered, router, worker.unanswered[router] - report.is_answer),
         )
         up = with_item(world.up, index, with_item(world.up[index], router, tuple(rest)))

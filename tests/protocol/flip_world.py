@@ -19,6 +19,7 @@ from contract.membership import Credit, Registration, RoleOrder
 from router.attached_worker import AttachedWorker
 from router.legs import CONTINUATION, Placement
 from router.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
+from router.role_changes import is_role_needed
 from router.running_shares import Held
 from router.views import WorkerView, WorkerViews
 from router.worker_calls import WorkerCalls
@@ -49,7 +50,7 @@ class FlipRules:
     unsettled worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
     waits_for_former: it is settled only when no router has anything left of its former state. flips_settled: it takes a role
     only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again. reports_end: a
-    router reports on its own that nothing is left of a worker's former state.
+    router reports on its own that nothing is left of a worker's former state. keeps_roles: see the scenario.
     """
 
     never_binds: bool = True
@@ -59,6 +60,7 @@ class FlipRules:
     flips_settled: bool = True
     offers_again: bool = True
     reports_end: bool = True
+    keeps_roles: bool = True
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class FlipScenario:
     """One world. roles: of the workers in the beginning; blocks: of each pool. requests: the router of each one.
 
     decoded: the workers on which the first requests are decoded in the beginning. changes: (worker, role), (worker, "drain")
-    and (worker, "undrain") that happen at any moment; those of one worker happen one after the other.
+    and (worker, "undrain") that happen at any moment; those of one worker happen one after the other. keeps_roles: routers
+    refuse changes that together leave no worker of a role. Without it the other laws are checked for any changes.
     """
 
     name: str
@@ -75,6 +78,7 @@ class FlipScenario:
     changes: tuple[tuple[int, str], ...]
     blocks: int = 1
     decoded: tuple[int, ...] = ()
+    keeps_roles: bool = False
     rules: FlipRules = FlipRules()
 
     @property
@@ -84,23 +88,25 @@ class FlipScenario:
 
 
 class Seen(NamedTuple):
-    """A worker as a router has received it. num_roles: that it has had."""
+    """A worker as a router has received it. num_roles: that it has had. needs_role: the router's answer to its credit."""
 
     role: Role
     credit: Credit
     num_roles: int = 1
+    needs_role: bool = False
 
 
 class Worker(NamedTuple):
-    """A worker. order: the role that it is to take. num_drains: begun since that order. unanswered, former: by router."""
+    """A worker. order: the role that it is to take. num_drains: begun since then. unanswered, former, needing: by router."""
 
     role: Role
     former_role: Role
     unanswered: tuple[int, ...]
     former: tuple[int, ...]
+    needing: tuple[bool, ...]
     order: Role | None = None
     num_drains: int = 0
-    is_closing: bool = False
+    next_role: Role | None = None
     is_draining: bool = False
     is_unsettled: bool = False
     num_roles: int = 1
@@ -111,13 +117,18 @@ class Answers(NamedTuple):
 
     are_answered: bool
     num_former: int
+    need_role: bool
 
 
 class Report(NamedTuple):
-    """A router's report of legs and moves of a worker's former state. is_answer: to a credit, and not on its own."""
+    """A router's report of legs and moves of a worker's former state. is_answer: to a credit, and not on its own.
+
+    needs_role: the worker must keep its role.
+    """
 
     num_former: int
     is_answer: bool = True
+    needs_role: bool = False
 
 
 class Part(NamedTuple):
@@ -162,8 +173,9 @@ def first_world(scenario: FlipScenario) -> FlipWorld:
     """Return the world in which every router has received the credit of every worker."""
     routers = range(scenario.num_routers)
     none = (0,) * scenario.num_routers
+    nobody = (False,) * scenario.num_routers
     return FlipWorld(
-        tuple(Worker(role, role, none, none) for role in scenario.roles),
+        tuple(Worker(role, role, none, none, nobody) for role in scenario.roles),
         tuple(tuple(Seen(role, FULL) for role in scenario.roles) for _ in routers),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
@@ -187,7 +199,7 @@ def lifecycle_of(worker: Worker) -> Lifecycle:
     if worker.is_draining:
         lifecycle.drain()
     lifecycle.num_drains = worker.num_drains
-    lifecycle.is_closing = worker.is_closing
+    lifecycle.next_role = worker.next_role
     lifecycle.is_unsettled = worker.is_unsettled
     return lifecycle
 
@@ -198,7 +210,7 @@ def with_lifecycle(worker: Worker, lifecycle: Lifecycle) -> Worker:
         role=lifecycle.role,
         former_role=lifecycle._former_role,
         num_drains=lifecycle.num_drains if worker.order else 0,
-        is_closing=lifecycle.is_closing,
+        next_role=lifecycle.next_role,
         is_draining=lifecycle.is_draining,
         is_unsettled=lifecycle.is_unsettled,
         num_roles=lifecycle.role_epoch + 1,
@@ -228,7 +240,8 @@ def settling_step(rules: FlipRules, world: "FlipWorld", index: int) -> SettlingS
 
 
 def _answers(rules: FlipRules, worker: Worker) -> Answers:
-    return Answers(not any(worker.unanswered), sum(worker.former) if rules.waits_for_former else 0)
+    num_former = sum(worker.former) if rules.waits_for_former else 0
+    return Answers(not any(worker.unanswered), num_former, any(worker.needing))
 
 
 def _num_leases(world: "FlipWorld", index: int) -> int:
@@ -258,9 +271,23 @@ def received(seen: Seen, message: Role | Credit) -> Seen:
     capacity = attached("worker", seen).capacity
     if isinstance(message, Role):
         capacity.take_role(None)
-        return Seen(message, capacity.credit, capacity.num_roles)
+        return Seen(message, capacity.credit, capacity.num_roles, seen.needs_role)
     capacity.grant(message)
     return seen._replace(credit=message)
+
+
+def is_needed(seen: tuple[Seen, ...], index: int) -> bool:
+    """Return whether a router answers that a worker must keep its role; see ``Registry.needs_role_of``."""
+    next_role = seen[index].credit.next_role
+    if not next_role:
+        return False
+    changes = [bool(one.credit.next_role) and not one.needs_role for one in seen]
+    others = [
+        (one.role, changes[other])
+        for other, one in enumerate(seen)
+        if other != index and attached("other", one).has_credit
+    ]
+    return is_role_needed(Role(next_role), others, embeds_only=False)
 
 
 @cache
@@ -370,7 +397,7 @@ def _answer(held: tuple[int, ...], num_roles: int, num_moves: int) -> int:
 
 def reported(world: FlipWorld, router: int, index: int, *, is_answer: bool) -> FlipWorld:
     """Return the world in which a router has sent a worker what it has of its former state."""
-    report = Report(num_left(world, router, index), is_answer)
+    report = Report(num_left(world, router, index), is_answer, world.seen[router][index].needs_role)
     reports = (*world.up[index][router], report)
     return world._replace(up=with_item(world.up, index, with_item(world.up[index], router, reports)))
 

@@ -101,6 +101,36 @@ async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) ->
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
 
 
+async def test_a_worker_keeps_its_role_if_a_router_needs_it(tmp_path: Path) -> None:
+    """It offers its credit again, and reports that the order is over; the next one may be carried out."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached_with_credit(it)
+        registry = it.router._path.registry
+        is_needed = registry.needs_role_of
+        registry.needs_role_of = lambda worker: bool(worker.capacity.credit.next_role)  # type: ignore[method-assign]
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: not view.capacity.ordered)
+        await until(lambda: view.capacity.credit.max_requests)
+        assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
+        assert not view.capacity.credit.is_unsettled and not view.capacity.needs_role
+        registry.needs_role_of = is_needed  # type: ignore[method-assign]
+        view.flip(RoleOrder(role="prefill", epoch=2))
+        await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
+
+
+async def test_a_later_order_for_another_role_is_announced_before_it_is_carried_out(tmp_path: Path) -> None:
+    """The routers have answered for the role of the first order only."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached_with_credit(it)
+        answers = Silenced(view)
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.capacity.credit.next_role == "prefill")
+        view.flip(RoleOrder(role="both", epoch=2))
+        answers.release()
+        await until(lambda: view.role is Role.AGGREGATED and view.capacity.credit.max_requests)
+        assert view.registration.role == "both" and it.worker.lifecycle.role_epoch == 2
+
+
 async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: Path) -> None:
     """The router has cancelled the leg, and the cancel is still on its way."""
     async with running(Role.DECODE, tmp_path) as it:
