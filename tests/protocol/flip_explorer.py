@@ -7,6 +7,14 @@ from contract.identity import Role
 from contract.membership import Credit
 from router.policy import decodes_no_more
 from router.role_changes import missing_roles
+from tests.protocol.flip_router import (
+    is_needed,
+    num_left,
+    placements,
+    received,
+    reported,
+    targets,
+)
 from tests.protocol.flip_world import (
     Action,
     FlipScenario,
@@ -16,19 +24,13 @@ from tests.protocol.flip_world import (
     Worker,
     first_world,
     flip_step,
-    is_needed,
     lifecycle_of,
     num_free,
-    num_left,
     order_of,
-    placements,
-    received,
     refuse_unserved,
-    reported,
     sent,
     settling_step,
     source_of,
-    targets,
     with_lifecycle,
 )
 from tests.protocol.sink import LawBrokenError

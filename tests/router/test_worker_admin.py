@@ -313,7 +313,7 @@ async def test_a_router_refuses_the_second_of_two_changes_that_leave_no_worker_o
         assert await needs_role(second, pb.Credit(number=1, next_role="prefill"))
         status, answer = await ordered(cluster, "decode-0/flip?role=prefill")
         assert (status, "no decode worker would be left" in answer["error"]["message"]) == (400, True)
-        full = {"max_requests": 256, "max_tokens": 2**20}
+        full: dict[str, Any] = {"max_requests": 256, "max_tokens": 2**20}
         assert not await needs_role(second, pb.Credit(**full, number=2))
         assert not await needs_role(first, pb.Credit(**full, number=2))
         assert not await needs_role(second, pb.Credit(number=3, next_role="prefill"))
