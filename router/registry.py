@@ -147,13 +147,13 @@ class Registry:
         return missing_roles({role, *(other.role for other in stay)}, embeds_only=self._embeds_only)
 
     def needs_role_of(self, worker: AttachedWorker) -> bool:
-        """Return True if a worker must not take its next role, since others change theirs too."""
+        """Return True if a worker must not take its next role; see ``role_changes.py``."""
         next_role = worker.capacity.credit.next_role
         if next_role not in WORKER_ROLES:
             return False
         others = (other for other in self._workers.values() if other is not worker and other.has_credit)
         known = [(other.role, other.capacity.changes_role) for other in others]
-        return is_role_needed(Role(next_role), known, embeds_only=self._embeds_only)
+        return is_role_needed(worker.role, Role(next_role), known, embeds_only=self._embeds_only)
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
         """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""

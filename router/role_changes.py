@@ -12,13 +12,14 @@ def missing_roles(roles: Iterable[Role], *, embeds_only: bool) -> frozenset[Role
     return frozenset() if Role.AGGREGATED in present else needed - present
 
 
-def is_role_needed(next_role: Role, others: Iterable[tuple[Role, bool]], *, embeds_only: bool) -> bool:
-    """Return True if a worker must not take its next role, because others change theirs at the same time.
+def is_role_needed(
+    role: Role, next_role: Role, others: Iterable[tuple[Role, bool]], *, embeds_only: bool
+) -> bool:
+    """Return True if a worker must keep ``role``: without it a role may be missing that is not missing with it.
 
     others: the roles of the other workers, each with True if this router has agreed to a change that is not over. Such a
     worker may take its next role or keep its present one, so neither counts.
     """
-    known = list(others)
-    staying = {role for role, changes in known if not changes}
-    before = missing_roles({next_role, *(role for role, _ in known)}, embeds_only=embeds_only)
+    staying = {one for one, changes in others if not changes}
+    before = missing_roles({role, *staying}, embeds_only=embeds_only)
     return bool(missing_roles({next_role, *staying}, embeds_only=embeds_only) - before)

@@ -49,7 +49,7 @@ def is_needed(seen: tuple[Seen, ...], index: int) -> bool:
         for other, one in enumerate(seen)
         if other != index and attached("other", one).has_credit
     ]
-    return is_role_needed(Role(next_role), others, embeds_only=False)
+    return is_role_needed(seen[index].role, Role(next_role), others, embeds_only=False)
 
 
 @cache

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from contract.identity import Role
 from contract.membership import Credit, RoleOrder
 from tests.protocol.sink import LawBrokenError
@@ -253,7 +255,7 @@ def call_of(part_is_sending: bool) -> LegCall:
 
 def sent(world: FlipWorld, index: int, worker: Worker, *, has_role: bool = False) -> FlipWorld:
     """Return the world in which a worker has changed, and sends every router its credit, behind a role that it has taken."""
-    credit = lifecycle_of(worker).credit(FULL)
+    credit = replace(lifecycle_of(worker).credit(FULL), number=1)
     messages = (worker.role, credit) if has_role else (credit,)
     down = with_item(world.down, index, tuple((*queue, *messages) for queue in world.down[index]))
     worker = worker._replace(unanswered=tuple(count + 1 for count in worker.unanswered))

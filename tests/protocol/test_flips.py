@@ -38,8 +38,8 @@ ENDED = FlipScenario(
     decoded=(0,),
 )
 OPPOSITE = FlipScenario(
-    "both prefill workers are to decode, two routers",
-    (P, P, D),
+    "all that prefill are to decode, two routers",
+    (P, B),
     (0, 1),
     ((0, "decode"), (1, "decode")),
     keeps_roles=True,
@@ -83,7 +83,7 @@ MISSING = [
     pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 10, id="former legs"),
     pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 13, id="settled before"),
     pytest.param(ENDED, FlipRules(offers_again=False), "offers its credit", 17, id="offered again"),
-    pytest.param(OPPOSITE, FlipRules(keeps_roles=False), "no worker is left", 20, id="roles kept"),
+    pytest.param(OPPOSITE, FlipRules(keeps_roles=False), "no worker is left", 12, id="roles kept"),
     pytest.param(SWAP, FlipRules(reports_end=False), "never settled", 26, id="reports of the end"),
 ]
 

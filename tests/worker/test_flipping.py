@@ -41,9 +41,15 @@ class Silenced:
             self._put(message)
 
 
+async def attached_alone(it: Running) -> AttachedWorker:
+    """Return the worker as its router has it, which does not need the role although no other worker has it."""
+    it.router._path.registry.needs_role_of = lambda _: False  # type: ignore[method-assign]
+    return await attached(it)
+
+
 async def attached_with_credit(it: Running) -> AttachedWorker:
-    """Return the worker as its router has it, once it may bind legs to it."""
-    view = await attached(it)
+    """Return the worker as its router has it, once it may bind legs to it. The router needs no role of it."""
+    view = await attached_alone(it)
     await until(lambda: view.capacity.credit.max_requests)
     return view
 
@@ -106,14 +112,14 @@ async def test_a_worker_keeps_its_role_if_a_router_needs_it(tmp_path: Path) -> N
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_with_credit(it)
         registry = it.router._path.registry
-        is_needed = registry.needs_role_of
-        registry.needs_role_of = lambda worker: bool(worker.capacity.credit.next_role)  # type: ignore[method-assign]
+        is_not_needed = registry.needs_role_of
+        registry.needs_role_of = lambda worker: type(registry).needs_role_of(registry, worker)  # type: ignore[method-assign]
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: not view.capacity.ordered)
         await until(lambda: view.capacity.credit.max_requests)
         assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
         assert not view.capacity.credit.is_unsettled and not view.capacity.needs_role
-        registry.needs_role_of = is_needed  # type: ignore[method-assign]
+        registry.needs_role_of = is_not_needed  # type: ignore[method-assign]
         view.flip(RoleOrder(role="prefill", epoch=2))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
 
@@ -134,7 +140,7 @@ async def test_a_later_order_for_another_role_is_announced_before_it_is_carried_
 async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: Path) -> None:
     """The router has cancelled the leg, and the cancel is still on its way."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
+        view = await attached_alone(it)
         await it.call("Decode", waiting_leg())
         await until(lambda: it.worker.engine.stats.num_fetches)
         view.flip(RoleOrder(role="prefill", epoch=1))
@@ -182,7 +188,7 @@ async def test_a_leg_of_the_former_role_does_not_use_the_new_credit(tmp_path: Pa
 async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
     """Two routers may send orders; the newest one counts, wherever it arrives first."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
+        view = await attached_alone(it)
         view.flip(RoleOrder(role="prefill", epoch=5))
         await until(lambda: view.role is Role.PREFILL)
         for epoch in (4, 5):
@@ -266,7 +272,7 @@ async def test_a_stopped_worker_takes_no_other_role(tmp_path: Path) -> None:
 async def test_a_router_that_attaches_later_learns_the_role_before_the_credit(tmp_path: Path) -> None:
     """The registration has the role in which the worker started."""
     async with running(Role.DECODE, tmp_path) as it:
-        first = await attached(it)
+        first = await attached_alone(it)
         first.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: first.role is Role.PREFILL)
         first.gone.set()
