@@ -43,7 +43,7 @@ class Silenced:
 
 async def attached_alone(it: Running) -> AttachedWorker:
     """Return the worker as its router has it, which does not need the role although no other worker has it."""
-    it.router._path.registry.needs_role_of = lambda _: False  # type: ignore[method-assign]
+    it.router._path.registry.needs_role_of = lambda worker: False  # type: ignore[method-assign]
     return await attached(it)
 
 
