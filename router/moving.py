@@ -102,7 +102,7 @@ class Mover:
         An answer that cannot be moved stays as it is. Cancel the task to give the move up.
         """
         with source.capacity.former.moving():
-            return await self._move_counted(run, source)
+            return await _counted(self._metrics, self._move(run, source))
 
     async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MoveResult]:
         """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
@@ -120,7 +120,7 @@ class Mover:
             async with asyncio.TaskGroup() as group:
 
                 async def move_next(run: RequestRun) -> None:
-                    work.done(run, await self._move_counted(run, source))
+                    work.done(run, await _counted(self._metrics, self._move(run, source)))
                     begin()
 
                 def begin() -> None:
@@ -129,11 +129,6 @@ class Mover:
 
                 begin()
         return work.results
-
-    async def _move_counted(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
-        result = await self._move(run, source)
-        self._metrics.ended(result.value)
-        return result
 
     async def _move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
         if not self.can_move(run, source):
@@ -217,6 +212,13 @@ class Mover:
         blocked = self._runs.unreachable.blocked(self._registry.workers)
         sources = (worker.name for worker in self._registry.workers if worker.capacity.former.num_moves)
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
+
+
+async def _counted(metrics: MoveMetrics, moving: Awaitable[MoveResult]) -> MoveResult:
+    """Wait for the end of a move, and count it."""
+    result = await moving
+    metrics.ended(result.value)
+    return result
 
 
 async def _order(move: Move, source: AttachedWorker, until_over: Callable[[], Awaitable[None]]) -> None:
