@@ -1,14 +1,16 @@
 """Blocks of a KV pool as memory views, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.errors import TransferError
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import HostParts, HostRow, KVMemory, LandsDirectly
+from kv_transfer.native.folding import WORD_BYTES, fold_words
+from kv_transfer.protocol.digests import Numbers, fold_in_host_memory
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
@@ -93,6 +95,12 @@ class BlockViews(Sequence[memoryview]):
         np.multiply(self.ids, self.block_bytes, out=out, casting="unsafe")
         np.add(out, self.first_address, out=out, casting="unsafe")
 
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        addresses = np.empty(len(self.ids), np.uint64)
+        self.put_addresses(addresses)
+        fold_words()(sums, addresses, seeds, first_word, self.view_bytes // WORD_BYTES)
+
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(self.block_ids)
@@ -124,17 +132,8 @@ class BlockViews(Sequence[memoryview]):
         return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
-@dataclass
-class _Landing:
-    is_direct: bool = False
-
-
-class LandingViews(Sequence[memoryview]):
-    """The blocks ``block_ids`` of a pool on a device, or the part of each, which bytes are to be put into.
-
-    Each view is host memory that a ``commit`` copies to the device. After ``land_directly`` a library writes to the device
-    itself, and each view is a copy of what is there now. Raises TransferError for a part outside a block.
-    """
+class _DeviceViews(Sequence[memoryview]):
+    """The blocks ``block_ids`` of a pool on a device, or the part of each. Raises TransferError as ``BlockViews``."""
 
     def __init__(
         self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
@@ -144,6 +143,73 @@ class LandingViews(Sequence[memoryview]):
         self._memory = memory
         self._block_ids = block_ids
         self._span = block_span(self.block_bytes, part)
+
+    @property
+    def view_bytes(self) -> int:
+        """The size of each view."""
+        return self._span[1] - self._span[0]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._block_ids)
+
+    def _fold_there(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """Add the sums of what is on the device now."""
+        start = first_word * WORD_BYTES
+        sums += self._memory.fold(self._block_ids, start, start + self.view_bytes, seeds)
+
+
+class ReadingViews(_DeviceViews):
+    """Blocks of a pool on a device that are read only. Each view is a copy, made on access."""
+
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        if self._memory.can_fold:
+            self._fold_there(sums, seeds, first_word)
+        else:
+            fold_in_host_memory(self, sums, seeds, first_word)
+
+    def begin(self) -> HostParts:
+        """Begin to copy all of them to host memory."""
+        return self._memory.begin_reading(self._block_ids, *self._span)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "ReadingViews": ...
+
+    def __getitem__(self, index: int | slice) -> "memoryview | ReadingViews":
+        """Return one view, or fewer blocks."""
+        if isinstance(index, slice):
+            return ReadingViews(self._memory, self._block_ids[index], self.part)
+        return self._memory.begin_reading([self._block_ids[index]], *self._span).views()[0]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Return an iterator over the views; all are copied at once."""
+        return iter(self.begin().views())
+
+
+@dataclass
+class _Landing:
+    """The way in which blocks land. staged: by block, the host memory that its bytes are put into."""
+
+    is_direct: bool = False
+    has_waited: bool = False
+    staged: dict[int, HostRow] = field(default_factory=dict)
+
+
+class LandingViews(_DeviceViews):
+    """Blocks of a pool on a device that bytes are to be put into.
+
+    Each view is host memory, until ``settle`` copies it to the device: what is not settled never gets there. After
+    ``land_directly`` a library writes to the device itself, and each view is a copy of what is there now.
+    """
+
+    def __init__(
+        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
+    ) -> None:
+        super().__init__(memory, block_ids, part)
         self._landing = _Landing()
 
     @property
@@ -161,19 +227,25 @@ class LandingViews(Sequence[memoryview]):
         """The blocks as 64-bit numbers."""
         return np.asarray(self._block_ids, np.int64)
 
-    @property
-    def view_bytes(self) -> int:
-        """The size of each view."""
-        return self._span[1] - self._span[0]
+    def land_directly(self) -> None:
+        """Have a library write the blocks from now on, which holds for all slices of these views."""
+        self._wait_until_unused()
+        self._landing.is_direct = True
 
-    def land_directly(self) -> bool:
-        """Return whether a library may write the blocks from now on, which holds for all slices of these views."""
-        self._landing.is_direct = self._memory.land_directly(self._block_ids)
-        return self._landing.is_direct
+    def settle(self) -> None:
+        """Begin to copy the views to the device, and release their memory. They are not used any more."""
+        staged = self._landing.staged
+        chosen = [block_id for block_id in self._block_ids if block_id in staged]
+        if chosen:
+            self._wait_until_unused()
+            self._memory.write_rows(chosen, self._span[0], [staged.pop(block_id) for block_id in chosen])
 
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-        return len(self._block_ids)
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        if self._landing.is_direct and self._memory.can_fold:
+            self._fold_there(sums, seeds, first_word)
+        else:
+            fold_in_host_memory(self, sums, seeds, first_word)
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -187,26 +259,45 @@ class LandingViews(Sequence[memoryview]):
             some = LandingViews(self._memory, self._block_ids[index], self.part)
             some._landing = self._landing
             return some
-        start, end = self._span
-        if self._landing.is_direct:
-            return self._memory.read_parts([self._block_ids[index]], start, end)[0]
-        return self._memory.write_view(self._block_ids[index])[start:end]
+        return next(iter(self[index : index + 1]))
 
     def __iter__(self) -> Iterator[memoryview]:
         """Return an iterator over the views; what has landed is copied from the device at once."""
-        start, end = self._span
         if self._landing.is_direct:
-            return iter(self._memory.read_parts(self._block_ids, start, end))
-        return (self._memory.write_view(block_id)[start:end] for block_id in self._block_ids)
+            return iter(self._memory.begin_reading(self._block_ids, *self._span).views())
+        staged = self._landing.staged
+        missing = [block_id for block_id in self._block_ids if block_id not in staged]
+        if missing:
+            staged.update(zip(missing, self._memory.host_rows(len(missing), self.view_bytes), strict=True))
+        return iter([staged[block_id].view for block_id in self._block_ids])
+
+    def _wait_until_unused(self) -> None:
+        """Wait once: blocks are written that earlier steps may have used."""
+        if not self._landing.has_waited:
+            self._memory.wait_until_unused()
+            self._landing.has_waited = True
+
+
+def clear(views: Sequence[memoryview]) -> None:
+    """Fill ``views`` with zeros where they may hold bytes of something else than a block."""
+    if isinstance(views, LandingViews):
+        for view in views:
+            view[:] = bytes(len(view))
+
+
+def settle(views: Sequence[memoryview]) -> None:
+    """Begin to copy bytes that were put into ``views``, and verified, to where they belong, if that is elsewhere."""
+    if isinstance(views, LandingViews):
+        views.settle()
 
 
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
-    start, end = block_span(memory.layout.block_bytes, part)
     if isinstance(memory, LandsDirectly):
-        return memory.read_parts([int(block_id) for block_id in block_ids], start, end)
+        return ReadingViews(memory, np.asarray(block_ids, np.int64).tolist(), part)
+    start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
 
@@ -224,12 +315,12 @@ def write_views(
 
 def view_bytes_of(views: Sequence[memoryview]) -> int:
     """Return the size of each of the views, which are equal, without making one where possible."""
-    return views.view_bytes if isinstance(views, BlockViews | LandingViews) else views[0].nbytes
+    return views.view_bytes if isinstance(views, BlockViews | _DeviceViews) else views[0].nbytes
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
     """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
-    is_uniform = isinstance(views, BlockViews | LandingViews)
+    is_uniform = isinstance(views, BlockViews | _DeviceViews)
     sizes = {view_bytes_of(views)} if is_uniform else {view.nbytes for view in views}
     if sizes - {num_bytes}:
         raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")

@@ -10,7 +10,8 @@ from tests.protocol.link_rules import LinkRules
 from tests.protocol.machine import Machine
 from tests.protocol.prefill_side import PrefillSide
 from tests.protocol.reads import advance_read, break_read
-from tests.protocol.router_side import LegCall, RouterSide
+from tests.protocol.router_request import is_started_by
+from tests.protocol.router_side import RouterSide
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 from tests.protocol.world import Action, WorkerState, World, posted, remembered, with_item, without
@@ -244,6 +245,9 @@ class WorldRules(LinkRules[World]):
     def _doubt(self, world: World, number: int) -> World:
         return self.ask_router(world, "doubt", number)
 
+    def _silence(self, world: World, number: int) -> World:
+        return self.ask_router(world, "give_up_target", number)
+
     def _move(self, world: World, number: int) -> World:
         return self.ask_router(world, "move", number)
 
@@ -315,8 +319,3 @@ class WorldRules(LinkRules[World]):
             elif is_attached:
                 streams = with_item(streams, index, (*streams[index], effect[1:]))
         return World(num_faults, router, workers, links, streams, limbo), result
-
-
-def is_started_by(cancel: LegCall, call: LegCall) -> bool:
-    """Return whether ``call`` starts the leg that is cancelled: a router sends the cancel after it."""
-    return call[0] in ("prefill", "decode") and call[1:3] == cancel[1:3] and call[3] == cancel[4]

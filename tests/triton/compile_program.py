@@ -25,9 +25,12 @@ from engine.attention.triton_sizes import (
     programs_at_once,
     sizes_of,
     split_launch,
+    store_launch,
 )
 from engine.fused import triton_kernels as fused
 from engine.fused.rows import num_warps_of
+from engine.kv_cache import folding
+from engine.kv_cache.triton_kernels import fold_kernel
 from engine.sampling import triton_kernels as draw
 from engine.sampling.triton_draw import NUM_WARPS, REACH, TILE
 
@@ -55,10 +58,14 @@ def compiled(
         options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     elif kernel is attention.split_kernel:
         options = split_launch(sizes["dims"])
+    elif kernel is attention.store_kernel:
+        launch = store_launch(4, head_dim)
+        options = {"num_warps": launch["num_warps"]}
+        sizes["heads"] = launch["heads"]
     elif kernel is fused.norm_kernel:
         options = {"num_warps": num_warps_of(HIDDEN)}
     constants = {
-        **sizes, "group": GROUP, "heads": 16, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
+        "heads": 16, **sizes, "group": GROUP, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
         "rows": power_of_two(kept), "at_once": COMBINED_AT_ONCE, "precision": precision_of(dtype), "size": HIDDEN,
         "padded": HIDDEN, "has_added": True, "num_heads": 28, "num_kv_heads": 4, "half": head_dim // 2, "has_norm": True,
     }  # fmt: skip
@@ -100,6 +107,26 @@ def compiled_draw(kernel: Any, target: GPUTarget) -> dict[str, Any]:
         ASTSource(kernel, signature, values), target=target, options={"num_warps": NUM_WARPS}
     )
     return {"dtype": "fp64", "head_dim": 0, "varying": [], "at_once": 1, **_used(kernel, result)}
+
+
+def compiled_fold(target: GPUTarget) -> dict[str, Any]:
+    """Return the same for the kernel that digests blocks. loads_ahead: the loads of a thread before its first product."""
+    constants = {**folding.STEPS, "tile": folding.TILE, "num_tiles": folding.NUM_TILES}
+    names = fold_kernel.arg_names
+    kinds = dict.fromkeys(constants, "constexpr") | {"words": "*i64", "packed": "*i64"}
+    signature = {name: kinds.get(name, "i32") for name in names}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(fold_kernel, signature, values)
+    result = triton.compile(source, target=target, options={"num_warps": folding.NUM_WARPS})
+    masked = result.asm["ptx"].partition("@%p")[2]
+    return {
+        "dtype": "int64",
+        "head_dim": 0,
+        "varying": [each.name for each in fold_kernel.params[2:6] if not each.do_not_specialize],
+        "at_once": 1,
+        "loads_ahead": masked.partition("mul.lo")[0].count("ld.global.b64"),
+        **_used(fold_kernel, result),
+    }
 
 
 def _used(kernel: Any, result: Any) -> dict[str, Any]:
@@ -174,6 +201,7 @@ def main() -> None:
         sys.stdout.write(json.dumps(compiled(attention.split_kernel, dtype, head_dim, target, kept)) + "\n")
     for kernel in (draw.weigh_kernel, draw.choose_kernel):
         sys.stdout.write(json.dumps(compiled_draw(kernel, target)) + "\n")
+    sys.stdout.write(json.dumps(compiled_fold(target)) + "\n")
 
 
 if __name__ == "__main__":

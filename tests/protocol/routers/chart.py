@@ -13,7 +13,7 @@ _OF_WORKERS = {
     "divide": "FAULT: divides its credit again",
     "drain": "FAULT: begins to drain",
     "undrain": "serves again",
-    "settle": "takes its next step between settled and unsettled, or asks its routers",
+    "settle": "takes its next step between settled and unsettled",
     "digest": "publishes what it lends",
     "commit": "commits what it has read",
     "read": "goes on with a read",

@@ -94,17 +94,8 @@ class HandOverRules(RoutersRules, LinkRules[RoutersWorld]):
         yield from self._own_actions(index, worker)
         if seen.is_draining:
             yield "undrain", index
-        asks = seen.settling is SettlingStep.ASK and self._would_differ(world, seen.former)
-        if asks or seen.settling in (SettlingStep.UNSETTLE, SettlingStep.SETTLE):
+        if seen.settling in (SettlingStep.UNSETTLE, SettlingStep.SETTLE):
             yield "settle", index
-
-    def _would_differ(self, world: RoutersWorld, former: Any) -> bool:
-        """Return True if a router would answer something else about a worker's former state than it did."""
-        now: dict[str, int] = {}
-        for router in world.routers:
-            if router.state is not None:
-                now |= self.look_at_router(router).former
-        return any(now.get(session, 0) != num for session, num in former.items())
 
     def _places(self, world: RoutersWorld, fault: str) -> Iterator[tuple[int, ...]]:
         """Return where a fault may strike: only what ``scenario.struck`` names."""

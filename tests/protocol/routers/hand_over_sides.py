@@ -11,7 +11,7 @@ from router.policy import decodes_no_more
 from tests.protocol.decode_side import DecodeSide
 from tests.protocol.happening import look
 from tests.protocol.prefill_side import PrefillSide
-from tests.protocol.router_side import RouterRequest
+from tests.protocol.router_request import RouterRequest
 from tests.protocol.routers.router_side import OneRouter
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import SessionsSide

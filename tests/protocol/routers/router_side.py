@@ -8,7 +8,6 @@ from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Credit, Registration
 from protos import worker_pb2 as pb
-from router import membership
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.legs import Placement
@@ -17,7 +16,8 @@ from router.views import WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from tests.protocol.engine_side import HANDED_OVER, no_time
-from tests.protocol.router_side import RouterRequest, RouterSide
+from tests.protocol.router_request import RouterRequest
+from tests.protocol.router_side import RouterSide
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
 from tests.protocol.sink import Sink
@@ -33,7 +33,7 @@ class RouterLook(NamedTuple):
     """The part of a router's state that the rules of the world read.
 
     held: legs that are bound, by session. limits: its credit, by session. bound: (request, attempt, session) of each leg.
-    movable: requests that may be moved now. former: what it would answer now of each worker's former state, by session.
+    movable: requests that may be moved now.
     """
 
     held: dict[str, int]
@@ -41,7 +41,6 @@ class RouterLook(NamedTuple):
     bound: frozenset[tuple[int, int, str | None]]
     unended: tuple[int, ...]
     movable: tuple[int, ...]
-    former: dict[str, int]
 
 
 class OneRouter(RouterSide):
@@ -67,6 +66,12 @@ class OneRouter(RouterSide):
         """Send the calls, and the answers to credits."""
         for request in self.requests:
             self.hold_credit(request)
+        for worker in self.attached.values():
+            former = worker.capacity.former
+            num_moves = former.num_moves
+            former.num_moves = self.num_moves_from(worker)
+            if former.num_moves < num_moves and not former.num_left:
+                worker.report_use()
         super().carry_out()
         for kind, session, number, attempt, num, source in self.calls:
             self.sink.ask("call", kind, session, number, attempt, num, source and boot_of(source))
@@ -120,7 +125,8 @@ class OneRouter(RouterSide):
 
     def take_credit(self, worker: str, credit: Credit) -> None:
         """Take a credit, and answer it."""
-        membership._grant(self.attached[worker], credit, self.num_moves_from(self.attached[worker]))
+        self.attached[worker].capacity.grant(credit)
+        self.attached[worker].report_use()
 
     def reject(self, session: str, number: int, attempt: int, kind: str) -> None:
         """Take the failure of a call that starts a leg; see ``bound_leg.Leg.reject``."""
@@ -143,11 +149,10 @@ class OneRouter(RouterSide):
             frozenset(bound),
             tuple(one.number for one in self.requests if not one.ended),
             tuple(self.movable()),
-            {one.session: one.capacity.use(self.num_moves_from(one)).num_former for one in workers},
         )
 
     def num_moves_from(self, source: AttachedWorker) -> int:
-        """Return how many answers are being moved away from a worker."""
+        """Return how many answers are being moved away from a worker; see ``FormerWork.moving``."""
         return 0
 
     def _worker_of(self, session: str) -> str | None:

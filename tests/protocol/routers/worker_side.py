@@ -1,6 +1,6 @@
 """A worker of several routers: production's scheduler, sessions, division of the credit, and acceptance of legs."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -43,7 +43,6 @@ class WorkerLook(NamedTuple):
     """The part of a worker's state that the rules of the world read.
 
     actions: of the worker by itself, besides its steps. settling: production's next step between settled and unsettled.
-    former: legs and moves of its former state, by session, by the routers' last answers.
     """
 
     needs_step: bool
@@ -52,7 +51,6 @@ class WorkerLook(NamedTuple):
     actions: tuple[Action, ...]
     is_draining: bool
     settling: SettlingStep
-    former: Mapping[str, int]
 
 
 class Stream:
@@ -212,7 +210,6 @@ class SessionsSide(EngineSide):
             self.own_actions(),
             self.lifecycle.is_draining,
             self._next_step(),
-            dict(self._sessions._shares._former),
         )
 
     def own_actions(self) -> tuple[Action, ...]:
@@ -231,9 +228,7 @@ class SessionsSide(EngineSide):
 
     def settle_on(self) -> None:
         """Take the next step between settled and unsettled; see ``worker.settling.Settling``."""
-        step = self._next_step()
-        if step is not SettlingStep.ASK:
-            self.lifecycle.is_unsettled = step is SettlingStep.UNSETTLE
+        self.lifecycle.is_unsettled = self._next_step() is SettlingStep.UNSETTLE
         self._sessions.send_credit()
 
     def _next_step(self) -> SettlingStep:
