@@ -15,7 +15,7 @@ from tests.protocol.explorer import Findings
 from tests.protocol.routers.chart import draw
 from tests.protocol.routers.hand_over import HandOverExplorer
 from tests.protocol.routers.hand_over_sides import HandOverScenario
-from tests.protocol.routers.hand_over_worlds import LARGE, MOVED, ROOM_FOR_ONE, SMALL, hit
+from tests.protocol.routers.hand_over_worlds import HUGE, LARGE, MAX_WORLDS, MOVED, ROOM_FOR_ONE, SMALL, hit
 from tests.protocol.test_routers import _find_any
 from worker.router_sessions import RouterSessions
 
@@ -42,6 +42,14 @@ def test_no_law_breaks_in_any_order_of_events(scenario: HandOverScenario) -> Non
     if scenario.max_replays == 0:
         num_attempts = {sum(not rung.startswith("moved") for rung in way) for way in ways}
         assert num_attempts <= {0, 1}, "a request took more than one attempt"
+
+
+@pytest.mark.explore
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("scenario", HUGE.values(), ids=HUGE)
+def test_no_law_breaks_in_the_nearest_of_many_worlds(scenario: HandOverScenario) -> None:
+    findings = HandOverExplorer(scenario, MAX_WORLDS).explore()
+    assert findings.broken is None, draw(findings)
 
 
 async def _end_all(sessions: RouterSessions, session: str) -> None:

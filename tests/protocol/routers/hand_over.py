@@ -64,8 +64,15 @@ class HandOverRules(RoutersRules, LinkRules[RoutersWorld]):
         for index, worker in enumerate(world.workers if self.scenario.reads_at_once else ()):
             if worker.state is not None:
                 yield from self._own_actions(index, worker)
-        for index, link in enumerate(world.links if self.scenario.frames_at_once else ()):
-            yield from link_actions(index, link)
+        if self.scenario.frames_at_once:
+            yield from self._link_actions(world)
+
+    def _link_actions(self, world: RoutersWorld) -> Iterator[Action]:
+        """Return what may happen on links. A dial to a dead worker fails when its routers have lost it too, as they do."""
+        for index, link in enumerate(world.links):
+            is_known = any(one.worker == link.prefill and one.is_cut for one in world.sessions)
+            if link.is_up or not is_known or self.find(world, link.prefill) is not None:
+                yield from link_actions(index, link)
 
     def _own_actions(self, index: int, worker: PartState) -> Iterator[Action]:
         return ((action[0], index, *action[1:]) for action in self.look_at_worker(worker).actions)
@@ -79,8 +86,7 @@ class HandOverRules(RoutersRules, LinkRules[RoutersWorld]):
 
     def _lives(self, world: RoutersWorld) -> Iterator[Action]:
         yield from (action for action in super()._lives(world) if action[0] != "restart")
-        for index, link in enumerate(world.links):
-            yield from link_actions(index, link)
+        yield from self._link_actions(world)
         for index, router in enumerate(world.routers):
             if router.state is not None:
                 yield from (("move", index, number) for number in self.look_at_router(router).movable)
@@ -89,10 +95,10 @@ class HandOverRules(RoutersRules, LinkRules[RoutersWorld]):
                 yield from self._own(world, index, worker)
 
     def _own(self, world: RoutersWorld, index: int, worker: PartState) -> Iterator[Action]:
-        """Return what a worker does by itself, and the end of its drain, which comes sooner or later."""
+        """Return what a worker does by itself, and the end of its drain, once answers may leave it."""
         seen = self.look_at_worker(worker)
         yield from self._own_actions(index, worker)
-        if seen.is_draining:
+        if seen.settling is SettlingStep.STAY:
             yield "undrain", index
         if seen.settling in (SettlingStep.UNSETTLE, SettlingStep.SETTLE):
             yield "settle", index

@@ -28,14 +28,25 @@ MOVED_BESIDE = replace(
     MOVED, name="two routers; one of them moves its answer to a worker of both", answers=(3, 2)
 )
 """The other one has a token left after its first one, and does not move."""
-DRAINED = replace(
-    MOVED_BESIDE,
-    name="a worker drains and serves again; its routers receive that at different moments",
-    moves_when_drained=True,
-    faults=("drain",),
-    num_faults=1,
-    struck="P",
+MOVED_ALONE = replace(
+    MOVED,
+    name="two routers; one of them moves an answer, the other one is idle",
+    prompts=(1,),
+    answers=(3,),
+    owners=("R0.1",),
 )
+
+
+def drained(scenario: HandOverScenario) -> HandOverScenario:
+    """Return the same world, in which the worker that lends drains and serves again, and answers are moved only then."""
+    return replace(
+        scenario,
+        name=f"{scenario.name}; drain",
+        moves_when_drained=True,
+        faults=("drain",),
+        num_faults=1,
+        struck="P",
+    )
 
 
 def hit(scenario: HandOverScenario, fault: str, struck: str = "", max_replays: int = 2) -> HandOverScenario:
@@ -55,14 +66,26 @@ SMALL = {
     "moved": MOVED,
     "room-for-one": ROOM_FOR_ONE,
     "left": hit(MOVED_BESIDE, "leave", max_replays=0),
+    "drained": drained(MOVED_ALONE),
 }
 """Exhausted in some seconds each."""
 LARGE = {
     "dead-router": hit(MOVED_BESIDE, "crash_router", max_replays=0),
     "handed-over-left": hit(HANDED_OVER, "leave", max_replays=0),
-    "dead-sender": hit(MOVED_BESIDE, "crash", "P"),
-    "dead-target": hit(MOVED_BESIDE, "crash", "D"),
-    "cut": hit(MOVED_BESIDE, "cut", "R0"),
-    "drained": DRAINED,
+    "dead-sender": hit(MOVED_ALONE, "crash", "P"),
+    "dead-target": hit(MOVED_ALONE, "crash", "D"),
+    "cut": hit(MOVED_ALONE, "cut"),
+    "cut-link": hit(MOVED_ALONE, "cut_link"),
 }
 """Exhausted in up to a minute each. The death of one router costs the requests of the other one no attempt."""
+HUGE = {
+    "dead-router-moved": hit(MOVED, "crash_router", max_replays=0),
+    "dead-router-handed-over": hit(HANDED_OVER, "crash_router", max_replays=0),
+    "dead-sender-beside": hit(MOVED_BESIDE, "crash", "P"),
+    "dead-target-beside": hit(MOVED_BESIDE, "crash", "D"),
+    "cut-beside": hit(MOVED_BESIDE, "cut", "R0"),
+    "drained-beside": drained(MOVED_BESIDE),
+    "handed-over-cut": hit(HANDED_OVER, "cut"),
+}
+"""Explored as far as ``MAX_WORLDS``, nearest first."""
+MAX_WORLDS = 300_000
