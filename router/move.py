@@ -16,7 +16,6 @@ from router.leg_requests import AttemptTask, leg_request, receiving
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
 from router.request_run import RequestRun
 from router.reservation import Reservation
-from router.tasks import TaskSet
 
 
 class MoveResult(StrEnum):
@@ -42,9 +41,7 @@ class Move:
     failed; the attempt waits for ``continue_at`` or ``give_up`` then, and its KV is still lent.
     """
 
-    def __init__(
-        self, run: RequestRun, attempt: Attempt, reservation: Reservation, order: HandOff, tasks: TaskSet
-    ) -> None:
+    def __init__(self, run: RequestRun, attempt: Attempt, reservation: Reservation, order: HandOff) -> None:
         self.over = asyncio.Event()
         self.order = order
         self.pause_seconds: float | None = None
@@ -52,7 +49,6 @@ class Move:
         self._run = run
         self._attempt = attempt
         self._reservation = reservation
-        self._tasks = tasks
         self._handed_over_at: float | None = None
         self._may_try_again = True
 
@@ -97,7 +93,7 @@ class Move:
         legs = [_lease_of(source, num_tokens), _decode_leg(target, num_tokens)]
         task = AttemptTask(self._run.request, tuple(tokens[:-1]), self.order.next_attempt)
         ((hold,),) = self._reservation.take()
-        self._attempt = attempt.continue_with(task, AttemptLegs(legs, self._tasks), hold)
+        self._attempt = attempt.continue_with(task, AttemptLegs(legs), hold)
         self._run.continue_with(self._attempt)
         self._handed_over_at = time.monotonic()
         if target.gone.is_set():
@@ -137,7 +133,7 @@ class Move:
             return False
         self._may_try_again = False
         self.failed = failure
-        self._attempt.legs.drop_last(self.order.request_id)
+        self._attempt.legs.drop_last()
         self.over.set()
         return True
 
@@ -153,9 +149,7 @@ class Move:
         (lease, leg) = self._attempt.legs
         transfer = receiving(lease, SendTransfer(self.order.transfer_id))
         request = leg_request(self._attempt.task, leg, num_choices=1, transfer=transfer)
-        call = leg.kind.start(leg.worker.calls, request, leg.worker.session)
-        leg.call = self._tasks.spawn(start([leg], call), f"move {request.request_id} to {leg.worker.name}")
-        reservation.begun([leg.call])
+        start([leg], request, reservation.begun(num_orders=1))
 
 
 def _decode_leg(target: AttachedWorker, first_index: int) -> Leg:

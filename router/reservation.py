@@ -1,7 +1,6 @@
 """Credit that is held for a request between the decision to admit it and the beginning of its legs."""
 
-import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
@@ -50,11 +49,13 @@ class Reservation:
         self._holds = []
         return holds
 
-    def begun(self, calls: Collection[asyncio.Task[None]]) -> None:
-        """Count the start until the calls that start the legs are done."""
-        if self._start:
-            self._start.follow(calls)
-            self._start = None
+    def begun(self, num_orders: int) -> Callable[[], None]:
+        """Count the start until the orders that start the legs were sent. Return a function to call for each of them."""
+        assert self._start is not None, "begun twice"
+        start = self._start
+        self._start = None
+        start.num_orders = num_orders
+        return start.sent
 
     def release(self) -> None:
         """Give back the credit that no leg has taken, and end a start that was not begun. Does nothing the second time."""

@@ -51,8 +51,8 @@ class StreamListener(Protocol):
     def opened(self, stream: "RouterStream") -> None:
         """Handle that a router has accepted this worker. ``stream.session`` names the stream until it is lost."""
 
-    def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
-        """Handle a message of a router on an open stream."""
+    async def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
+        """Handle a message of a router on an open stream. The next one is read when this returns."""
 
     async def lost(self, session: str) -> None:
         """Handle that a stream that was open has ended. The worker registers again when this returns."""

@@ -161,14 +161,9 @@ async def test_a_local_recompute_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
-    """The legs are sent by tasks: between binding and sending the worker may go, and with it the channel."""
+    """Between the decision to move an answer and the call the worker may go, and with it the channel."""
     gone = Registration(worker_id="w", address="127.0.0.1:1")
     async with open_worker_calls(gone, router_tls(SECRET), 1.0) as calls:
         pass
-    for call in (
-        calls.prefill(pb.PrefillRequest()),
-        calls.decode(pb.DecodeRequest()),
-        calls.cancel("r", 0, 0),
-    ):
-        with pytest.raises(WorkerLostError, match="worker w had gone"):
-            await call
+    with pytest.raises(WorkerLostError, match="worker w had gone"):
+        await calls.hand_off(pb.HandOffRequest())
