@@ -4,7 +4,8 @@ The pool has two routers behind a TCP balancer, three prefill and three decode w
 greedy and seeded requests over HTTP and gRPC, streamed and whole, with grammars, tool calls, two answers and log
 probabilities. Every six seconds something happens: a worker is killed, frozen, cut off from another one, drained, flipped
 or added, or a router is killed (``tests/chaos/pool/events.py``). Each accepted request whose router lives must end with the
-tokens of the undisturbed run, and nothing may be held at the end, descriptors included. In two
+tokens of the undisturbed run, and nothing may be held at the end, descriptors included. The pauses of moves are listed
+with their bounds, those that a fault has met apart (``tests/chaos/pool/moves.py``). In two
 further scenarios, four decode workers shrink to one, and all workers are restarted one after the other.
 ``--only`` runs one scenario and leaves the figures of the others; ``--seed`` repeats a run as far as the machine allows.
 """

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.facts import run_facts
 from benchmarks.gpu_nixl import reads
-from benchmarks.gpu_shapes import LLAMA, LLAMA_PART, QWEN, TINY, Ceilings, ModelShape
+from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, LLAMA_PART, QWEN, TINY, TINY_FP8, Ceilings, ModelShape
 from benchmarks.gpu_steps import (
     BEST,
     RANDOM,
@@ -31,16 +31,20 @@ from benchmarks.gpu_steps import (
 )
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "reads", "service", "handover")
+PARTS = ("ceilings", "decode", "prefill", "reads", "service", "handover", "fp8")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each)."""
+    """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each).
+
+    fp8_shape: a shape of ``shapes`` with weights in FP8, whose steps are measured as those are.
+    """
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
     handover_shapes: tuple[ModelShape, ...]
+    fp8_shape: ModelShape
     batches: tuple[int, ...]
     context: int
     prefill: Work
@@ -52,11 +56,23 @@ class Plan:
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), (1, 64, 256), 1024, Work(8, 2048), 10, 12, ("nixl", "tcp"),
+    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048), 10, 12,
+    ("nixl", "tcp"),
     ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
 DRY = Plan(
-    torch.device("cpu"), (TINY,), (TINY,), (1, 3), 40, Work(2, 24), 1, 2, ("shm",), (2**16, 64), (8, 2**14)
+    torch.device("cpu"),
+    (TINY,),
+    (TINY,),
+    TINY_FP8,
+    (1, 3),
+    40,
+    Work(2, 24),
+    1,
+    2,
+    ("shm",),
+    (2**16, 64),
+    (8, 2**14),
 )
 
 
@@ -138,6 +154,8 @@ class Run:
                 yield from self._steps(part, shape)
                 gc.collect()
                 torch.cuda.empty_cache()
+        if part == "fp8" and self._ceilings.matmul_fp8 is not None:
+            yield from self._steps("decode", plan.fp8_shape)
 
     def _write(self, part: str, rows: list[dict[str, Any]]) -> None:
         self._out.mkdir(parents=True, exist_ok=True)

@@ -22,6 +22,8 @@ from engine.compute.forward_graphs import CudaRecorder, GraphedForward
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.distributed.group import SingleRank
+from engine.fp8.choice import replace_linears
+from engine.fp8.linear import FP8, multiply
 from engine.models.decoder import CausalLM
 from engine.models.language_model import Head, LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
@@ -74,7 +76,7 @@ class Work:
 
 
 class RandomModel:
-    """A bfloat16 model of this shape with seeded normal weights (not zeros, which would be faster)."""
+    """A model of this shape, in bfloat16 or FP8, with seeded normal weights (not zeros, which would be faster)."""
 
     def __init__(self, shape: ModelShape, device: torch.device, max_length: int) -> None:
         self.shape = shape
@@ -83,13 +85,22 @@ class RandomModel:
         config = shape.config(max_length)
         torch.manual_seed(11)
         with torch.device("meta"):
-            model = CausalLM(config, Head.TIED if shape.is_tied else Head.OWN, SingleRank())
-        self.model = model.to(torch.bfloat16).to_empty(device=device).eval()
+            model = CausalLM(config, Head.TIED if shape.is_tied else Head.OWN, SingleRank()).to(
+                torch.bfloat16
+            )
+        if shape.is_fp8:
+            names = [name for name, _ in model.named_modules()]
+            replace_linears(model, names, has_input_scale=False, group=SingleRank())
+        self.model = model.to_empty(device=device).eval()
         self.model.place(device)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if "norm" in name:
                     parameter.fill_(1.0)
+                elif name.endswith("_scale"):
+                    parameter.fill_(_DEVIATION)
+                elif parameter.dtype == FP8:
+                    parameter.copy_(torch.randn(parameter.shape, device=device))
                 else:
                     parameter.normal_(std=_DEVIATION)
 
@@ -212,7 +223,7 @@ def figures_of(seconds: list[float], bound_seconds: float, num_tokens: int) -> d
 
 
 def measure_ceilings(device: torch.device, num_bytes: int, width: int) -> Ceilings:
-    """Measure the best of some rounds: a copy of ``num_bytes``, a sum over them, and a square bfloat16 product."""
+    """Measure the best of some rounds: a copy of ``num_bytes``, a sum over them, and square products in bfloat16 and FP8."""
     source = torch.randn(num_bytes // 4, device=device)
     target = torch.empty_like(source)
     left, right = (torch.randn(width, width, device=device).to(torch.bfloat16) for _ in range(2))
@@ -226,7 +237,20 @@ def measure_ceilings(device: torch.device, num_bytes: int, width: int) -> Ceilin
 
     copied = best(lambda: target.copy_(source))
     read = best(source.sum)
-    return Ceilings(2 * num_bytes / copied, num_bytes / read, 2 * width**3 / best(lambda: left @ right))
+    products = 2 * width**3
+    seconds = best(lambda: left @ right)
+    ones = torch.ones(width, 1, device=device)
+
+    def in_fp8() -> Tensor:
+        return multiply(numbers, ones, weight, ones, torch.bfloat16)
+
+    numbers, weight = (each.to(FP8) for each in (left, right))
+    try:
+        fp8 = products / best(in_fp8)
+    except RuntimeError as error:
+        print(f"products in FP8 are not measured: {error}", flush=True)
+        fp8 = None
+    return Ceilings(2 * num_bytes / copied, num_bytes / read, products / seconds, fp8)
 
 
 def wait_for(device: torch.device) -> None:

@@ -8,9 +8,9 @@ from importlib.metadata import version
 from cli.endpoint import local_endpoint
 from launch.arguments import parse
 from launch.local_cluster import run_local
-from launch.machine_settings import ServeSettings, UpSettings
+from launch.machine_settings import RoutersSettings, ServeSettings, UpSettings
+from launch.memory_plan import planned
 from launch.router_processes import router_names
-from launch.settings import LocalSettings
 from launch.spec import Facts
 from serving.logs import configure_logs, log_settings
 
@@ -27,7 +27,10 @@ def serve(arguments: Sequence[str]) -> None:
     _serve_until_stopped(parse(ServeSettings, "kvbaton serve", arguments))
 
 
-def _serve_until_stopped(settings: LocalSettings) -> None:
+def _serve_until_stopped(settings: RoutersSettings) -> None:
+    if settings.dry_run:
+        print("\n".join(planned(settings)))
+        return
     configure_logs("up", settings.log_level)
     logger.info("kvbaton %s", version("kvbaton"))
     log_settings(logger, settings)

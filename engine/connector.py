@@ -32,6 +32,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from contract.errors import SettingError
 from contract.layout import KVLayout, Side
@@ -224,11 +226,20 @@ class LandsDirectly(KVMemory, Protocol):
     pool: Any
 
     @property
+    def can_fold(self) -> bool:
+        """True if ``fold`` may be called."""
+
+    @property
     def address(self) -> int:
         """The address of the pool, in its device's memory."""
 
     def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
         """Return bytes ``start``..``end`` - 1 of each block, as ``read_view`` does."""
+
+    def fold(
+        self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.folding``)."""
 
     def land_directly(self, block_ids: Sequence[int]) -> bool:
         """Return whether a library may write these blocks from now on. True waits for the steps that used them before.

@@ -19,6 +19,8 @@ class ModelOptions(Options):
     """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
+    fp8_products: Literal["auto", "on", "off"] = "auto"
+    """Multiply FP8 weights as FP8, instead of converting them to dtype; auto: on NVIDIA GPUs from Ada on, in bfloat16."""
     enforce_eager: bool = False
     """Disable CUDA graphs: slower decode steps, faster start."""
 

@@ -106,6 +106,7 @@ class ControlHalf:
             worker.model_fingerprint,
             tuple(opened().readers),
             lambda: opened().offers,
+            lambda: opened().digest,
         )
         self._links.start(identity, self)
 

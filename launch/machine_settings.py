@@ -13,6 +13,8 @@ class RoutersSettings(LocalSettings):
     """Number of router processes; each uses one core, and the death of one ends only the connections that it has."""
     shared_ports: bool = True
     """Let several routers share the HTTP and the gRPC port; otherwise their ports count up from these."""
+    dry_run: bool = False
+    """Print the device and the memory that each worker would get, and start nothing."""
 
     @property
     def num_routers(self) -> int:
@@ -35,6 +37,7 @@ class UpSettings(RoutersSettings):
       kvbaton up
       kvbaton up --model Qwen/Qwen2.5-0.5B-Instruct --prefill 2 --decode 2
       kvbaton up --routers 2 --prefill 2 --decode 4
+      kvbaton up --prefill 2 --decode 6 --prefill-devices 0,1 --decode-devices 2-7 --dry-run
       kvbaton up --http 127.0.0.1:0 --grpc 127.0.0.1:0 --ready-file ready.json
     """
 

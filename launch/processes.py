@@ -42,11 +42,11 @@ def local_processes(
         "secret_file": secret_file,
         "log_level": settings.log_level,
     }
-    pools = dict(zip((Role.PREFILL, Role.DECODE, Role.AGGREGATED), settings.pools, strict=True))
+    pools = _pools(settings)
     num_workers = sum(pools.values())
     cores = available_cores() if cores is None else cores
     num_threads = settings.num_threads or max(1, len(cores) // num_workers)
-    places = _places(settings, pools, num_devices)
+    places = worker_places(settings, num_devices)
     own_cores = iter(_cores_of_each(cores, num_threads, num_workers) if settings.pin_cores else ())
     worker_flags = {
         **shared,
@@ -127,10 +127,16 @@ def _environment(role: Role, given: Mapping[str, Any]) -> dict[str, str]:
     )
 
 
-def _places(
-    settings: LocalSettings, pools: Mapping[Role, int], num_devices: int | None
-) -> dict[Role, list[DevicePlace]]:
-    """Return the workers' places. Raises SettingError for lists of GPUs beside a device that is not "auto" or "cuda"."""
+def _pools(settings: LocalSettings) -> dict[Role, int]:
+    return dict(zip((Role.PREFILL, Role.DECODE, Role.AGGREGATED), settings.pools, strict=True))
+
+
+def worker_places(settings: LocalSettings, num_devices: int | None = None) -> dict[Role, list[DevicePlace]]:
+    """Return the workers' places, by role. num_devices: the machine's GPUs; None: counted.
+
+    Raises SettingError for lists of GPUs beside a device that is not "auto" or "cuda", or with too few GPUs.
+    """
+    pools = _pools(settings)
     given = settings.given_devices
     if settings.device not in ("auto", "cuda"):
         if any(given.values()):

@@ -16,7 +16,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, WorkerLostError
-from contract.outputs import EngineOutput, FinishReason
+from contract.outputs import EngineOutput, FinishReason, RequestTimings
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.attempt_legs import AttemptLegs
@@ -44,8 +44,8 @@ class MoveEvents(Protocol):
         Raises KvbatonError if that is not possible.
         """
 
-    def continued(self) -> None:
-        """Record that the last leg has emitted its first token."""
+    def continued(self, timings: RequestTimings | None, /) -> None:
+        """Record that the last leg has emitted its first token. timings: what its worker reports with it."""
 
     def target_failed(self, failure: Failure, /) -> bool:
         """Return True if the last leg, which has emitted nothing, begins again at another worker: the attempt goes on."""
@@ -64,7 +64,7 @@ class NoMove:
             "and it is not moved"
         )
 
-    def continued(self) -> None:
+    def continued(self, _timings: RequestTimings | None, /) -> None:
         """Do nothing."""
 
     def target_failed(self, _failure: Failure, /) -> bool:
@@ -260,7 +260,7 @@ class Attempt:
         if is_first:
             self.legs.take_over(leg)
             if leg is self.legs.last:
-                self.move.continued()
+                self.move.continued(output.timings)
         leg.next_index = max(leg.next_index, output.first_index + len(output.token_ids))
         self._report.add(output, has_transfer=leg is self.legs.last and leg.first_index == 1)
         if output.finish_reason:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from contract.membership import Credit, Load
+from contract.membership import Credit, CreditUse, Load
 from router.running_shares import Held
 from router.views import is_full
 
@@ -79,6 +79,15 @@ class WorkerCapacity:
         self.num_roles += 1
         self.held = held
         self.grant(Credit(number=self.credit.number, is_unsettled=True))
+
+    def use(self, num_moves: int) -> CreditUse:
+        """Return the answer to the last credit. num_moves: answers that are being moved away from the worker."""
+        return CreditUse(
+            number=self.credit.number,
+            num_requests=self.num_requests,
+            num_tokens=self.num_tokens,
+            num_former=self.num_former + num_moves,
+        )
 
     def report_load(self, load: Load) -> None:
         """Take a new load. There is more room only if the KV cache was full and is not full now."""

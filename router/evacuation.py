@@ -26,6 +26,7 @@ from router.leg_failure import WorkerDrainedError
 from router.metrics import DrainMetrics
 from router.move import MoveResult
 from router.moving import Mover
+from router.policy import decodes_no_more
 from router.registry import Registry
 from router.request_run import RequestRuns
 
@@ -143,12 +144,12 @@ class Evacuation:
                 run.leave(worker, WorkerDrainedError(text), only_unstarted=True)
 
     def _has_answers_to_move(self, worker: AttachedWorker) -> bool:
-        """Return True for an unsettled worker that is to decode no more: it drains, or has become a prefill worker."""
-        if worker.gone.is_set() or not worker.capacity.credit.is_unsettled:
+        """Return True if answers on a worker are to continue elsewhere, as far as is known."""
+        if worker.gone.is_set() or not decodes_no_more(worker.role, worker.capacity.credit):
             return False
         if drain := self._drains.get(worker):
             return not (drain.were_moved or drain.is_empty)
-        return worker.role is Role.PREFILL and worker.capacity.num_former > 0
+        return worker.capacity.num_former > 0
 
     async def _move_answers(self, worker: AttachedWorker) -> None:
         """Move what the worker decodes to other workers, until nothing is left or its legs are taken away."""

@@ -10,7 +10,7 @@ import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Credit, CreditUse, Registration, Welcome
+from contract.membership import Credit, Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
@@ -181,10 +181,5 @@ def _grant(worker: AttachedWorker, credit: Credit, num_moves: int = 0) -> None:
     worker.capacity.grant(credit)
     if not credit.number:
         return
-    use = CreditUse(
-        number=credit.number,
-        num_requests=worker.capacity.num_requests,
-        num_tokens=worker.capacity.num_tokens,
-        num_former=worker.capacity.num_former + num_moves,
-    )
-    worker.orders.send(pb.RouterMessage(credit_use=credit_use_to_proto(use)))
+    use = credit_use_to_proto(worker.capacity.use(num_moves))
+    worker.orders.send(pb.RouterMessage(credit_use=use))

@@ -1,6 +1,7 @@
 """The metrics of a router. Names and help texts are in ``serving.metrics``; to add a metric, begin there."""
 
 from collections import Counter as Tally
+from collections import deque
 from collections.abc import Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
@@ -11,12 +12,14 @@ from contract.errors import ErrorKind
 from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
+from router.move_record import MoveRecord
 from router.timings import Timings
 from router.views import WorkerView
 from serving.event_metrics import EventCounter, EventHistogram
 from serving.metrics import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_NUM_RECENT_MOVES = 256
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 
 
@@ -134,19 +137,22 @@ class DrainMetrics:
 
 
 class MoveMetrics:
-    """The moves of answers from one worker to another while they are decoded."""
+    """The moves of answers from one worker to another while they are decoded. recent: the last ones that have succeeded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._moves = _counter(registry, "migrations_total", "result")
         self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
+        self.recent = deque[MoveRecord](maxlen=_NUM_RECENT_MOVES)
 
     def ended(self, result: str) -> None:
         """Count a move. result: a ``MoveResult``."""
         self._moves.labels(result).inc()
 
-    def paused(self, seconds: float) -> None:
-        """Record the time between the last token of the source and the first one of the target."""
-        self._pause.observe(seconds)
+    def note(self, move: MoveRecord) -> None:
+        """Record how long a move that has succeeded interrupted its answer; do nothing for another one."""
+        if move.pause_seconds is not None:
+            self._pause.observe(move.pause_seconds)
+            self.recent.append(move)
 
 
 class BatchMetrics:

@@ -5,6 +5,7 @@ import time
 from enum import StrEnum
 
 from contract.errors import WorkerLostError
+from contract.outputs import RequestTimings
 from contract.requests import HandOff, SendTransfer
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
@@ -14,6 +15,7 @@ from router.failures import CURABLE
 from router.leg_failure import Failure
 from router.leg_requests import AttemptTask, leg_request, receiving
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
+from router.move_record import MoveRecord
 from router.request_run import RequestRun
 from router.reservation import Reservation
 
@@ -36,31 +38,32 @@ class MoveResult(StrEnum):
 class Move:
     """The state of a move whose target is reserved. Fulfils ``MoveEvents`` for the attempt, and for the one after it.
 
-    over: set when the target has emitted a token, when it has failed, or when an attempt has ended. pause_seconds: the time
-    between the last token of the source and the first one of a target; None until then. failed: how the first target has
-    failed; the attempt waits for ``continue_at`` or ``give_up`` then, and its KV is still lent.
+    over: set when the target has emitted a token, when it has failed, or when an attempt has ended. record: its times.
+    failed: how the first target has failed; the attempt waits for ``continue_at`` or ``give_up`` then, and its KV is still
+    lent.
     """
 
     def __init__(self, run: RequestRun, attempt: Attempt, reservation: Reservation, order: HandOff) -> None:
         self.over = asyncio.Event()
         self.order = order
-        self.pause_seconds: float | None = None
+        self.record = MoveRecord(
+            order.request_id, order.choice, attempt.legs.last.worker.name, time.monotonic()
+        )
         self.failed: Failure | None = None
         self._run = run
         self._attempt = attempt
         self._reservation = reservation
-        self._handed_over_at: float | None = None
         self._may_try_again = True
 
     @property
     def is_handed_over(self) -> bool:
         """True if the source has handed the answer off, and the target was ordered to continue it."""
-        return self._handed_over_at is not None
+        return self.record.handed_over_at is not None
 
     @property
     def result(self) -> MoveResult:
         """The result, once the move is over or the source has refused."""
-        if self.pause_seconds is not None:
+        if self.record.pause_seconds is not None:
             return MoveResult.MOVED
         if not self.over.is_set():
             return MoveResult.REFUSED
@@ -95,7 +98,8 @@ class Move:
         ((hold,),) = self._reservation.take()
         self._attempt = attempt.continue_with(task, AttemptLegs(legs), hold)
         self._run.continue_with(self._attempt)
-        self._handed_over_at = time.monotonic()
+        self.record.handed_over_at = time.monotonic()
+        self.record.target_chosen(target.name, target.latency.num_steps)
         if target.gone.is_set():
             error = WorkerLostError(f"worker {target.name} was lost before the request was moved to it")
             self._attempt.legs.last.reject(error)
@@ -108,6 +112,7 @@ class Move:
         self._run.target_failed(self._attempt, self.failed)
         self.failed = None
         (target,) = reservation.workers
+        self.record.target_chosen(target.name, target.latency.num_steps)
         ((hold,),) = reservation.take()
         self._attempt.replace_last_leg(_decode_leg(target, self._attempt.legs.last.first_index), hold)
         self._start(reservation)
@@ -119,10 +124,11 @@ class Move:
         if failure:
             self._attempt.give_up(failure)
 
-    def continued(self) -> None:
+    def continued(self, timings: RequestTimings | None) -> None:
         """See ``MoveEvents``."""
-        if self._handed_over_at is not None:
-            self.pause_seconds = time.monotonic() - self._handed_over_at
+        if self.is_handed_over:
+            target = self._attempt.legs.last.worker
+            self.record.continued(time.monotonic(), target.latency.num_steps, timings)
             self.end()
             self.over.set()
 

@@ -29,6 +29,7 @@ from router.leg_failure import Failure
 from router.legs import CONTINUATION
 from router.metrics import MoveMetrics
 from router.move import Move, MoveResult
+from router.policy import never_moved_to
 from router.registry import Registry
 from router.request_run import RequestRun, RequestRuns
 from router.reservation import Reservation
@@ -56,11 +57,7 @@ _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 
 
 class Mover:
-    """Moves answers between workers. Owns the number of moves from each worker.
-
-    A worker that answers are moved away from is no target of another move, and an unsettled one neither: two workers that
-    lend to each other could both wait for blocks (law 4).
-    """
+    """Moves answers between workers. Owns the number of moves from each worker."""
 
     def __init__(
         self,
@@ -177,8 +174,7 @@ class Mover:
                 await self._try_second(move, move.failed, run, source)
         finally:
             move.end()
-        if move.pause_seconds is not None:
-            self._metrics.paused(move.pause_seconds)
+        self._metrics.note(move.record)
         return move.result
 
     async def _try_second(self, move: Move, failed: Failure, run: RequestRun, source: AttachedWorker) -> None:
@@ -207,9 +203,8 @@ class Mover:
     def _excluded(self, source: AttachedWorker) -> frozenset[str]:
         """Return the ids of the workers to which nothing is moved from ``source``."""
         blocked = self._runs.unreachable.blocked(self._registry.workers)
-        unreached = {target for sender, target in blocked if sender == source.name}
-        unsettled = self._registry.views.unsettled
-        return frozenset({source.name, *(worker.name for worker in self._sources), *unreached, *unsettled})
+        sources = (worker.name for worker in self._sources)
+        return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
 
 
 async def _order(move: Move, source: AttachedWorker) -> None:

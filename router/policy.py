@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise, permutations, product
 
 from contract.identity import Role
+from contract.membership import Credit
 from router.legs import GENERATION, Placement, RequestPlan, placed
 from router.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full
 
@@ -94,6 +95,23 @@ def place(
 def never_bound(workers: WorkerViews) -> Pairs:
     """Return the pairs between which no hand-over is bound: both may lend and fetch at once (law 4)."""
     return frozenset(permutations(workers.unsettled, 2)) if len(workers.unsettled) > 1 else frozenset()
+
+
+def never_moved_to(
+    workers: WorkerViews, source: str, sources: Iterable[str], unreachable: Pairs
+) -> frozenset[str]:
+    """Return the ids of the workers to which no answer is moved from ``source``.
+
+    sources: workers that answers are being moved away from. They, and unsettled workers, are no target: two workers that
+    lend to each other could both wait for blocks (law 4).
+    """
+    unreached = {target for sender, target in unreachable if sender == source}
+    return frozenset({source, *sources, *unreached, *workers.unsettled})
+
+
+def decodes_no_more(role: Role, credit: Credit) -> bool:
+    """Return True for an unsettled worker that is to decode no more: it drains, or has become a prefill worker."""
+    return credit.is_unsettled and (credit.is_draining or role is Role.PREFILL)
 
 
 def fits(worker: WorkerSize, request: PlacementRequest) -> bool:

@@ -10,13 +10,14 @@ class WorkerLatency:
     """Measures one worker on the router's clock. clock: seconds, monotonic.
 
     first_token: from the arrival of requests to their first token, which this worker computed. token_gap: between two
-    tokens of an answer.
+    tokens of an answer. num_steps: steps that have arrived.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.first_token = MovingMean(clock)
         self.token_gap = MovingMean(clock)
+        self.num_steps = 0
         self._last_step = clock()
 
     def note_step(self, num_entries: int, num_running_before: int) -> None:
@@ -25,6 +26,7 @@ class WorkerLatency:
         num_running_before: requests that were running after the step before. If there was none, the time since then is
         no client's wait.
         """
+        self.num_steps += 1
         now = self._clock()
         if num_entries and num_running_before:
             self.token_gap.add(now - self._last_step, num_entries)

@@ -15,6 +15,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from contract.membership import Credit
 from serving.waiting import ends_within
 from worker.emptiness import Emptiness
@@ -65,14 +67,10 @@ class Drain:
 
     def credit(self, full: Credit) -> Credit:
         """Return the credit to send: ``full``, or nothing during a drain."""
-        if not self._lifecycle.is_draining:
-            return self._lifecycle.credit(full)
-        return Credit(
-            is_draining=True,
-            drain_seconds=self.seconds_left,
-            is_empty=self.is_empty,
-            is_unsettled=self._lifecycle.is_unsettled,
-        )
+        credit = self._lifecycle.credit(full)
+        if not credit.is_draining:
+            return credit
+        return replace(credit, drain_seconds=self.seconds_left, is_empty=self.is_empty)
 
     def begin(self, seconds: float | None = None) -> None:
         """Take no new legs; those that are bound have ``seconds``, or less if an earlier deadline is set.

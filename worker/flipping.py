@@ -16,6 +16,7 @@ from contract.identity import worker_role
 from contract.membership import RoleOrder
 from worker.lifecycle import Lifecycle
 from worker.settling import Settling
+from worker.transitions import FlipStep, next_flip_step
 
 logger = logging.getLogger(__name__)
 
@@ -60,35 +61,47 @@ class Flip:
         self._settling.close()
         if self._change:
             self._change.cancel()
-            self._end()
+            self._change = None
+        self._order = None
+        self._lifecycle.is_closing = False
 
     async def _carry_out(self) -> None:
         """Carry out the newest order, and those that come meanwhile."""
-        lifecycle = self._lifecycle
-        num_drains = lifecycle.num_drains
-        while (order := self._order) and order.epoch > lifecycle.role_epoch:
-            await self._settling.wait_settled()
-            if worker_role(order.role) is not lifecycle.role:
-                lifecycle.is_closing = True
-                self._announce_credit()
-                await self._settling.wait_answered()
-            if lifecycle.num_drains != num_drains:
-                logger.info("a drain has ended the change of the role")
-                break
-            self._take(self._order)
+        num_drains = self._lifecycle.num_drains
+        while (step := self._next_step(num_drains)) is not FlipStep.END:
+            match step:
+                case FlipStep.WAIT_SETTLED:
+                    await self._settling.wait_settled()
+                case FlipStep.WAIT_ANSWERED:
+                    await self._settling.wait_answered()
+                case FlipStep.CLOSE:
+                    self._lifecycle.is_closing = True
+                    self._announce_credit()
+                case FlipStep.TAKE:
+                    self._take()
+        if self._lifecycle.num_drains != num_drains:
+            logger.info("a drain has ended the change of the role")
         self._end()
 
-    def _take(self, order: RoleOrder) -> None:
+    def _next_step(self, num_drains: int) -> FlipStep:
+        if self._order is None:
+            return FlipStep.END
+        return next_flip_step(self._lifecycle, self._order, num_drains, self._settling.answers)
+
+    def _take(self) -> None:
         """Take the role now. Every router has answered that it binds no leg by the former one."""
-        role = worker_role(order.role)
-        if role is not self._lifecycle.role:
-            self._settling.begin()
-        self._lifecycle.take_role(role, order.epoch)
+        assert self._order is not None, "the change is under way"
+        role = worker_role(self._order.role)
+        self._lifecycle.take_role(role, self._order.epoch)
+        self._settling.watch()
         self._announce_role()
         self._announce_credit()
         logger.info("this is a %s worker now", role.value)
 
     def _end(self) -> None:
+        """End the change; a worker that offers nothing because of it offers its credit again."""
         self._order = None
         self._change = None
-        self._lifecycle.is_closing = False
+        if self._lifecycle.is_closing:
+            self._lifecycle.is_closing = False
+            self._announce_credit()

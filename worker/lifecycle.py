@@ -89,14 +89,17 @@ class Lifecycle:
         self.state = WorkerState.LEFT
 
     def take_role(self, role: Role, epoch: int) -> None:
-        """Serve in another role from now on, and end what was begun by the former one."""
+        """Serve in this role from now on. If it is another one, the worker ends what was begun by the former one."""
+        self.is_unsettled = self.is_unsettled or role is not self.role
         self._former_role = self.role
         self.role = role
         self.role_epoch = epoch
         self.is_closing = False
 
     def credit(self, full: Credit) -> Credit:
-        """Return the credit to offer without a drain: that of one role at a time (law 4), or nothing."""
+        """Return the credit to offer: that of one role at a time (law 4), or nothing while the worker closes or drains."""
+        if self.is_draining:
+            return Credit(is_draining=True, is_unsettled=self.is_unsettled)
         return Credit() if self.is_closing else replace(full, is_unsettled=self.is_unsettled)
 
     def serves(self, call: LegCall) -> bool:

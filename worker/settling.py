@@ -18,34 +18,27 @@ from collections.abc import Callable
 from typing import Protocol
 
 from worker.lifecycle import Lifecycle
+from worker.transitions import RouterAnswers, SettlingStep, next_settling_step
 
 _ASK_AGAIN_SECONDS = 0.1
 """The time after which routers are asked again what is left of the worker's former state."""
 
 
-class RouterAnswers(Protocol):
-    """The routers' answers to credits."""
-
-    @property
-    def are_answered(self) -> bool:
-        """True if every router has answered its last credit."""
-
-    @property
-    def num_former(self) -> int:
-        """Legs and moves of the worker's former state, by the last answers."""
+class Routers(RouterAnswers, Protocol):
+    """The worker's routers."""
 
     def send_credit(self) -> None:
         """Send every router its credit."""
 
 
 class Settling:
-    """Owns the way of one worker between settled and unsettled.
+    """Owns the way of one worker between settled and unsettled; ``worker/transitions.py`` has the decisions.
 
     has_mixed_kv: returns whether the engine lends KV beside the fetches of its role, or fetches beside its leases.
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, routers: Callable[[], RouterAnswers], has_mixed_kv: Callable[[], bool]
+        self, lifecycle: Lifecycle, routers: Callable[[], Routers], has_mixed_kv: Callable[[], bool]
     ) -> None:
         self._lifecycle = lifecycle
         self._routers = routers
@@ -54,6 +47,11 @@ class Settling:
         self._settled = asyncio.Event()
         self._settled.set()
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def answers(self) -> RouterAnswers:
+        """The routers' answers to the last credits."""
+        return self._routers()
 
     def note_report(self) -> None:
         """Record that a router has answered a credit, or is gone."""
@@ -69,14 +67,10 @@ class Settling:
             self._reported.clear()
             await self._reported.wait()
 
-    def begin(self) -> None:
-        """Count as unsettled from now on; every router has answered a credit of nothing. The caller sends the next one."""
-        self._lifecycle.is_unsettled = True
-        self._settled.clear()
-        self.watch()
-
     def watch(self) -> None:
-        """Follow what is to be done: a drain has begun, after whose credit is answered the worker is unsettled."""
+        """Follow what is to be done: a drain has begun, or the worker has become unsettled."""
+        if self._lifecycle.is_unsettled:
+            self._settled.clear()
         if self._watch is None:
             self._watch = asyncio.create_task(
                 self._until_settled(), name="watch whether the worker is settled"
@@ -91,21 +85,23 @@ class Settling:
     async def _until_settled(self) -> None:
         """Ask the routers again and again until nothing is left of the former state."""
         lifecycle = self._lifecycle
-        while True:
-            await self.wait_answered()
-            routers = self._routers()
-            if lifecycle.is_draining and not lifecycle.is_unsettled:
-                self.begin()
-                routers.send_credit()
-            elif not lifecycle.is_unsettled:
-                break  # the drain was undone before every router had answered
-            elif not (lifecycle.is_draining or routers.num_former or self._has_mixed_kv()):
-                lifecycle.is_unsettled = False
-                self._settled.set()
-                routers.send_credit()
-                break
-            else:
-                await asyncio.sleep(_ASK_AGAIN_SECONDS)
-                if not lifecycle.is_draining:
-                    routers.send_credit()
+        while (step := self._next_step()) is not SettlingStep.END:
+            match step:
+                case SettlingStep.WAIT_ANSWERED:
+                    await self.wait_answered()
+                case SettlingStep.UNSETTLE:
+                    lifecycle.is_unsettled = True
+                    self._settled.clear()
+                    self._routers().send_credit()
+                case SettlingStep.SETTLE:
+                    lifecycle.is_unsettled = False
+                    self._settled.set()
+                    self._routers().send_credit()
+                case _:
+                    await asyncio.sleep(_ASK_AGAIN_SECONDS)
+                    if self._next_step() is SettlingStep.ASK:
+                        self._routers().send_credit()
         self._watch = None
+
+    def _next_step(self) -> SettlingStep:
+        return next_settling_step(self._lifecycle, self._routers(), self._has_mixed_kv)

@@ -11,6 +11,7 @@ from contract.errors import CancelledError, InvalidRequestError, KvbatonError, N
 from contract.identity import Role
 from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
+from engine.scheduling.stats import SchedulerStats
 from serving.cluster_tls import ClusterTls, worker_tls
 from serving.process_facts import facts_of
 from wire.membership import registration_to_proto
@@ -28,6 +29,7 @@ from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterAddress
 from worker.settings import WorkerSettings
 from worker.settling import Settling
+from worker.transitions import has_mixed_kv
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ class Worker:
             lambda: self._sessions.send_credit(),
         )
         settling = Settling(
-            self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine)
+            self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine.stats)
         )
         self.drain = Drain(
             self.lifecycle,
@@ -235,6 +237,5 @@ class Worker:
             self._sessions.send_load(self.engine.stats, is_idle=True)
 
 
-def _has_mixed_kv(role: Role, engine: EngineClient) -> bool:
-    """Return True if the engine lends KV, or fetches it, beside what the role does."""
-    return bool(engine.stats.num_fetches if role is Role.PREFILL else engine.stats.num_leases)
+def _has_mixed_kv(role: Role, stats: SchedulerStats) -> bool:
+    return has_mixed_kv(role, num_leases=stats.num_leases, num_fetches=stats.num_fetches)

@@ -1,7 +1,9 @@
 """Paged attention by FlashInfer (Ye et al. 2025); the pool's layers have its HND layout.
 
-A step of decodes only runs the decode kernel, any other step the prefill kernel for all requests. A plan depends on the
-heads, so it is made when the first layer of a kind attends. Our Triton kernel stores KV, because it clears fresh blocks.
+A step of decodes only runs the decode kernel, any other step the prefill kernel for all requests. On Hopper that is
+FlashAttention-3's, which does not divide a long context among its programs; a step with nothing but short chunks, some of
+them behind a long context, takes FlashAttention-2's, which does. A plan depends on the heads, so it is made when the first
+layer of a kind attends. Our Triton kernel stores KV, because it clears fresh blocks.
 """
 
 from collections.abc import Callable
@@ -15,8 +17,9 @@ from engine.attention.backend import LayerShape
 from engine.attention.choice import Needs
 from engine.attention.pages import Pages, pages_of
 from engine.attention.planning import PlannedWrapper
+from engine.attention.splits import SHORT_CHUNK, is_split
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_backend import NO_SLOT, num_cleared_behind, store_kv
+from engine.attention.triton_store import NO_SLOT, num_cleared_behind, store_kv
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import profile_inputs
 from engine.compute.staging import on_device, padded
@@ -25,6 +28,7 @@ from engine.kv_cache.memory import TORCH_DTYPES
 _WORKSPACE_BYTES = 256 * 2**20
 _DECODE_GROUPS = (1, 2, 3, 4)
 """Query heads per KV head for which the decode kernel is taken; others run on tensor cores (it has none for 5, 6 and 7)."""
+_PREFILL_BACKENDS = {"prefill": "auto", "short": "fa2"}
 _LAYOUT = "HND"
 _TRIAL_BLOCK = 16
 
@@ -53,7 +57,7 @@ class FlashInferBackend:
         return self._workspaces[device]
 
     def wrapper(self, kind: str, shape: LayerShape, group: int, device: torch.device) -> PlannedWrapper:
-        """Return the wrapper for layers of this shape. kind: decode or prefill."""
+        """Return the wrapper for layers of this shape. kind: decode, prefill, or short (chunks behind a long context)."""
         key = (kind, shape, group)
         if key not in self._wrappers:
             workspace = self.workspace(device)
@@ -62,7 +66,9 @@ class FlashInferBackend:
                     workspace, _LAYOUT, use_tensor_cores=group not in _DECODE_GROUPS
                 )
             else:
-                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT)
+                wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+                    workspace, _LAYOUT, backend=_PREFILL_BACKENDS[kind]
+                )
             self._wrappers[key] = _planned(wrapper)
         return self._wrappers[key]
 
@@ -107,19 +113,8 @@ class FlashInferStep:
             wrapper = self._wrapper("decode", shape, group, query.device)
             plan_decode(wrapper, pages, shape, query, cache)
             return wrapper
-        wrapper = self._wrapper("prefill", shape, group, query.device)
-        wrapper.plan(
-            torch.from_numpy(self._inputs.query_start_loc),
-            pages.starts,
-            pages.indices,
-            pages.last,
-            query.shape[1],
-            cache.shape[2],
-            query.shape[2],
-            cache.shape[3],
-            causal=True,
-            **_plan_options(shape, query, cache),
-        )
+        wrapper = self._wrapper(_kind_of(self._inputs), shape, group, query.device)
+        plan_prefill(wrapper, self._inputs, pages, shape, query, cache)
         return wrapper
 
 
@@ -192,6 +187,39 @@ def try_out(device: torch.device, needs: Needs) -> None:
             query = torch.zeros(num_tokens, needs.group, needs.head_dim, dtype=dtype, device=device)
             step = backend.plan(profile_inputs([num_tokens]), _TRIAL_BLOCK, device)
             step.attend(shape, query, query, query, cache).cpu()
+        inputs = profile_inputs([2])
+        query = torch.zeros(2, needs.group, needs.head_dim, dtype=dtype, device=device)
+        wrapper = backend.wrapper("short", shape, needs.group, device)
+        plan_prefill(wrapper, inputs, pages_of(inputs, _TRIAL_BLOCK, 1), shape, query, cache)
+        wrapper.run(query, cache).cpu()
+
+
+def _kind_of(inputs: PreparedInputs) -> str:
+    """Return which prefill kernel a step takes, by its lengths only: one plan holds all of its requests."""
+    return "short" if inputs.max_query_len <= SHORT_CHUNK and is_split(inputs).any() else "prefill"
+
+
+def plan_prefill(
+    wrapper: PlannedWrapper,
+    inputs: PreparedInputs,
+    pages: Pages,
+    shape: LayerShape,
+    query: Tensor,
+    cache: Tensor,
+) -> None:
+    """Plan requests of any number of tokens; only the heads and number formats of query and cache matter."""
+    wrapper.plan(
+        torch.from_numpy(inputs.query_start_loc),
+        pages.starts,
+        pages.indices,
+        pages.last,
+        query.shape[1],
+        cache.shape[2],
+        query.shape[2],
+        cache.shape[3],
+        causal=True,
+        **_plan_options(shape, query, cache),
+    )
 
 
 def _planned(wrapper: Any) -> PlannedWrapper:

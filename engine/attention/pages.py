@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.compute.inputs import PreparedInputs
+from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import padded
 
 
@@ -24,15 +24,20 @@ class Pages:
 
 def pages_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> Pages:
     """Return the step's pages for ``num_rows`` rows; an unused row has one token in the null block."""
-    num_reqs = inputs.num_reqs
-    seq_lens = padded(inputs.seq_lens, num_rows, 1)
-    counts = -(-seq_lens // block_size)
+    starts, indices = blocks_of(inputs, block_size, num_rows)
+    last = (padded(inputs.seq_lens, num_rows, 1) - 1) % block_size + 1
+    return Pages(*(torch.from_numpy(part) for part in (starts, indices, last)))
+
+
+def blocks_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> tuple[IntVector, IntVector]:
+    """Return the blocks of all rows one after the other, and before them where each row's begin, ``[num_rows + 1]``.
+
+    Only the blocks that a request uses are read, not the width of the table. An unused row has the null block.
+    """
+    counts = -(-padded(inputs.seq_lens, num_rows, 1) // block_size)
     starts = np.zeros(num_rows + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
-    num_used = int(starts[num_reqs])
-    rows = np.repeat(np.arange(num_reqs), counts[:num_reqs])
-    columns = np.arange(num_used) - np.repeat(starts[:num_reqs], counts[:num_reqs])
     indices = np.zeros(int(starts[-1]), dtype=np.int32)
-    indices[:num_used] = inputs.block_table[rows, columns]
-    last = seq_lens - (counts - 1) * block_size
-    return Pages(*(torch.from_numpy(part) for part in (starts, indices, last)))
+    own = [row[:count] for row, count in zip(inputs.block_table, counts.tolist(), strict=False)]
+    np.concatenate(own, out=indices[: starts[inputs.num_reqs]])
+    return starts, indices

@@ -1,4 +1,4 @@
-"""Triton kernels over the paged KV cache: store, prefill, decode in splits of the context, and their combination.
+"""Triton kernels over the paged KV cache: store, prefill, splits of long contexts, and their combination.
 
 Imported only if Triton is installed. Sizes that are powers of two are padded heads, head dims and tiles; ``head_dim`` and
 ``group`` are the real sizes. Scores are in base 2: ``scale`` includes log2(e). The result of a row does not depend on other
@@ -8,12 +8,14 @@ rows.
 import triton
 import triton.language as tl
 
-_VECTORS = ["slots", "num_cleared", "tiles", "rows", "query_starts", "seq_lens", "tables"]
-_STRIDES = ["table_stride"]
-"""They differ from step to step: a kernel must not be compiled anew for those that are aligned, and those that are not."""
+_VECTORS = [
+    "slots", "num_cleared", "tiles", "items", "num_items", "units", "query_starts", "seq_lens", "tables", "table_starts",
+]  # fmt: skip
+"""Their places differ from step to step: a kernel must not be compiled anew for those that are aligned, and those that are
+not."""
 
 
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
+@triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def store_kernel(
     key,
     value,
@@ -98,7 +100,7 @@ def _fold(
     return new_highest, total * decay + tl.sum(weights, 1), mixed
 
 
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
+@triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def prefill_kernel(
     query,
     output,
@@ -107,7 +109,7 @@ def prefill_kernel(
     query_starts,
     seq_lens,
     tables,
-    table_stride,
+    table_starts,
     token_stride,
     block_stride,
     kv_stride,
@@ -145,7 +147,7 @@ def prefill_kernel(
     highest = tl.full([tokens], -1.0e30, dtype=tl.float32)
     total = tl.zeros([tokens], dtype=tl.float32)
     mixed = tl.zeros([tokens, dims], dtype=tl.float32)
-    table = tables + row.to(tl.int64) * table_stride
+    table = tables + tl.load(table_starts + row)
     keys = cache + (head // group) * head_stride
     for start in range(begin, end, tile):
         highest, total, mixed = _fold(
@@ -156,113 +158,147 @@ def prefill_kernel(
     tl.store(output + places, (mixed / total[:, None]).to(output.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def _split_of(
-    seq_len, window: tl.constexpr, tile: tl.constexpr, num_splits: tl.constexpr, shortest: tl.constexpr
-):
-    """Return the start of the visible context and the tokens per split, by the sequence's length only."""
-    begin = 0
-    if window > 0:
-        begin = tl.maximum(seq_len - window, 0) // tile * tile
-    even = tl.cdiv(tl.cdiv(seq_len - begin, num_splits), tile) * tile
-    return begin, tl.maximum(even, shortest)
-
-
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
-def decode_kernel(
+@triton.jit(do_not_specialize_on_alignment=_VECTORS)
+def split_kernel(
     query,
+    output,
     partial,
     logs,
     cache,
-    rows,
+    items,
+    num_items,
     query_starts,
     seq_lens,
     tables,
-    table_stride,
+    table_starts,
     token_stride,
     block_stride,
     kv_stride,
     head_stride,
     scale,
     group: tl.constexpr,
-    heads: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    rows: tl.constexpr,
+    kept: tl.constexpr,
     window: tl.constexpr,
     cap: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
     tile: tl.constexpr,
-    num_splits: tl.constexpr,
-    shortest: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """Compute one KV head and one split of a request's context, for all query heads of the group (flash-decoding, Dao 2023).
+    """Compute items of the work list, one KV head at a time, by as many programs as run at once (flash-decoding, Dao 2023).
 
-    partial ``[num_rows, num_heads, num_splits, head_dim]``; logs: base-2 logarithms of the splits' sums of weights.
+    items: see ``engine.attention.splits``. rows: ``kept``, padded. partial ``[num_items, num_kv_heads, kept, head_dim]``;
+    logs: base-2 logarithms of sums of weights. A unit with one split needs no partial results.
     """
-    kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    index = tl.program_id(2)
-    row = tl.load(rows + index)
-    seq_len = tl.load(seq_lens + row)
-    begin, length = _split_of(seq_len, window, tile, num_splits, shortest)
-    first = begin + split * length
-    if first < seq_len:
-        member = tl.arange(0, heads)
-        dim = tl.arange(0, dims)
-        head = kv_head * group + member
-        mask = (member < group)[:, None] & (dim < head_dim)[None, :]
-        own = query + tl.load(query_starts + row).to(tl.int64) * token_stride
-        states = tl.load(own + head[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
-        positions = tl.zeros([heads], dtype=tl.int32) + seq_len - 1
-        highest = tl.full([heads], -1.0e30, dtype=tl.float32)
-        total = tl.zeros([heads], dtype=tl.float32)
-        mixed = tl.zeros([heads, dims], dtype=tl.float32)
-        table = tables + row.to(tl.int64) * table_stride
+    dim = tl.arange(0, dims)
+    for work in range(tl.program_id(0), tl.load(num_items) * num_kv_heads, tl.num_programs(0)):
+        kv_head = work % num_kv_heads
+        item = items + (work // num_kv_heads) * 5
+        row, seq_len, positions, own, is_row = _rows_of(
+            item, query_starts, seq_lens, token_stride, kv_head, group, rows, kept, head_dim
+        )
+        mask = is_row[:, None] & (dim < head_dim)[None, :]
+        states = tl.load(query + own[:, None] + dim[None, :], mask=mask, other=0.0)
+        highest = tl.full([rows], -1.0e30, dtype=tl.float32)
+        total = tl.zeros([rows], dtype=tl.float32)
+        mixed = tl.zeros([rows, dims], dtype=tl.float32)
+        table = tables + tl.load(table_starts + row)
         keys = cache + kv_head * head_stride
-        for start in range(first, tl.minimum(first + length, seq_len), tile):
+        for start in range(tl.load(item + 2), tl.minimum(tl.load(item + 3), seq_len), tile):
             highest, total, mixed = _fold(
                 states, positions, highest, total, mixed, start, seq_len, table, keys, kv_stride, block_stride,
                 scale, window, cap, block_size, head_dim, dims, tile, precision,
             )  # fmt: skip
-        place = (index.to(tl.int64) * tl.num_programs(0) * group + head) * num_splits + split
-        tl.store(logs + place, highest + tl.log2(total), mask=member < group)
-        tl.store(partial + place[:, None] * head_dim + dim[None, :], mixed / total[:, None], mask=mask)
+        mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+        if tl.load(item + 4) == 1:
+            tl.store(output + own[:, None] + dim[None, :], mixed.to(output.dtype.element_ty), mask=mask)
+        else:
+            place = (work * kept + tl.arange(0, rows)).to(tl.int64)
+            tl.store(logs + place, _log_of(highest, total), mask=is_row)
+            tl.store(partial + place[:, None] * head_dim + dim[None, :], mixed, mask=mask)
 
 
-@triton.jit(do_not_specialize=_STRIDES, do_not_specialize_on_alignment=_VECTORS)
+@triton.jit
+def _rows_of(
+    item,
+    query_starts,
+    seq_lens,
+    token_stride,
+    kv_head,
+    group: tl.constexpr,
+    rows: tl.constexpr,
+    kept: tl.constexpr,
+    head_dim: tl.constexpr,
+):
+    """Return an item's request and its length, and of each packed row: position, place of the query, whether it exists."""
+    row = tl.load(item)
+    member = tl.arange(0, rows)
+    packed = tl.load(item + 1) + member
+    seq_len = tl.load(seq_lens + row)
+    query_start = tl.load(query_starts + row)
+    count = tl.load(query_starts + row + 1) - query_start
+    token = packed // group
+    own = (query_start + token).to(tl.int64) * token_stride + (kv_head * group + packed % group) * head_dim
+    return row, seq_len, seq_len - count + token, own, (member < kept) & (token < count)
+
+
+@triton.jit
+def _log_of(highest, total):
+    """Return the base-2 logarithm of each row's sum; a row sees nothing of a split that begins behind it."""
+    return tl.where(total > 0.0, highest + tl.log2(tl.where(total > 0.0, total, 1.0)), -1.0e30)
+
+
+@triton.jit(do_not_specialize_on_alignment=_VECTORS)
 def combine_kernel(
     output,
     partial,
     logs,
-    rows,
+    units,
     query_starts,
-    seq_lens,
     token_stride,
-    window: tl.constexpr,
+    group: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    kept: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
-    tile: tl.constexpr,
-    num_splits: tl.constexpr,
-    shortest: tl.constexpr,
+    at_once: tl.constexpr,
 ):
-    """Combine the splits of one head of one request: their mean, weighted by their sums."""
-    head = tl.program_id(0)
-    index = tl.program_id(1)
-    row = tl.load(rows + index)
-    seq_len = tl.load(seq_lens + row)
-    begin, length = _split_of(seq_len, window, tile, num_splits, shortest)
-    split = tl.arange(0, num_splits)
-    dim = tl.arange(0, dims)
-    is_used = begin + split * length < seq_len
-    is_dim = dim < head_dim
-    place = (index.to(tl.int64) * tl.num_programs(0) + head) * num_splits + split
-    log = tl.load(logs + place, mask=is_used, other=-1.0e30)
-    weights = tl.where(is_used, tl.exp2(log - tl.max(log, 0)), 0.0)
-    parts = tl.load(
-        partial + place[:, None] * head_dim + dim[None, :], mask=is_used[:, None] & is_dim[None, :], other=0.0
-    )
-    mixed = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
-    token = tl.load(query_starts + row).to(tl.int64)
-    target = output + token * token_stride + head * head_dim + dim
-    tl.store(target, mixed.to(output.dtype.element_ty), mask=is_dim)
+    """Combine the splits of one packed row of a unit, ``at_once`` at a time: their mean, weighted by their sums."""
+    kv_head = tl.program_id(0) // kept
+    member = tl.program_id(0) % kept
+    unit = units + tl.program_id(1) * 4
+    row = tl.load(unit)
+    packed = tl.load(unit + 1) + member
+    first = tl.load(unit + 2)
+    num_splits = tl.load(unit + 3)
+    query_start = tl.load(query_starts + row)
+    token = packed // group
+    if (num_splits > 1) & (token < tl.load(query_starts + row + 1) - query_start):
+        dim = tl.arange(0, dims)
+        is_dim = dim < head_dim
+        highest = tl.max(tl.full([at_once], -1.0e30, dtype=tl.float32), 0)
+        total = highest * 0.0
+        mixed = tl.zeros([dims], dtype=tl.float32)
+        for start in range(0, num_splits, at_once):
+            split = start + tl.arange(0, at_once)
+            is_used = split < num_splits
+            place = ((first + split).to(tl.int64) * num_kv_heads + kv_head) * kept + member
+            log = tl.load(logs + place, mask=is_used, other=-1.0e30)
+            new_highest = tl.maximum(highest, tl.max(log, 0))
+            weights = tl.where(is_used, tl.exp2(log - new_highest), 0.0)
+            decay = tl.exp2(highest - new_highest)
+            parts = tl.load(
+                partial + place[:, None] * head_dim + dim[None, :],
+                mask=is_used[:, None] & is_dim[None, :],
+                other=0.0,
+            )
+            mixed = mixed * decay + tl.sum(parts * weights[:, None], 0)
+            total = total * decay + tl.sum(weights, 0)
+            highest = new_highest
+        own = (query_start + token).to(tl.int64) * token_stride + (
+            kv_head * group + packed % group
+        ) * head_dim
+        tl.store(output + own + dim, (mixed / total).to(output.dtype.element_ty), mask=is_dim)

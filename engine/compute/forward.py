@@ -13,6 +13,7 @@ from engine.compute.forward_graphs import CudaRecorder, GraphedForward, capture_
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
+from engine.fp8.choice import has_products
 from engine.kernels.binding import load_kernels
 from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.draw import KernelDraw
@@ -166,6 +167,8 @@ def _by_kernels(
     reason = why_unserved(config, loaded.info.dtype, device, settings.tensor_parallel_size)
     if settings.attention_backend != "auto":
         reason = f"attention_backend is {settings.attention_backend}"
+    if has_products(model):
+        reason = "its weights are multiplied as FP8"
     if reason is not None:
         logger.info("plain torch computes the model, not the kernels: %s", reason)
         return None

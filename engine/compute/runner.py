@@ -101,7 +101,7 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         settings = self._settings
-        loaded = load(settings.model, settings.dtype, settings.max_model_len, self.device, self._group)
+        loaded = _load(settings, self.device, self._group)
         forward = forward_pass(loaded, settings, self.device)
         sampler = RankSampler(forward, self._group, self.device)
         lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
@@ -261,6 +261,10 @@ class ModelRunner:
         if self._connector is None or scheduled.kv_connector_metadata is None:
             return None
         return self._connector.watch_layers(scheduled.kv_connector_metadata)
+
+
+def _load(settings: EngineSettings, device: torch.device, group: RankGroup) -> LoadedModel:
+    return load(settings.model, settings.dtype, settings.max_model_len, device, group, settings.fp8_products)
 
 
 def _ready(value: _T | None, needed: str) -> _T:

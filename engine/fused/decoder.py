@@ -4,7 +4,7 @@ A step of few tokens is a sequence of small kernels, and each costs two microsec
 that read the same states become one product (q, k and v; gate and up), and everything between two products one kernel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
+from engine.fp8.linear import Fp8Linear, join
 from engine.fused.rows import HeadNorms, gated, normed, turned
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
@@ -82,11 +83,11 @@ class Product:
 class _Layer:
     shape: LayerShape
     input_norm: Tensor
-    qkv: Product
+    qkv: Callable[[Tensor], Tensor]
     head_norms: HeadNorms | None
     output: nn.Module
     mlp_norm: Tensor
-    gate_up: Product
+    gate_up: Callable[[Tensor], Tensor]
     down: nn.Module
 
 
@@ -108,8 +109,10 @@ def _layer(layer: DecoderLayer) -> _Layer:
     )
 
 
-def joined(*linears: nn.Linear) -> Product:
+def joined(*linears: nn.Linear) -> Callable[[Tensor], Tensor]:
     """Replace layers that read the same states by one product; their weights and biases become views of its."""
+    if any(isinstance(linear, Fp8Linear) for linear in linears):
+        return join(linears)
     return Product(_joined(linears, "weight"), None if linears[0].bias is None else _joined(linears, "bias"))
 
 

@@ -10,11 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from contract.errors import InternalError
 from contract.layout import KVLayout
 from engine.connector import Computed
+from engine.kv_cache.folding import find_fold
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _POOL_NAME = "kvbaton-kv"
@@ -131,14 +135,28 @@ class StagedKVMemory(PagedKVMemory):
         self._staged: dict[int, Tensor] = {}
         self._landed: set[int] = set()
         """Blocks of which a library may have written a part directly since they were last committed."""
-        self._is_cuda = device.type == "cuda"
-        self._copies = _cuda.Stream(device) if self._is_cuda else None
+        self._copies = _cuda.Stream(device) if device.type == "cuda" else None
         self._computed: Computed = _AT_ONCE
+        self._fold = find_fold(self.pool)
 
     @property
     def address(self) -> int:
         """See LandsDirectly."""
         return self.pool.data_ptr()
+
+    @property
+    def can_fold(self) -> bool:
+        """See LandsDirectly."""
+        return self._fold is not None
+
+    def fold(
+        self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
+    ) -> npt.NDArray[np.uint64]:
+        """See LandsDirectly."""
+        if self._fold is None:
+            raise InternalError("the sums of blocks cannot be computed on this device")
+        with torch.cuda.stream(self._copies):
+            return self._fold(list(map(self._check, block_ids)), start, end, seeds)
 
     def read_view(self, block_id: int) -> memoryview:
         """See PagedKVMemory."""
@@ -197,6 +215,10 @@ class StagedKVMemory(PagedKVMemory):
     def close(self) -> None:
         """See PagedKVMemory."""
         self._staged.clear()
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self._copies is not None
 
     def _wait_for_copies(self) -> None:
         """Wait for what this thread has launched on the current stream."""

@@ -12,6 +12,8 @@ from contract.errors import SettingError
 from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
 from engine.models.load_progress import LoadProgress
 
+PLAIN_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
+"""Numbers that need no scale, as safetensors names them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HEAD_NAME = "lm_head.weight"
 _DECODER = "model."
@@ -24,11 +26,11 @@ _INDEX = "model.safetensors.index.json"
 def read_config(folder: Path) -> dict[str, Any]:
     """Read the folder's config.json. Raises SettingError if it is missing or not a JSON object."""
     if not folder.is_dir():
-        raise _bad(f"{folder} is not a folder")
+        raise bad_model(f"{folder} is not a folder")
     check_entries(folder)
     config = read_json_object(folder / "config.json")
     if config is None:
-        raise _bad(f"{folder} has no config.json")
+        raise bad_model(f"{folder} has no config.json")
     return config
 
 
@@ -37,14 +39,14 @@ def read_eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ..
     return end_token_ids(config, read_json_object(folder / "generation_config.json") or {})
 
 
-def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Checkpoint") -> str:
+def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Weights") -> str:
     """Return the dtype to compute in; "auto" is what config.json names, else that of the checkpoint's first tensor."""
     if setting != "auto":
         return setting
     named = config.get("dtype") or config.get("torch_dtype") or checkpoint.first_dtype()
     name = str(named).removeprefix("torch.")
     if name not in DTYPES:
-        raise _bad(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPES)}")
+        raise bad_model(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPES)}")
     return name
 
 
@@ -65,6 +67,28 @@ class TensorPart(Protocol):
 def _whole(name: str) -> TensorPart | None:
     """Select all of every tensor."""
     return None
+
+
+class Weights(Protocol):
+    """The tensors that a model loads, by name; see Checkpoint."""
+
+    def names(self) -> set[str]:
+        """Return the names of all tensors."""
+
+    def stored_dtype(self, name: str) -> str:
+        """Return the dtype of a tensor, as safetensors names it, without reading it."""
+
+    def shape(self, name: str) -> list[int]:
+        """Return a tensor's shape without reading it."""
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor on the host."""
+
+    def part(self, name: str, part: TensorPart) -> Tensor:
+        """Return a part of a tensor on the host."""
+
+    def first_dtype(self) -> torch.dtype:
+        """Return the dtype of the tensor whose name sorts first."""
 
 
 class Checkpoint:
@@ -93,6 +117,10 @@ class Checkpoint:
         """Return the tensor's shape without reading it. Raises KeyError for an unknown name."""
         return list(self._file(name).get_slice(self._stored(name)).get_shape())
 
+    def stored_dtype(self, name: str) -> str:
+        """Return the tensor's dtype, as safetensors names it, without reading it. Raises KeyError for an unknown name."""
+        return str(self._file(name).get_slice(self._stored(name)).get_dtype())
+
     def part(self, name: str, part: TensorPart) -> Tensor:
         """Return a part of the tensor on the host; only the bytes of that part are read."""
         stored = self._file(name).get_slice(self._stored(name))
@@ -116,18 +144,17 @@ class Checkpoint:
 
 def load_weights(
     model: nn.Module,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
+    checkpoint: Weights,
     device: torch.device,
     part_of: Callable[[str], TensorPart | None] = _whole,
 ) -> None:
-    """Replace every parameter of ``model`` (usually on the meta device) by the checkpoint's tensor of that name.
+    """Replace each parameter of ``model`` (usually on the meta device) by the checkpoint's tensor, in the parameter's dtype.
 
     part_of: the part of a tensor to read by its name; None is all of it.
 
-    Each tensor is read once and put in place before the next. On the host, weights already in ``dtype`` stay backed by the
+    Each tensor is read once and put in place before the next. On the host, weights already in that dtype stay backed by the
     memory map, so that several workers of one machine share them; they are read at first use. Raises SettingError that names
-    missing, unexpected and misshapen tensors, before anything is read.
+    missing, unexpected and misshapen tensors, and numbers without their scale, before anything is read.
     """
     wanted = dict(model.named_parameters())
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
@@ -138,13 +165,16 @@ def load_weights(
         shape = wanted[name].shape
         asked = list(shape) if part is None else part.whole_shape(shape)
         if (found_shape := checkpoint.shape(name)) != asked:
-            raise _bad(f"tensor {name} is {found_shape}; config.json requires {asked}")
-    num_bytes = dtype.itemsize * sum(parameter.numel() for parameter in wanted.values())
+            raise bad_model(f"tensor {name} is {found_shape}; config.json requires {asked}")
+        has_scale = wanted[name].dtype.itemsize == 1
+        if not has_scale and (stored := checkpoint.stored_dtype(name)) not in PLAIN_DTYPES:
+            raise bad_model(f"tensor {name} is stored as {stored}, and config.json describes no such numbers")
+    num_bytes = sum(parameter.nbytes for parameter in wanted.values())
     with LoadProgress(num_bytes) as progress:
         for name, part in parts.items():
             tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
             owner = model.get_submodule(name.rpartition(".")[0])
-            loaded = tensor.to(device=device, dtype=dtype).contiguous()
+            loaded = tensor.to(device=device, dtype=wanted[name].dtype).contiguous()
             owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
             progress.advance(loaded.nbytes)
 
@@ -153,7 +183,7 @@ def _refuse(what: str, names: set[str]) -> None:
     if names:
         shown = ", ".join(sorted(names)[:_NAMES_SHOWN])
         rest = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-        raise _bad(f"the checkpoint {what} {len(names)} tensors: {shown}{rest}")
+        raise bad_model(f"the checkpoint {what} {len(names)} tensors: {shown}{rest}")
 
 
 def _files_by_name(folder: Path) -> dict[str, Path]:
@@ -162,14 +192,14 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
     if index is None:
         single = folder / "model.safetensors"
         if not single.is_file():
-            raise _bad(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
+            raise bad_model(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
         return dict.fromkeys(_open(single).keys(), single)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise _bad(f"{_INDEX} has no weight_map")
+        raise bad_model(f"{_INDEX} has no weight_map")
     shards = {name: file_within(folder, name, _INDEX) for name in set(map(_hashable, weight_map.values()))}
     if absent := sorted(file.name for file in shards.values() if not file.is_file()):
-        raise _bad(f"{folder} lacks the shard {absent[0]} that {_INDEX} names")
+        raise bad_model(f"{folder} lacks the shard {absent[0]} that {_INDEX} names")
     return {name: shards[file] for name, file in weight_map.items()}
 
 
@@ -181,8 +211,9 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(str(file), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise _bad(f"{file} cannot be read as safetensors: {error}") from error
+        raise bad_model(f"{file} cannot be read as safetensors: {error}") from error
 
 
-def _bad(what: str) -> SettingError:
+def bad_model(what: str) -> SettingError:
+    """Make the error for a folder that cannot be served."""
     return SettingError(f"model: {what}", param="model")

@@ -65,8 +65,6 @@ def shared_fields(raw: RawConfig) -> dict[str, Any]:
         raise bad_config(f"hidden_act is {activation!r}; only 'silu' is served")
     if raw.get("is_causal") is False:
         raise bad_config("is_causal is false; attention to later tokens is not served by this version")
-    if raw.get("quantization_config"):
-        raise bad_config("quantised weights (quantization_config) are not served by this version")
     hidden_size = positive_int(raw, "hidden_size")
     num_heads = positive_int(raw, "num_attention_heads")
     return {

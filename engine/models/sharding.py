@@ -102,7 +102,14 @@ def config_of_rank(config: DecoderConfig, size: int) -> DecoderConfig:
 
 
 _ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
-_WHOLE = ("norm.weight", "o_proj.bias", "down_proj.bias")
+_WHOLE = (
+    "norm.weight",
+    "o_proj.bias",
+    "down_proj.bias",
+    "o_proj.weight_scale",
+    "down_proj.weight_scale",
+    "input_scale",
+)
 
 
 def part_of(name: str, group: RankGroup) -> Part | None:

@@ -39,7 +39,9 @@ class TransformersCheckpoint:
         self._folder = folder
         self._architecture = architecture
         if raw.get("quantization_config"):
-            raise self._unserved("its weights are quantised (quantization_config)")
+            raise self._unserved(
+                "its weights are quantised (quantization_config), which is served for built-in models only"
+            )
         with self._refusing():
             self._config: Any = AutoConfig.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False

@@ -10,7 +10,7 @@ from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side
 from kv_transfer.protocol import messages as msg
-from kv_transfer.protocol.digests import RunningDigests, digest_seeds
+from kv_transfer.protocol.digests import digest_seeds, running_digests
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, FetchStep
 from kv_transfer.protocol.orders import Ahead, Conversion, PullJob
 from kv_transfer.protocol.plan import AnnouncedBlocks, PeerTerms
@@ -122,7 +122,7 @@ class IncomingTransfer:
         covering = (known for known in self.ahead if known.first_block <= first and end <= known.end_block)
         ahead = next(covering, None)
         if ahead is None and pull.part is not None:
-            ahead = Ahead(first, end, RunningDigests(seeds))
+            ahead = Ahead(first, end, running_digests(source.digest, seeds))
             self.ahead.append(ahead)
         block_bytes = plan.crossing_bytes
         is_here = False

@@ -18,6 +18,7 @@ from kv_transfer.data.publishing import PassWatch, Publisher
 from kv_transfer.data.reading import BlockReader, DigestViews
 from kv_transfer.data.threads import DataReports, JobThread, PullThreads
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
@@ -31,7 +32,7 @@ class DataHalf:
     """Owns the data thread and the pull threads. Jobs of one thread run in the order in which they are posted.
 
     transport_names: the possible values of ``Source.transport``, whose counters are visible from the start.
-    max_staging_bytes: see ``TransferSettings``.
+    max_staging_bytes: see ``TransferSettings``. digest: the algorithm by which blocks are announced, set by ``start``.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class DataHalf:
         transport_names: Iterable[str],
         max_staging_bytes: int = DEFAULT_STAGING_BYTES,
     ) -> None:
+        self.digest = XXH3_64
         self._receiver = receiver
         self.take_finished = completions.take
         self._is_closing = False
@@ -65,6 +67,7 @@ class DataHalf:
         views = DigestViews(memory)
         self._reader.start(memory, views)
         publisher = Publisher(memory, views, self._senders, self._reports)
+        self.digest = publisher.digest
         self._watch = PassWatch(memory, publisher, self._thread.post)
         self._senders.start(memory)
         self._thread.start()

@@ -9,11 +9,11 @@ from functools import cache, partial
 from statistics import median
 
 from contract.errors import ErrorKind
-from engine.connector import Computed, KVMemory, LayerWatch
+from engine.connector import Computed, KVMemory, LandsDirectly, LayerWatch
 from kv_transfer.data.reading import DigestViews
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import RunningDigests, digests_of
+from kv_transfer.protocol.digests import FOLD64, XXH3_64, RunningDigests, digests_of, running_digests
 from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import BlockPart, blocks_per_piece
 from kv_transfer.transports.block_views import read_views
@@ -34,10 +34,16 @@ class _Unfinished:
     error: Exception | None = None
 
 
+def digest_for(memory: KVMemory) -> str:
+    """Return the algorithm by which blocks of this pool are announced."""
+    return FOLD64 if isinstance(memory, LandsDirectly) and memory.can_fold else XXH3_64
+
+
 class Publisher:
     """Owns the digests of blocks that are being computed. Used from the data thread."""
 
     def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
+        self.digest = digest_for(memory)
         self._memory = memory
         self._views = views
         self._senders = senders
@@ -48,7 +54,7 @@ class Publisher:
         """Make the first ``num_bytes`` of each block of an order readable, once they are computed."""
         is_new = order.key not in self._unfinished
         if is_new:
-            self._unfinished[order.key] = _Unfinished(RunningDigests(order.seeds))
+            self._unfinished[order.key] = _Unfinished(running_digests(self.digest, order.seeds))
         unfinished = self._unfinished[order.key]
         try:
             computed.synchronize()
@@ -100,7 +106,7 @@ class Publisher:
                 self._digest(unfinished, block_ids, block_bytes, start)
             return ev.BlockRange(first, unfinished.digests.values(start, end))
         views = self._views.of(read_views(self._memory, block_ids))
-        digests = digests_of(views, order.seeds[start:end])
+        digests = digests_of(self.digest, views, order.seeds[start:end])
         return ev.BlockRange(first, digests, self._senders.publish(order.name, block_ids))
 
     def _digest(

@@ -10,7 +10,7 @@ from contract.errors import InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.counters import Counters
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import Share, digests_of
+from kv_transfer.protocol.digests import XXH3_64, Share, digests_of
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import (
     BlockPart,
@@ -102,10 +102,11 @@ class BlockReader:
         offset = first_block - job.first_block
         grants = grants_within(job.grants, first_block, first_block + len(views))
         of_rank = tuple(grant for grant in grants if grant.rank == share.rank)
-        contents = self._views.of(views)
+        algorithm = job.source.digest
+        contents = self._views.of(views) if algorithm == XXH3_64 else views
 
         def digest(start: int, end: int) -> tuple[int, ...]:
-            return digests_of(contents[start:end], job.seeds[offset + start : offset + end])
+            return digests_of(algorithm, contents[start:end], job.seeds[offset + start : offset + end])
 
         request = ReadRequest(job.name, first_block, len(views), of_rank)
         return self._read_verified(job, share, request, views, digest)

@@ -22,6 +22,7 @@ from contract.errors import (
 from contract.identity import Role, why_no_name
 from contract.layout import Side, weights_of
 from kv_transfer.options import LinkSettings
+from kv_transfer.protocol.digests import DIGESTS, XXH3_64
 from kv_transfer.protocol.messages import (
     TRANSFER_PROTOCOL_MAX,
     TRANSFER_PROTOCOL_MIN,
@@ -53,7 +54,8 @@ _UNPROVED_KINDS = frozenset({ErrorKind.UNAUTHENTICATED, ErrorKind.INCOMPATIBLE})
 class LocalIdentity:
     """This worker, as it introduces itself.
 
-    transports: the names that it can read over, best first. offers: returns what it lends over now.
+    transports: the names that it can read over, best first. offers: returns what it lends over now. digest: returns the
+    algorithm by which it announces blocks now.
     """
 
     settings: LinkSettings
@@ -61,6 +63,7 @@ class LocalIdentity:
     model_fingerprint: str
     transports: tuple[str, ...]
     offers: Callable[[], list[Offer]]
+    digest: Callable[[], str] = lambda: XXH3_64
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Session:
 
     timeout_seconds: of the peer, for this worker's silence. offers: the dialer's choice, never empty for it.
     token: the key of this session's proofs, on data connections too; derived on both sides, never sent. terms: how the
-    dialer converts the peer's KV into its own; None where nothing differs.
+    dialer converts the peer's KV into its own; None where nothing differs. digest: by which the acceptor announces blocks.
     """
 
     worker_id: str
@@ -88,6 +91,7 @@ class Session:
     offers: tuple[Offer, ...]
     token: str
     terms: PeerTerms | None = None
+    digest: str = XXH3_64
 
 
 class Dialing:
@@ -142,7 +146,13 @@ class Dialing:
         me = self._me
         timeout = me.settings.peer_timeout_seconds
         unproved = Prove(
-            "", me.model_fingerprint, me.side.layout, list(me.transports), timeout, me.side.num_ranks
+            "",
+            me.model_fingerprint,
+            me.side.layout,
+            list(me.transports),
+            timeout,
+            me.side.num_ranks,
+            DIGESTS,
         )
         return self._transcript.proved(_PROVE, unproved)
 
@@ -162,7 +172,8 @@ class Dialing:
         if welcome.protocol != _common_protocol(challenge, self._where):
             raise IncompatiblePeerError(f"{self._where} chose transfer protocol {welcome.protocol}")
         _check_timeout(welcome, self._where)
-        _agree(me, welcome, me.transports, [offer.transport for offer in welcome.offers], self._where)
+        lent = [offer.transport for offer in welcome.offers]
+        _agree(me, welcome, me.transports, lent, self._where, _why_no_digest(welcome.digest, DIGESTS))
         _check_addresses(welcome, self._where)
         self._transcript.add(welcome)
         return Session(
@@ -173,6 +184,7 @@ class Dialing:
             tuple(welcome.offers),
             self._transcript.token(),
             terms_between(me.side, me.model_fingerprint, _side(welcome), welcome.model_fingerprint),
+            welcome.digest,
         )
 
 
@@ -229,11 +241,15 @@ class Accepting:
             )
         _check_timeout(prove, who)
         offers = me.offers()
-        _agree(me, prove, [offer.transport for offer in offers], prove.transports, who)
+        digest = me.digest()
+        lent = [offer.transport for offer in offers]
+        _agree(me, prove, lent, prove.transports, who, _why_no_digest(digest, prove.digests))
         self._transcript.add(prove)
         protocol = _common_protocol(hello, who)
         timeout = me.settings.peer_timeout_seconds
-        unproved = Welcome(protocol, me.model_fingerprint, me.side.layout, offers, timeout, me.side.num_ranks)
+        unproved = Welcome(
+            protocol, me.model_fingerprint, me.side.layout, offers, timeout, me.side.num_ranks, digest
+        )
         welcome = self._transcript.proved(_WELCOME, unproved)
         self.session = Session(
             hello.worker_id, hello.boot_id, hello.role, prove.timeout_seconds, (), self._transcript.token()
@@ -286,11 +302,16 @@ def _common_protocol(peer: Introduction, who: str) -> int:
 
 
 def _agree(
-    me: LocalIdentity, peer: Prove | Welcome, ours: Sequence[str], theirs: Sequence[str], who: str
+    me: LocalIdentity,
+    peer: Prove | Welcome,
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    who: str,
+    why_no_digest: str | None,
 ) -> None:
     """Raise IncompatiblePeerError that names everything that differs and cannot be converted.
 
-    One transport in common is enough. Both sides come to the same answer.
+    ours, theirs: transports, of which one in common is enough. Both sides come to the same answer.
     """
     differences = me.side.differences(_side(peer))
     if weights_of(me.model_fingerprint) != weights_of(peer.model_fingerprint):
@@ -299,8 +320,16 @@ def _agree(
         )
     if not set(ours) & set(theirs):
         differences.append(f"transport: ours is {_listed(ours)}, the peer's is {_listed(theirs)}")
+    if why_no_digest:
+        differences.append(why_no_digest)
     if differences:
         raise IncompatiblePeerError(f"{who} cannot hand KV over to this one: {'; '.join(differences)}")
+
+
+def _why_no_digest(announced: str, verified: Sequence[str]) -> str | None:
+    if announced in verified:
+        return None
+    return f"digest: blocks are announced by {shown(announced)}, and verified by {shown(_listed(verified))}"
 
 
 def _check_addresses(welcome: Welcome, who: str) -> None:

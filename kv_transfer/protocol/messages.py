@@ -17,11 +17,12 @@ from contract.errors import TransferError
 from contract.layout import KVLayout
 from contract.proofs import derive_key, make_proof
 from engine.connector import FirstToken
+from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.reads import RangeGrant
 
-TRANSFER_PROTOCOL_MIN = 8
-"""Proofs up to version 7 could be forged: such a peer is refused with its version."""
-TRANSFER_PROTOCOL_MAX = 8
+TRANSFER_PROTOCOL_MIN = 9
+"""Proofs up to version 7 could be forged, and version 8 names no digest: such a peer is refused with its version."""
+TRANSFER_PROTOCOL_MAX = 9
 MAX_HANDSHAKE_BYTES = 65536
 NumRanks = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -69,7 +70,7 @@ class Prove(Message, frozen=True, tag="prove"):
     """The dialer's proof, and what both must agree on.
 
     layout: of one rank. transports: those that it can read over, best first. timeout_seconds: after so long a silence the
-    peer is dead.
+    peer is dead. digests: the algorithms that it can verify blocks by.
     """
 
     proof: str
@@ -78,10 +79,14 @@ class Prove(Message, frozen=True, tag="prove"):
     transports: list[str]
     timeout_seconds: float
     num_ranks: NumRanks = 1
+    digests: tuple[str, ...] = (XXH3_64,)
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The link is up. protocol: the version that both use. offers: where the blocks are read, best first."""
+    """The link is up. protocol: the version that both use. offers: where the blocks are read, best first.
+
+    digest: the algorithm by which blocks are announced.
+    """
 
     protocol: int
     model_fingerprint: str
@@ -89,6 +94,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     offers: list[Offer]
     timeout_seconds: float
     num_ranks: NumRanks = 1
+    digest: str = XXH3_64
     proof: str = ""
 
 
@@ -124,7 +130,7 @@ class FetchBlocks(TransferMessage, frozen=True, tag="fetch"):
 
 
 class BlocksPublished(LeaseMessage, frozen=True, tag="published"):
-    """These blocks can be read. digests: xxh3_64 per block, seeded with the block's hash; of rank 0.
+    """These blocks can be read. digests: of each block, seeded with the block's hash; of rank 0.
 
     grants: see ``RangeGrant``; of the ranges that the blocks are in, where a transport hands out any.
     other_digests: of the sender's ranks from 1 on.

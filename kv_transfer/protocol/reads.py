@@ -13,6 +13,7 @@ from typing import Annotated
 import msgspec
 
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError, WorkerLostError
+from kv_transfer.protocol.digests import XXH3_64
 
 MAX_PIECE_BYTES = 4 * 2**20
 MAX_PIECE_BLOCKS = 256
@@ -138,7 +139,8 @@ class Source(msgspec.Struct, frozen=True):
     """A peer whose blocks can be read, as agreed on the control link.
 
     token: proves the link to the peer's sender. transport: the name of the chosen one. address: that of its sender in rank
-    0; other_addresses: in the ranks from 1 on. A transport reads from one rank (``of_rank``).
+    0; other_addresses: in the ranks from 1 on. A transport reads from one rank (``of_rank``). digest: the algorithm by which
+    the peer announces blocks.
     """
 
     worker_id: str
@@ -147,6 +149,7 @@ class Source(msgspec.Struct, frozen=True):
     token: str
     transport: str = "tcp"
     other_addresses: tuple[str, ...] = ()
+    digest: str = XXH3_64
 
     @property
     def num_ranks(self) -> int:

@@ -96,7 +96,7 @@ class RankData:
 
     def opened(self) -> messages.Opened:
         """Return what can be read over, and what is lent over; that may be less once the pool is known."""
-        return messages.Opened(self._senders.offers(), list(self._readers))
+        return messages.Opened(self._senders.offers(), list(self._readers), self.half.digest)
 
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""

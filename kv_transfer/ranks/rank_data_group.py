@@ -74,7 +74,7 @@ class RankDataGroup:
         return [RankConnectorPlan(_OPENER, *each) for each in zip(encoded, peers, strict=True)]
 
     def begin(self, timeout_seconds: float = _OPEN_SECONDS) -> None:
-        """See RanksConnector. Raises InternalError for ranks that do not open their transports in time."""
+        """See RanksConnector. Raises InternalError for ranks that do not open their transports in time, or do not match."""
         wait(self._opening, timeout_seconds)
         missing = [rank for rank, opened in enumerate(self._opening) if not opened.done()]
         if missing:
@@ -173,7 +173,10 @@ class RankDataGroup:
 
 
 def _together(ranks: list[messages.Opened]) -> messages.Opened:
-    """Return what every rank can do, best first as on rank 0."""
+    """Return what every rank can do, best first as on rank 0. Raises InternalError if their digests differ."""
+    if len({rank.digest for rank in ranks}) > 1:
+        digests = ", ".join(f"{rank.digest} on rank {number}" for number, rank in enumerate(ranks))
+        raise InternalError(f"the ranks announce blocks by different digests: {digests}")
     readers = [name for name in ranks[0].readers if all(name in rank.readers for rank in ranks)]
     offers = []
     addresses = [{offer.transport: offer.address for offer in rank.offers} for rank in ranks]
@@ -181,7 +184,7 @@ def _together(ranks: list[messages.Opened]) -> messages.Opened:
         if all(name in each for each in addresses):
             first, *others = [each[name] for each in addresses]
             offers.append(Offer(name, first, tuple(others)))
-    return messages.Opened(offers, readers)
+    return messages.Opened(offers, readers, ranks[0].digest)
 
 
 class RankReceiver:

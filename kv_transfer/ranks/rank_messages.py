@@ -21,6 +21,7 @@ from contract.errors import InternalError
 from kv_transfer.data.threads import JobThread
 from kv_transfer.links.framing import FrameBuffer, as_frame
 from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.protocol.orders import CommitJob, PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, Source
@@ -87,10 +88,14 @@ ToRank = PullJob | CommitJob | Stop | Forget | Release | BeginSession | EndSessi
 
 
 class Opened(RankMessage, frozen=True):
-    """The transports are open and have the pool. readers: transports that can be read over, best first."""
+    """The transports are open and have the pool. readers: transports that can be read over, best first.
+
+    digest: the algorithm by which blocks are announced.
+    """
 
     offers: list[Offer]
     readers: list[str]
+    digest: str = XXH3_64
 
 
 class RangeReport(RankMessage, frozen=True):

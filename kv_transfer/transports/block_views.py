@@ -9,6 +9,8 @@ import numpy.typing as npt
 
 from contract.errors import TransferError
 from engine.connector import KVMemory, LandsDirectly
+from kv_transfer.native.folding import WORD_BYTES, fold_words
+from kv_transfer.protocol.digests import Numbers, fold_in_host_memory
 from kv_transfer.protocol.reads import BlockPart
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
@@ -93,6 +95,12 @@ class BlockViews(Sequence[memoryview]):
         np.multiply(self.ids, self.block_bytes, out=out, casting="unsafe")
         np.add(out, self.first_address, out=out, casting="unsafe")
 
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        addresses = np.empty(len(self.ids), np.uint64)
+        self.put_addresses(addresses)
+        fold_words()(sums, addresses, seeds, first_word, self.view_bytes // WORD_BYTES)
+
     def __len__(self) -> int:
         """Return the number of blocks."""
         return len(self.block_ids)
@@ -124,17 +132,8 @@ class BlockViews(Sequence[memoryview]):
         return map(self.pool.__getitem__, spans)  # without Python code for each view
 
 
-@dataclass
-class _Landing:
-    is_direct: bool = False
-
-
-class LandingViews(Sequence[memoryview]):
-    """The blocks ``block_ids`` of a pool on a device, or the part of each, which bytes are to be put into.
-
-    Each view is host memory that a ``commit`` copies to the device. After ``land_directly`` a library writes to the device
-    itself, and each view is a copy of what is there now. Raises TransferError for a part outside a block.
-    """
+class _DeviceViews(Sequence[memoryview]):
+    """The blocks ``block_ids`` of a pool on a device, or the part of each. Raises TransferError as ``BlockViews``."""
 
     def __init__(
         self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
@@ -144,6 +143,65 @@ class LandingViews(Sequence[memoryview]):
         self._memory = memory
         self._block_ids = block_ids
         self._span = block_span(self.block_bytes, part)
+
+    @property
+    def view_bytes(self) -> int:
+        """The size of each view."""
+        return self._span[1] - self._span[0]
+
+    def __len__(self) -> int:
+        """Return the number of blocks."""
+        return len(self._block_ids)
+
+    def _fold_there(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """Add the sums of what is on the device now."""
+        start = first_word * WORD_BYTES
+        sums += self._memory.fold(self._block_ids, start, start + self.view_bytes, seeds)
+
+
+class ReadingViews(_DeviceViews):
+    """Blocks of a pool on a device that are read only. Each view is a copy, made on access."""
+
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        if self._memory.can_fold:
+            self._fold_there(sums, seeds, first_word)
+        else:
+            fold_in_host_memory(self, sums, seeds, first_word)
+
+    @overload
+    def __getitem__(self, index: int) -> memoryview: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "ReadingViews": ...
+
+    def __getitem__(self, index: int | slice) -> "memoryview | ReadingViews":
+        """Return one view, or fewer blocks."""
+        if isinstance(index, slice):
+            return ReadingViews(self._memory, self._block_ids[index], self.part)
+        return self._memory.read_parts([self._block_ids[index]], *self._span)[0]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        """Return an iterator over the views; all are copied at once."""
+        return iter(self._memory.read_parts(self._block_ids, *self._span))
+
+
+@dataclass
+class _Landing:
+    is_direct: bool = False
+
+
+class LandingViews(_DeviceViews):
+    """Blocks of a pool on a device that bytes are to be put into.
+
+    Each view is host memory that a ``commit`` copies to the device. After ``land_directly`` a library writes to the device
+    itself, and each view is a copy of what is there now.
+    """
+
+    def __init__(
+        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
+    ) -> None:
+        super().__init__(memory, block_ids, part)
         self._landing = _Landing()
 
     @property
@@ -161,19 +219,17 @@ class LandingViews(Sequence[memoryview]):
         """The blocks as 64-bit numbers."""
         return np.asarray(self._block_ids, np.int64)
 
-    @property
-    def view_bytes(self) -> int:
-        """The size of each view."""
-        return self._span[1] - self._span[0]
-
     def land_directly(self) -> bool:
         """Return whether a library may write the blocks from now on, which holds for all slices of these views."""
         self._landing.is_direct = self._memory.land_directly(self._block_ids)
         return self._landing.is_direct
 
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-        return len(self._block_ids)
+    def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
+        """See FoldsItself."""
+        if self._landing.is_direct and self._memory.can_fold:
+            self._fold_there(sums, seeds, first_word)
+        else:
+            fold_in_host_memory(self, sums, seeds, first_word)
 
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
@@ -204,9 +260,9 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
     """Return ``read_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view.toreadonly(), memory.layout.block_bytes, block_ids, part)
-    start, end = block_span(memory.layout.block_bytes, part)
     if isinstance(memory, LandsDirectly):
-        return memory.read_parts([int(block_id) for block_id in block_ids], start, end)
+        return ReadingViews(memory, np.asarray(block_ids, np.int64).tolist(), part)
+    start, end = block_span(memory.layout.block_bytes, part)
     return [memory.read_view(int(block_id))[start:end] for block_id in block_ids]
 
 
@@ -224,12 +280,12 @@ def write_views(
 
 def view_bytes_of(views: Sequence[memoryview]) -> int:
     """Return the size of each of the views, which are equal, without making one where possible."""
-    return views.view_bytes if isinstance(views, BlockViews | LandingViews) else views[0].nbytes
+    return views.view_bytes if isinstance(views, BlockViews | _DeviceViews) else views[0].nbytes
 
 
 def check_sizes(views: Sequence[memoryview], num_bytes: int, who: str) -> None:
     """Raise TransferError unless each view has ``num_bytes``, the size of what is read of each block of ``who``."""
-    is_uniform = isinstance(views, BlockViews | LandingViews)
+    is_uniform = isinstance(views, BlockViews | _DeviceViews)
     sizes = {view_bytes_of(views)} if is_uniform else {view.nbytes for view in views}
     if sizes - {num_bytes}:
         raise TransferError(f"a block of {who} has {num_bytes} bytes, not {min(sizes - {num_bytes})}")

@@ -158,6 +158,7 @@ class Chooser:
                 session.token,
                 name,
                 offers[name].other_addresses,
+                session.digest,
             )
             for name in self._receivers
             if name in offers

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from tests.chaos.pool.answers import Choice, MixedAnswer, Way, mistake_in
 from tests.chaos.pool.balancer import running_balancer
 from tests.chaos.pool.descriptors import grown, own_descriptors
-from tests.chaos.pool.moves import bucket_quantiles, pauses_of_moves, results_of_moves
+from tests.chaos.pool.faults import Fault, Faults
+from tests.chaos.pool.moves import Move, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
 from tests.chaos.pool.report import PoolReport, Stream, pauses_of
 
@@ -81,29 +83,64 @@ def test_a_pause_counts_for_the_events_that_its_stream_was_open_at() -> None:
     assert "late" not in found
 
 
-def test_quantiles_of_a_histogram_are_those_of_all_processes() -> None:
-    texts = [
-        'h_bucket{le="0.1"} 60.0\nh_bucket{le="1.0"} 99.0\nh_bucket{le="+Inf"} 99.0\n',
-        'h_bucket{le="0.1"} 0.0\nh_bucket{le="1.0"} 1.0\nh_bucket{le="+Inf"} 1.0\n',
-    ]
-    assert bucket_quantiles(texts, "h") == {"count": 100, "p50_at_most": 0.1, "p99_at_most": 1.0}
-    assert bucket_quantiles(['h_bucket{le="+Inf"} 0.0'], "h") == {} == bucket_quantiles([], "h")
+def a_move(
+    pause: float = 0.2, source: str = "a", *targets: str, begin: float = 100.0, steps: int = 3
+) -> Move:
+    """Return a move as a router shows it: ordered at ``begin``, handed over half a second later."""
+    times = {"ordered_at": begin, "handed_over_at": begin + 0.5, "pause_seconds": pause}
+    record = {"request_id": f"{begin}", "choice": 0, "num_steps": steps, "copying_seconds": 0.01}
+    return {"source": source, "targets": list(targets) or ["b"], **times, **record}
 
 
-def test_the_pauses_of_moves_are_compared_with_steps_and_transfers() -> None:
-    buckets = [
-        'kvbaton_migration_pause_seconds_bucket{le="0.1"} 9.0',
-        'kvbaton_migration_pause_seconds_bucket{le="0.5"} 10.0',
-        'kvbaton_migration_pause_seconds_bucket{le="+Inf"} 10.0',
-        'kvbaton_request_transfer_time_seconds_bucket{le="0.01"} 5.0',
-        'kvbaton_request_transfer_time_seconds_bucket{le="+Inf"} 5.0',
-        'kvbaton_migrations_total{result="moved"} 10.0',
-    ]
-    text = "\n".join(buckets)
-    found = pauses_of_moves([text], [0.03, 0.02, 0.04])
-    assert (found["p50_at_most"], found["p99_at_most"], found["bound"]) == (0.1, 0.5, 0.1)
-    assert pauses_of_moves([text], [0.001])["bound"] == 0.06
-    assert pauses_of_moves([], [0.03]) == {}
+@pytest.mark.parametrize(
+    ("workers", "begin", "end", "is_met"),
+    [
+        (["a"], 90.0, 100.1, True),
+        (["b"], 100.6, 300.0, True),
+        (["a"], 90.0, 100.0, False),
+        (["b"], 100.7, 300.0, False),
+        (["c"], 90.0, 300.0, False),
+        (["a", "b"], 90.0, 300.0, True),
+        (["a", "c"], 90.0, 300.0, False),
+    ],
+)
+def test_a_fault_meets_a_move_only_at_its_ends_and_while_it_lasts(
+    workers: list[str], begin: float, end: float, *, is_met: bool
+) -> None:
+    faults = Faults([Fault(frozenset({"other"}), 0.0), Fault(frozenset(workers), begin, end)])
+    assert faults.have_met(a_move()) is is_met
+
+
+def test_a_fault_of_any_target_has_met_the_move() -> None:
+    assert Faults([Fault(frozenset({"b"}), 100.5, 101.0)]).have_met(a_move(0.3, "a", "b", "c"))
+
+
+def test_faults_last_as_long_as_their_block_and_as_they_must_at_least() -> None:
+    faults = Faults()
+    with faults.on("a"):
+        assert faults.all[0].end == inf
+    with faults.on("b", at_least_seconds=60.0):
+        pass
+    assert faults.all[0].end < faults.all[1].begin
+    assert faults.all[1].end == faults.all[1].begin + 60.0
+
+
+def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_of_the_run() -> None:
+    moves = [a_move(0.2, steps=2), a_move(0.4), a_move(2.5, "a", "killed", "b")]
+    faults = Faults([Fault(frozenset({"killed"}), 0.0)])
+    found = pauses_of_moves(moves, faults, [0.02] * 98 + [0.1] * 2)
+    assert (found["met_by_a_fault"]["max"], found["met_by_a_fault"]["bound"]) == (2.5, 3.0)
+    others = found["others"]
+    assert (others["count"], others["max"], others["added_p99"]) == (2, 0.4, 0.38)
+    assert (others["num_steps"]["p50"], others["num_steps"]["max"], others["transfer_p99"]) == (2, 3, 0.01)
+    assert (others["bound"], others["bound_with_the_usual_gap"]) == (0.31, 0.07)
+    assert pauses_of_moves(moves, faults, [0.001])["others"]["bound"] == 0.06, "50 ms are always allowed"
+    assert "met_by_a_fault" not in pauses_of_moves(moves, Faults(), [0.02])
+    assert pauses_of_moves([], faults, [0.02]) == {}
+
+
+def test_moves_are_counted_by_result() -> None:
+    text = 'kvbaton_migrations_total{result="moved"} 10.0'
     assert results_of_moves([text, text]) == {"moved": 20}
 
 

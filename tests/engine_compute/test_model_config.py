@@ -74,7 +74,6 @@ def test_variations_of_the_families() -> None:
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' is not served.*default, linear, llama3"),
         ({"rope_scaling": {"type": "linear"}}, "factor is None"),
         ({"rope_parameters": {"sliding_attention": {"rope_theta": 1.0}}}, "differ by layer type"),

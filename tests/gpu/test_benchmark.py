@@ -12,28 +12,30 @@ import pytest
 from benchmarks.facts import run_facts
 from benchmarks.gpu import DRY, Run
 from benchmarks.gpu_nixl import read_protocols
-from benchmarks.gpu_shapes import LLAMA, QWEN, Ceilings, ModelShape
+from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, QWEN, Ceilings, ModelShape
 from tests.chaos.settings import process_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-H200 = Ceilings(copy=4.3e12, read=4.3e12, matmul=790e12)
+H200 = Ceilings(copy=4.3e12, read=4.3e12, matmul=790e12, matmul_fp8=1580e12)
 
 
 def test_parameter_counts_are_those_of_the_models() -> None:
     assert (LLAMA.num_params, LLAMA.step_params, LLAMA.kv_bytes) == (8_030_261_248, 7_504_924_672, 131_072)
+    assert (LLAMA.step_bytes, LLAMA_FP8.step_bytes) == (15_009_849_344, 8_030_527_488)
     assert (QWEN.num_params, QWEN.step_params, QWEN.kv_bytes) == (1_543_714_304, 1_543_714_304, 28_672)
 
 
 @pytest.mark.parametrize(
     ("shape", "batch", "milliseconds"),
-    [(LLAMA, 1, 3.52), (LLAMA, 64, 5.49), (LLAMA, 256, 12.86), (QWEN, 1, 0.725), (QWEN, 64, 1.155), (QWEN, 256, 2.75)],
+    [(LLAMA, 1, 3.52), (LLAMA, 64, 5.49), (LLAMA, 256, 12.86), (QWEN, 1, 0.725), (QWEN, 64, 1.155), (QWEN, 256, 2.75),
+     (LLAMA_FP8, 1, 1.90), (LLAMA_FP8, 256, 10.60)],
 )  # fmt: skip
 def test_bounds_of_a_decode_step(shape: ModelShape, batch: int, milliseconds: float) -> None:
     """Weights once, KV of 1,024 tokens each; from 184 requests on the products cost more than the weights."""
     assert shape.decode_seconds(batch, 1024, H200) * 1e3 == pytest.approx(milliseconds, rel=2e-3)
 
 
-@pytest.mark.parametrize(("shape", "milliseconds"), [(LLAMA, 300.6), (QWEN, 58.0)])
+@pytest.mark.parametrize(("shape", "milliseconds"), [(LLAMA, 300.6), (LLAMA_FP8, 155.9), (QWEN, 58.0)])
 def test_bounds_of_a_prefill(shape: ModelShape, milliseconds: float) -> None:
     assert shape.prefill_seconds(8, 2048, H200) * 1e3 == pytest.approx(milliseconds, rel=2e-3)
 
@@ -57,13 +59,19 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
     parts = {
         part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "reads", "service", "handover")
+        for part in ("decode", "prefill", "reads", "service", "handover", "fp8")
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
     decodes = [(row["batch"], row["temperature"]) for row in parts["decode"]["rows"]]
     assert decodes == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
-    assert all(row["share_of_bound"] > 0 for part in ("decode", "prefill") for row in parts[part]["rows"])
+    assert all(
+        row["share_of_bound"] > 0 for part in ("decode", "prefill", "fp8") for row in parts[part]["rows"]
+    )
+    assert [(row["model"], row["batch"]) for row in parts["fp8"]["rows"]] == [
+        ("tiny, FP8", 1),
+        ("tiny, FP8", 3),
+    ]
     (read,) = parts["reads"]["rows"]
     assert read["is_right"], read
     (service,) = parts["service"]["rows"]
@@ -71,7 +79,7 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     (handover,) = parts["handover"]["rows"]
     assert "error" not in handover, handover
     assert handover["ttft_ms"] > 0
-    assert "8 passed" in (tmp_path / "log").read_text()
+    assert "11 passed" in (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "facts.json").read_text())["torch"]
 
 

@@ -23,7 +23,8 @@ SHAPES = {
     "qwen2.5-1.5b": Case(num_heads=12, num_kv_heads=2, head_dim=128),
     "qwen2.5-7b": Case(num_heads=28, num_kv_heads=4, head_dim=128),
     "no groups": Case(num_heads=3, num_kv_heads=3, head_dim=128, block_size=32),
-    "decodes": Case(num_heads=32, num_kv_heads=8, head_dim=128, work=((4000, 1), (0, 1), (15, 1), (16, 1), (255, 1))),
+    "decodes": Case(num_heads=32, num_kv_heads=8, head_dim=128, work=((4000, 1), (0, 1), (511, 1), (512, 1), (70_000, 1))),
+    "short chunks": Case(num_heads=28, num_kv_heads=4, head_dim=128, work=((8000, 20), (4096, 64), (600, 1), (9, 30))),
     "long prompts": Case(num_heads=8, num_kv_heads=2, head_dim=128, work=((0, 2048), (1000, 513), (3, 1))),
 }  # fmt: skip
 WINDOW = Case(num_heads=32, num_kv_heads=8, head_dim=128, dtype=HALF, window=500)

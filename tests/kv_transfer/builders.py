@@ -14,7 +14,7 @@ from kv_transfer.connector import TransferFactory
 from kv_transfer.protocol.handshake import LocalIdentity
 from kv_transfer.protocol.messages import Offer
 from kv_transfer.settings import LocalWorker, TransferSettings
-from tests.kv_transfer.fakes import ByteMemory, TransferDriver
+from tests.kv_transfer.fakes import ByteMemory, FilledMemory, TransferDriver
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 MODEL = "model-fingerprint"
@@ -124,7 +124,7 @@ def worker(
     layout: KVLayout = LAYOUT,
     model: str = MODEL,
     num_blocks: int = 64,
-    memory: ByteMemory | None = None,
+    memory: FilledMemory | None = None,
 ) -> Iterator[Worker]:
     """Run a connector, closed at the end."""
     driver = TransferDriver(memory or ByteMemory(layout, num_blocks))
@@ -145,7 +145,7 @@ class Sides:
 
 @contextmanager
 def pair_of(
-    sides: Sides | None = None, transport: str = "tcp", memory: ByteMemory | None = None
+    sides: Sides | None = None, transport: str = "tcp", memory: FilledMemory | None = None
 ) -> Iterator[Pair]:
     """Run two workers in one process; ``memory`` is the prefill worker's pool."""
     sides = sides or Sides()

@@ -7,11 +7,20 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from contract.layout import KVLayout
 from contract.requests import EngineRequest
-from engine.connector import Computed, ConnectorPair, Drained, Failed, FirstToken, LayerWatch, Published
+from engine.connector import (
+    Computed,
+    ConnectorPair,
+    Drained,
+    Failed,
+    FirstToken,
+    KVMemory,
+    LayerWatch,
+    Published,
+)
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.transport import ReceiverTransport, TransportContext, TransportSettings
@@ -29,6 +38,15 @@ def context_of(
     """Return what a transport of the worker with this boot id is opened with."""
     found = TransportSettings(**{"boot_id": boot_id, "read_timeout_seconds": 30.0, **settings})
     return TransportContext(found, sessions or Sessions(), on_idle)
+
+
+class FilledMemory(KVMemory, Protocol):
+    """A pool that a test fills. committed: the committed blocks, in order."""
+
+    committed: list[int]
+
+    def fill(self, block_id: int, content: bytes) -> None:
+        """Fill the block with repetitions of ``content``."""
 
 
 class ByteMemory:
@@ -169,7 +187,7 @@ class TransferDriver:
     ``wake``, and the pair to ``attach``.
     """
 
-    memory: ByteMemory
+    memory: FilledMemory
     published: list[str] = field(default_factory=list)
     failed: dict[str, Failed] = field(default_factory=dict)
     drained: list[str] = field(default_factory=list)

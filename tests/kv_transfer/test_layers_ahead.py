@@ -17,7 +17,7 @@ from kv_transfer.data.publishing import split_points
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import fetch_side, send_side
-from kv_transfer.protocol.digests import RunningDigests
+from kv_transfer.protocol.digests import XxhDigests
 from kv_transfer.protocol.fetch_side import Fetch, FetchState, advance_fetch
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.messages import BlocksPublished, LayersReadable
@@ -279,7 +279,7 @@ def test_a_hint_of_more_bytes_than_a_block_has_is_left_to_the_reading_thread() -
     terms = PeerTerms(TransferPlan(Side(LAYOUT), Side(LAYOUT)), MODEL, None)
     fetching = IncomingTransfer.of(request_of("r", prompt_of(2), transfer), transfer, terms, 0.0)
     fetching.fetch = replace(fetching.fetch, num_posted=1)
-    fetching.ahead = [Ahead(0, 2, RunningDigests((0, 0)), num_read=LAYOUT.block_bytes)]
+    fetching.ahead = [Ahead(0, 2, XxhDigests((0, 0)), num_read=LAYOUT.block_bytes)]
     source = Source("p", "b", "there", "token", "tcp")
     assert fetching.job(ev.PullBlocks(0, (5, 6)), source).is_here
     beyond = BlockPart(LAYOUT.block_bytes, 1)
@@ -293,7 +293,7 @@ def test_only_what_takes_up_where_the_last_one_ended_is_read_ahead(
     first: int, count: int, start: int
 ) -> None:
     """Otherwise the digests would be of other bytes than those that arrived."""
-    ahead = Ahead(3, 8, RunningDigests(range(5)))
+    ahead = Ahead(3, 8, XxhDigests(range(5)))
     assert ahead.goes_on_with(3, 5, 0)
     assert not ahead.goes_on_with(first, count, start)
     ahead.has_failed = True

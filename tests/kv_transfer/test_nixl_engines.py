@@ -2,7 +2,7 @@
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,10 +11,10 @@ from contract.layout import KVLayout
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import InProcessClient
-from engine.kv_cache.memory import StagedKVMemory
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import Sides, outputs_of, running_pair, tokens_of
+from tests.kv_transfer.device_memory import FakeDevice
 
 PROMPT = [random.Random(5).randrange(5, 250) for _ in range(150)]
 SAMPLED = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
@@ -44,19 +44,16 @@ async def test_tokens_are_those_of_one_engine(tmp_path: Path, transport: str, de
     assert counters[f"transfer_blocks_total{{transport={transport}}}"] == -(-len(PROMPT) // 16)
 
 
-class FarMemory(StagedKVMemory):
-    """A pool behind a device's interface, in host memory. num_staged: of all pools, the blocks that went through staging."""
+class FarMemory(FakeDevice):
+    """The pool of an engine. made: all of this test."""
 
-    num_staged = 0
+    made: ClassVar[list["FarMemory"]] = []
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
         super().__init__(layout, num_blocks, device)
         self.pool.fill_(torch.nan)  # the bytes of nothing
         self.pool[0] = 0
-
-    def write_view(self, block_id: int) -> memoryview:
-        FarMemory.num_staged += block_id not in self._staged
-        return super().write_view(block_id)
+        FarMemory.made.append(self)
 
 
 @pytest.mark.parametrize("transport", ["nixl", "tcp", "nccl"])
@@ -65,12 +62,15 @@ class FarMemory(StagedKVMemory):
 async def test_pools_on_devices_are_written_without_staging_where_possible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transport: str, decode: dict[str, Any], chunk: int
 ) -> None:
-    """NIXL writes equal blocks straight into the receiver's pool; whatever else arrives is committed from host memory."""
+    """NIXL writes equal blocks straight into the receiver's pool, and no byte passes through a host.
+
+    Whatever else arrives is committed from host memory. Both sides digest blocks where they lie.
+    """
     torch.set_num_threads(1)
     make_checkpoint(tmp_path, "llama", seed=3, num_hidden_layers=4)
     expected = await tokens_alone(tmp_path)
     monkeypatch.setattr("engine.compute.runner.allocate", FarMemory)
-    monkeypatch.setattr(FarMemory, "num_staged", 0)
+    monkeypatch.setattr(FarMemory, "made", [])
     sides = Sides(decode=decode, transport=transport)
     async with running_pair(tmp_path, sides=sides, max_num_batched_tokens=chunk) as pair:
         first, rest = await pair.ask("once", PROMPT, SAMPLED)
@@ -78,4 +78,8 @@ async def test_pools_on_devices_are_written_without_staging_where_possible(
         await pair.until_free()
     assert tokens_of(first, rest) == expected
     assert counters[f"transfer_blocks_total{{transport={transport}}}"] == -(-len(PROMPT) // 16)
-    assert (FarMemory.num_staged == 0) == (transport == "nixl" and not decode)
+    prefilled, decoded = FarMemory.made
+    is_direct = transport == "nixl" and not decode
+    assert (prefilled.num_through_host + decoded.num_through_host == 0) == is_direct
+    assert prefilled.num_folded > 0
+    assert (decoded.num_folded > 0) == is_direct

@@ -100,11 +100,11 @@ def test_another_protocol_version_is_refused_by_number() -> None:
     with worker(settings_for("p", Role.PREFILL)) as prefill:
         host, port = prefill.driver.address.split(":")
         with socket.create_connection((host, int(port))) as sock:
-            hello = Hello(9, 10, "n", "future", "b", "decode")
+            hello = Hello(10, 11, "n", "future", "b", "decode")
             sock.sendall(encode_frame(hello, MAX_HANDSHAKE_BYTES))
             data = sock.makefile("rb").read()
         refused = decode_message(data[HEADER.size :])
-        assert "speaks transfer protocol 9..10; this worker speaks 8..8" in getattr(refused, "message", "")
+        assert "speaks transfer protocol 10..11; this worker speaks 9..9" in getattr(refused, "message", "")
 
 
 @pytest.mark.parametrize(

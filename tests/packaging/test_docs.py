@@ -17,8 +17,12 @@ PRODUCT = (
     "serving text tools worker"
 ).split()
 SUFFIXES = {"", ".c", ".h", ".proto", ".py", ".sh", ".toml", ".yaml"}
-NO_CODES = {("serving/log_lines.py", "C1")}
-"""The control characters of ISO 6429 have this name."""
+NO_CODES = {
+    ("serving/log_lines.py", "C1"),
+    ("engine/models/checkpoint.py", "F16"),
+    ("engine/fp8/stored.py", "F8"),
+}
+"""The control characters of ISO 6429, and number formats of safetensors, have these names."""
 
 
 def mutants() -> dict[str, str]:

@@ -19,6 +19,7 @@ needs = {
     "engine.fused.decoder": "triton",
     "engine.fused.rows": "triton",
     "engine.fused.triton_kernels": "triton",
+    "engine.kv_cache.triton_kernels": "triton",
     "engine.sampling.triton_draw": "triton",
     "engine.sampling.triton_kernels": "triton",
 }

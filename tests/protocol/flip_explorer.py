@@ -1,26 +1,38 @@
 """A search of all worlds of ``flip_world``, nearest first, with everything that can happen in them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from contract.identity import Role
+from router.policy import decodes_no_more
 from tests.protocol.flip_world import (
     Action,
     FlipScenario,
     FlipWorld,
     Part,
     Request,
+    Worker,
+    answer_to_credit,
     first_world,
-    has_former,
-    has_mixed_kv,
+    flip_step,
+    lifecycle_of,
     num_free,
+    order_of,
     placements,
+    received,
     refuse_unserved,
     sent,
+    settling_step,
+    source_of,
     targets,
+    with_lifecycle,
 )
 from tests.protocol.sink import LawBrokenError
 from tests.protocol.world import with_item
+from worker.lifecycle import Lifecycle
+from worker.transitions import FlipStep, SettlingStep
+
+_WAITS = (FlipStep.WAIT_SETTLED, FlipStep.WAIT_ANSWERED)
 
 
 @dataclass
@@ -79,6 +91,10 @@ class FlipExplorer:
             raise LawBrokenError(f"deadlock: request {' and '.join(left)} can never end")
         if any(one.is_unsettled and not one.is_draining for one in world.workers):
             raise LawBrokenError("a worker is never settled again")
+        for seen in world.seen:
+            for worker, one in zip(world.workers, seen, strict=True):
+                if not worker.is_draining and not one.credit.max_requests:
+                    raise LawBrokenError("a worker never offers its credit again")
 
     def _way_to(
         self,
@@ -103,39 +119,31 @@ class FlipExplorer:
                 if world.up[index][router]:
                     yield "answered", index, router
             yield from self._changes_of(world, index)
-            if not any(worker.unanswered):
-                yield from self._answered_by_all(world, index)
+            yield from self._steps_of(world, index, worker)
         for number, request in enumerate(world.requests):
             yield from self._actions_of(world, number, request)
 
-    def _answered_by_all(self, world: FlipWorld, index: int) -> Iterator[Action]:
-        """Return what a worker does when every router has answered its last credit; see ``worker/settling.py``."""
-        worker = world.workers[index]
-        if worker.closing is not None:
-            yield "take", index, 0
-        elif worker.is_draining and not worker.is_unsettled:
-            yield "unsettle", index, 0
-        elif worker.is_unsettled and not worker.is_draining:
-            former = [has_former(world, router, index) for router in range(self.scenario.num_routers)]
-            is_left = any(worker.former) and self.rules.waits_for_former
-            if not is_left and not has_mixed_kv(world, index):
-                yield "settle", index, 0
-            elif tuple(former) != worker.former:
-                yield "ask", index, 0
+    def _steps_of(self, world: FlipWorld, index: int, worker: Worker) -> Iterator[Action]:
+        """Return what a worker does next by production's decisions. It asks only if another answer would come."""
+        if worker.order and (step := flip_step(self.rules, worker)) not in _WAITS:
+            yield step.value, index, 0
+        match settling := settling_step(self.rules, world, index):
+            case SettlingStep.UNSETTLE | SettlingStep.SETTLE:
+                yield settling.value, index, 0
+            case SettlingStep.ASK:
+                routers = range(self.scenario.num_routers)
+                if worker.former != tuple(answer_to_credit(world, router, index) for router in routers):
+                    yield settling.value, index, 0
 
     def _changes_of(self, world: FlipWorld, index: int) -> Iterator[Action]:
-        """Return the next change of a worker, if it can be made now."""
+        """Return the next change of a worker, if it can be made now. A drain and its end may come during a change."""
         worker = world.workers[index]
         for place, (changed, what) in enumerate(world.changes):
             if changed != index:
                 continue
-            if what == "undrain":
-                if worker.is_draining:
-                    yield "change", index, place
-            elif worker.closing is None and not worker.is_draining:
-                may_flip = not worker.is_unsettled or not self.rules.flips_settled
-                if what == "drain" or may_flip:
-                    yield "change", index, place
+            is_possible = worker.is_draining is (what == "undrain")
+            if is_possible and (worker.order is None or "drain" in what):
+                yield "change", index, place
             return
 
     def _actions_of(self, world: FlipWorld, number: int, request: Request) -> Iterator[Action]:
@@ -149,11 +157,10 @@ class FlipExplorer:
             source = request.receive.worker
             if request.target is not None:
                 yield "hand_off", number, 0
-            elif not request.is_moved and self._leaves(world, request.router, source):
-                choices = targets(self.rules, seen, source)
-                yield from (
-                    ("move", number, choice) for choice in choices if not _is_source(world, request, choice)
-                )
+            elif not request.is_moved and decodes_no_more(seen[source].role, seen[source].credit):
+                sources = frozenset(str(one) for one in _sources_of(world, request.router))
+                choices = targets(self.rules, seen, source, sources)
+                yield from (("move", number, choice) for choice in choices)
             return
         if request.phase == "bound":
             yield from self._progress(world, number, request)
@@ -173,11 +180,6 @@ class FlipExplorer:
         if receive.state == "held" and is_published:
             yield "read", number, 0
 
-    def _leaves(self, world: FlipWorld, router: int, index: int) -> bool:
-        """Return whether a router moves answers away from a worker; see ``router.evacuation``."""
-        seen = world.seen[router][index]
-        return seen.is_unsettled and (seen.is_draining or seen.role is Role.PREFILL)
-
     # What happens then.
 
     def apply(self, world: FlipWorld, action: Action) -> FlipWorld:
@@ -190,30 +192,34 @@ class FlipExplorer:
         what = world.changes[place][1]
         world = world._replace(changes=world.changes[:place] + world.changes[place + 1 :])
         worker = world.workers[index]
-        if what == "undrain":
-            return sent(world, index, worker._replace(is_draining=False))
-        if what == "drain":
-            is_unsettled = worker.is_unsettled or not self.rules.waits_for_answers
-            return sent(world, index, worker._replace(is_draining=True, is_unsettled=is_unsettled))
-        worker = worker._replace(closing=Role(what))
+        if what in ("drain", "undrain"):
+            change = Lifecycle.drain if what == "drain" else Lifecycle.undrain
+            worker = _changed(worker, change)
+            if worker.is_draining and not self.rules.waits_for_answers:
+                worker = worker._replace(is_unsettled=True)
+            return sent(world, index, worker)
+        worker = worker._replace(order=Role(what))
         if not self.rules.waits_for_answers:
             return self._take(world._replace(workers=with_item(world.workers, index, worker)), index, 0)
-        return sent(world, index, worker)
+        if flip_step(self.rules, worker) is FlipStep.CLOSE:
+            return sent(world, index, worker._replace(is_closing=True))
+        return world._replace(workers=with_item(world.workers, index, worker))
+
+    def _close(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
+        return sent(world, index, world.workers[index]._replace(is_closing=True))
 
     def _take(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
+        order = order_of(world.workers[index])
+        worker = _changed(world.workers[index], lambda one: one.take_role(Role(order.role), order.epoch))
+        return sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
+
+    def _end(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
+        """End a change; see ``worker.flipping.Flip._end``."""
         worker = world.workers[index]
-        assert worker.closing is not None
-        return sent(
-            world,
-            index,
-            worker._replace(
-                role=worker.closing,
-                former_role=worker.role,
-                closing=None,
-                is_unsettled=True,
-                num_roles=worker.num_roles + 1,
-            ),
-        )
+        ended = worker._replace(order=None, num_drains=0, is_closing=False)
+        if worker.is_closing and self.rules.offers_again:
+            return sent(world, index, ended)
+        return world._replace(workers=with_item(world.workers, index, ended))
 
     def _unsettle(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         return sent(world, index, world.workers[index]._replace(is_unsettled=True))
@@ -225,11 +231,14 @@ class FlipExplorer:
         return sent(world, index, world.workers[index])
 
     def _seen(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
-        (new, *rest) = world.down[index][router]
-        seen = with_item(world.seen, router, with_item(world.seen[router], index, new))
+        (message, *rest) = world.down[index][router]
+        seen = received(world.seen[router][index], message)
         down = with_item(world.down, index, with_item(world.down[index], router, tuple(rest)))
-        world = world._replace(seen=seen, down=down)
-        answers = (*world.up[index][router], has_former(world, router, index))
+        known = with_item(world.seen, router, with_item(world.seen[router], index, seen))
+        world = world._replace(seen=known, down=down)
+        if isinstance(message, Role):
+            return world
+        answers = (*world.up[index][router], answer_to_credit(world, router, index))
         return world._replace(up=with_item(world.up, index, with_item(world.up[index], router, answers)))
 
     def _answered(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
@@ -298,13 +307,16 @@ def _with(world: FlipWorld, number: int, request: Request) -> FlipWorld:
     return world._replace(requests=with_item(world.requests, number, request))
 
 
-def _is_source(world: FlipWorld, moved: Request, index: int) -> bool:
-    """Return whether the same router moves an answer away from a worker; see ``router.moving.Mover``."""
-    return any(
-        one.router == moved.router and source is not None and source.worker == index
-        for one in world.requests
-        for source in [one.receive if one.target else one.send if one.is_moved else None]
-    )
+def _changed(worker: Worker, change: Callable[[Lifecycle], None]) -> Worker:
+    lifecycle = lifecycle_of(worker)
+    change(lifecycle)
+    return with_lifecycle(worker, lifecycle)
+
+
+def _sources_of(world: FlipWorld, router: int) -> set[int]:
+    """Return the workers that a router moves answers away from; see ``router.moving.Mover``."""
+    sources = (source_of(one) for one in world.requests if one.router == router)
+    return {source for source in sources if source is not None}
 
 
 def describe(world: FlipWorld, action: Action) -> str:
@@ -314,7 +326,7 @@ def describe(world: FlipWorld, action: Action) -> str:
         return f"worker {first}, router {second}: {kind}"
     if kind == "change":
         return f"worker {first}: {world.changes[second][1]}"
-    if kind in ("take", "unsettle", "settle", "ask"):
+    if kind in (*FlipStep, *SettlingStep):
         return f"worker {first}: {kind}"
     request = world.requests[first]
     where = [f"{part.worker}" for part in request.parts]

@@ -1,27 +1,45 @@
 """Small worlds of workers that change their roles and drain: what they send, and who waits for whose blocks.
 
-The choice of workers is production's (``router.policy.place`` and ``never_bound``), and so is which calls and credits a role
-has (``worker.lifecycle.Lifecycle``). A pool is a number of blocks, and each leg takes one. Messages between a worker and a
-router keep their order; each of them arrives at any later moment. Nothing fails and no deadline passes, so a request that
-does not end in a quiet world is in a deadlock.
+Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.policy``); which
+calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router makes of
+a role and a credit, and what it answers (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
+each leg takes one. Messages between a worker and a router keep their order; each of them arrives at any later moment.
+Nothing fails and no deadline passes, so a request that does not end in a quiet world is in a deadlock.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
+
+from msgspec.structs import replace
 
 from contract.identity import Role
-from contract.membership import Credit
+from contract.membership import Credit, Registration, RoleOrder
+from router.attached_worker import AttachedWorker
 from router.legs import CONTINUATION, Placement
-from router.policy import Pairs, PlacementRequest, never_bound, place
+from router.order_stream import OrderStream
+from router.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
+from router.running_shares import Held
 from router.views import WorkerView, WorkerViews
+from router.worker_calls import WorkerCalls
 from tests.protocol.sink import LawBrokenError
 from tests.protocol.world import with_item
 from worker.lifecycle import LegCall, Lifecycle
+from worker.transitions import (
+    FlipStep,
+    SettlingStep,
+    has_mixed_kv,
+    next_flip_step,
+    next_settling_step,
+)
 
 Action = tuple[str, int, int]
 """Its name, a worker or request, and a router (0 where there is none) or the number of a choice."""
+
+
+FULL = Credit(max_requests=99, max_tokens=10_000, number=1)
+"""The credit of a worker that serves. The numbers of credits are left out: each one is answered in its turn."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +49,7 @@ class FlipRules:
     never_binds: no hand-over is bound between two unsettled workers (law 4 b). never_moves: no answer is moved to an
     unsettled worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
     waits_for_former: it is settled only when no router has anything left of its former state. flips_settled: it takes a role
-    only when it is settled.
+    only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again.
     """
 
     never_binds: bool = True
@@ -39,6 +57,7 @@ class FlipRules:
     waits_for_answers: bool = True
     waits_for_former: bool = True
     flips_settled: bool = True
+    offers_again: bool = True
 
 
 @dataclass(frozen=True)
@@ -67,23 +86,30 @@ class Seen(NamedTuple):
     """A worker as a router has received it. num_roles: that it has had."""
 
     role: Role
-    has_credit: bool = True
-    is_unsettled: bool = False
-    is_draining: bool = False
+    credit: Credit
     num_roles: int = 1
 
 
 class Worker(NamedTuple):
-    """A worker. closing: the role that it takes when every router has answered. unanswered, former: by router."""
+    """A worker. order: the role that it is to take. num_drains: begun since that order. unanswered, former: by router."""
 
     role: Role
     former_role: Role
     unanswered: tuple[int, ...]
     former: tuple[int, ...]
-    closing: Role | None = None
+    order: Role | None = None
+    num_drains: int = 0
+    is_closing: bool = False
     is_draining: bool = False
     is_unsettled: bool = False
     num_roles: int = 1
+
+
+class Answers(NamedTuple):
+    """The routers' answers as production's decisions read them."""
+
+    are_answered: bool
+    num_former: int
 
 
 class Part(NamedTuple):
@@ -118,7 +144,7 @@ class FlipWorld(NamedTuple):
 
     workers: tuple[Worker, ...]
     seen: tuple[tuple[Seen, ...], ...]
-    down: tuple[tuple[tuple[Seen, ...], ...], ...]
+    down: tuple[tuple[tuple[Role | Credit, ...], ...], ...]
     up: tuple[tuple[tuple[int, ...], ...], ...]
     requests: tuple[Request, ...]
     changes: tuple[tuple[int, str], ...]
@@ -130,7 +156,7 @@ def first_world(scenario: FlipScenario) -> FlipWorld:
     none = (0,) * scenario.num_routers
     return FlipWorld(
         tuple(Worker(role, role, none, none) for role in scenario.roles),
-        tuple(tuple(Seen(role) for role in scenario.roles) for _ in routers),
+        tuple(tuple(Seen(role, FULL) for role in scenario.roles) for _ in routers),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(_first(scenario, number) for number in range(len(scenario.requests))),
@@ -146,26 +172,97 @@ def _first(scenario: FlipScenario, number: int) -> Request:
 
 
 def lifecycle_of(worker: Worker) -> Lifecycle:
-    """Return production's record of a worker that does not drain."""
+    """Return production's record of a worker. The epoch of a role counts the roles before it."""
     lifecycle = Lifecycle(worker.former_role)
-    lifecycle.take_role(worker.role, 1)
-    lifecycle.is_closing = worker.closing is not None
+    lifecycle.attached()
+    lifecycle.take_role(worker.role, worker.num_roles - 1)
+    if worker.is_draining:
+        lifecycle.drain()
+    lifecycle.num_drains = worker.num_drains
+    lifecycle.is_closing = worker.is_closing
     lifecycle.is_unsettled = worker.is_unsettled
     return lifecycle
 
 
+def with_lifecycle(worker: Worker, lifecycle: Lifecycle) -> Worker:
+    """Return a worker whose state is that of production's record. Drains are counted only while its role is to change."""
+    return worker._replace(
+        role=lifecycle.role,
+        former_role=lifecycle._former_role,
+        num_drains=lifecycle.num_drains if worker.order else 0,
+        is_closing=lifecycle.is_closing,
+        is_draining=lifecycle.is_draining,
+        is_unsettled=lifecycle.is_unsettled,
+        num_roles=lifecycle.role_epoch + 1,
+    )
+
+
+def order_of(worker: Worker) -> RoleOrder:
+    """Return the order that a worker carries out."""
+    assert worker.order is not None
+    return RoleOrder(role=worker.order.value, epoch=worker.num_roles)
+
+
+def flip_step(rules: FlipRules, worker: Worker) -> FlipStep:
+    """Return production's next step of a worker whose role is to change."""
+    lifecycle = lifecycle_of(worker)
+    lifecycle.is_unsettled = worker.is_unsettled and rules.flips_settled
+    return next_flip_step(lifecycle, order_of(worker), 0, _answers(rules, worker))
+
+
+def settling_step(rules: FlipRules, world: "FlipWorld", index: int) -> SettlingStep:
+    """Return production's next step of a worker between settled and unsettled."""
+    worker = world.workers[index]
+    mixed = has_mixed_kv(
+        worker.role, num_leases=_num_leases(world, index), num_fetches=_num_fetches(world, index)
+    )
+    return next_settling_step(lifecycle_of(worker), _answers(rules, worker), lambda: mixed)
+
+
+def _answers(rules: FlipRules, worker: Worker) -> Answers:
+    return Answers(not any(worker.unanswered), sum(worker.former) if rules.waits_for_former else 0)
+
+
+def _num_leases(world: "FlipWorld", index: int) -> int:
+    return _num_bound(index, (one.send for one in world.requests if one.phase == "bound"))
+
+
+def _num_fetches(world: "FlipWorld", index: int) -> int:
+    return _num_bound(index, (one.receive for one in world.requests if one.phase == "bound"))
+
+
+def _num_bound(index: int, parts: "Iterator[Part | None]") -> int:
+    return sum(part is not None and part.worker == index and part.state != "call" for part in parts)
+
+
+def attached(name: str, seen: Seen) -> AttachedWorker:
+    """Return production's record of a worker in a router, without the legs that are bound to it."""
+    registration = Registration(worker_id=name, role=seen.role.value, max_model_len=64)
+    worker = AttachedWorker(registration, cast(WorkerCalls, None), OrderStream(name, 10.0), Held(), ignore)
+    worker.capacity.num_roles = seen.num_roles
+    worker.capacity.credit = seen.credit
+    return worker
+
+
+@cache
+def received(seen: Seen, message: Role | Credit) -> Seen:
+    """Return a worker as a router has received it, after one more message."""
+    capacity = attached("worker", seen).capacity
+    if isinstance(message, Role):
+        capacity.take_role(None)
+        return Seen(message, capacity.credit, capacity.num_roles)
+    capacity.grant(message)
+    return seen._replace(credit=message)
+
+
 @cache
 def _views(seen: tuple[Seen, ...], only: tuple[int, ...]) -> WorkerViews:
-    return WorkerViews.of(
-        WorkerView(
-            worker_id=str(index),
-            role=seen[index].role,
-            max_requests=99 * seen[index].has_credit,
-            max_tokens=10_000,
-            is_unsettled=seen[index].is_unsettled,
-        )
-        for index in only
-    )
+    return WorkerViews.of(_view(str(index), seen[index]) for index in only)
+
+
+@cache
+def _view(name: str, seen: Seen) -> WorkerView:
+    return attached(name, seen).view()
 
 
 @cache
@@ -190,18 +287,25 @@ def _is_alone(seen: tuple[Seen, ...], wish: PlacementRequest, never: Pairs, plac
 
 
 @cache
-def targets(rules: FlipRules, seen: tuple[Seen, ...], source: int) -> tuple[int, ...]:
-    """Return the workers to which an answer may be moved."""
-    found = []
-    for index in range(len(seen)):
-        views = _views(seen, (index,))
-        excluded = {str(source)} | (views.unsettled if rules.never_moves else set())
-        wish = PlacementRequest(
-            num_prompt_tokens=1, num_answer_tokens=1, plan=CONTINUATION, too_small=frozenset(excluded)
-        )
-        if place(views, wish, 0) is not None:
-            found.append(index)
-    return tuple(found)
+def targets(
+    rules: FlipRules, seen: tuple[Seen, ...], source: int, sources: frozenset[str]
+) -> tuple[int, ...]:
+    """Return the workers to which an answer may be moved. sources: workers that the router moves other answers from."""
+    known = _views(seen, tuple(range(len(seen))))
+    views = (
+        known if rules.never_moves else WorkerViews.of(replace(each, is_unsettled=False) for each in known)
+    )
+    wish = PlacementRequest(
+        num_prompt_tokens=1,
+        num_answer_tokens=1,
+        plan=CONTINUATION,
+        too_small=never_moved_to(views, str(source), sources, frozenset()),
+    )
+    return tuple(index for index in range(len(seen)) if place(_views(seen, (index,)), wish, 0) is not None)
+
+
+def ignore(*_: Any) -> None:
+    """Do nothing."""
 
 
 def call_of(part_is_sending: bool) -> LegCall:
@@ -209,13 +313,11 @@ def call_of(part_is_sending: bool) -> LegCall:
     return LegCall.PREFILL if part_is_sending else LegCall.DECODE
 
 
-def sent(world: FlipWorld, index: int, worker: Worker) -> FlipWorld:
-    """Return the world in which a worker has changed, and sends every router its state and its credit."""
-    offered = Credit() if worker.is_draining else lifecycle_of(worker).credit(Credit(max_requests=99))
-    seen = Seen(
-        worker.role, offered.max_requests > 0, worker.is_unsettled, worker.is_draining, worker.num_roles
-    )
-    down = with_item(world.down, index, tuple((*queue, seen) for queue in world.down[index]))
+def sent(world: FlipWorld, index: int, worker: Worker, *, has_role: bool = False) -> FlipWorld:
+    """Return the world in which a worker has changed, and sends every router its credit, behind a role that it has taken."""
+    credit = lifecycle_of(worker).credit(FULL)
+    messages = (worker.role, credit) if has_role else (credit,)
+    down = with_item(world.down, index, tuple((*queue, *messages) for queue in world.down[index]))
     worker = worker._replace(unanswered=tuple(count + 1 for count in worker.unanswered))
     return world._replace(workers=with_item(world.workers, index, worker), down=down)
 
@@ -231,27 +333,30 @@ def num_free(scenario: FlipScenario, world: FlipWorld, index: int) -> int:
     return scenario.blocks - held
 
 
-def has_former(world: FlipWorld, router: int, index: int) -> int:
-    """Return 1 if a router has a leg of a worker's former role, or moves an answer away from it."""
-    num_roles = world.seen[router][index].num_roles
-    for request in world.requests:
-        if request.router != router or request.phase == "done":
-            continue
-        if any(part.worker == index and part.num_roles < num_roles for part in request.parts):
-            return 1
-        source = request.receive if request.target else request.send if request.is_moved else None
-        if source and source.worker == index:
-            return 1
-    return 0
+def source_of(request: Request) -> int | None:
+    """Return the worker that an answer is being moved away from, None without a move; see ``router.moving.Mover``."""
+    part = request.receive if request.target else request.send if request.is_moved else None
+    return part.worker if part else None
 
 
-def has_mixed_kv(world: FlipWorld, index: int) -> bool:
-    """Return whether a worker lends beside the fetches of its role, or fetches beside its leases; see ``worker.Worker``."""
-    for request in world.requests:
-        part = request.receive if world.workers[index].role is Role.PREFILL else request.send
-        if part and part.worker == index and part.state != "call" and request.phase == "bound":
-            return True
-    return False
+def answer_to_credit(world: FlipWorld, router: int, index: int) -> int:
+    """Return what a router answers to a worker's credit: how many legs and moves it has of the former state."""
+    own = [one for one in world.requests if one.router == router and one.phase != "done"]
+    held = tuple(sorted(part.num_roles for one in own for part in one.parts if part.worker == index))
+    num_moves = sum(source_of(one) == index for one in own)
+    return _answer(held, world.seen[router][index].num_roles, num_moves)
+
+
+@cache
+def _answer(held: tuple[int, ...], num_roles: int, num_moves: int) -> int:
+    """held: of each leg that is bound, how many roles the worker had had then."""
+    capacity = attached("worker", Seen(Role.DECODE, FULL)).capacity
+    for count in range(1, num_roles + 1):
+        for _ in range(held.count(count)):
+            capacity.hold("client", 1)
+        if count < num_roles:
+            capacity.take_role(None)
+    return capacity.use(num_moves).num_former
 
 
 def refuse_unserved(worker: Worker, *, is_sending: bool) -> None:

@@ -30,6 +30,13 @@ UNDRAINED = replace(
 THROUGH_DECODE = replace(
     SWAP, name="a prefill worker becomes decode and then both", changes=((0, "decode"), (0, "both"))
 )
+ENDED = FlipScenario(
+    "a drain ends a change, and is undone, two routers",
+    (D, D),
+    (0, 1),
+    ((0, "prefill"), (0, "drain"), (0, "undrain")),
+    decoded=(0,),
+)
 WORLDS = [
     SWAP,
     BACK,
@@ -51,6 +58,7 @@ WORLDS = [
         ((1, "drain"), (1, "undrain"), (1, "prefill")),
         decoded=(1,),
     ),
+    ENDED,
     FlipScenario("decode and both", (D, B), (0, 0), ((0, "both"), (1, "prefill")), decoded=(0,)),
 ]
 LARGE = [
@@ -58,14 +66,15 @@ LARGE = [
     replace(SWAP, name=f"{SWAP.name} and back", changes=(*SWAP.changes, (0, "prefill"), (1, "decode"))),
 ]
 MISSING = [
-    pytest.param(SWAP, FlipRules(never_binds=False), "deadlock", 20, id="law 4 b"),
-    pytest.param(SWAP, FlipRules(never_moves=False), "deadlock", 25, id="law 4 c"),
-    pytest.param(TO_PREFILL, FlipRules(waits_for_answers=False), "deadlock", 16, id="answers, prefill"),
-    pytest.param(TO_DECODE, FlipRules(waits_for_answers=False), "deadlock", 18, id="answers, decode"),
+    pytest.param(SWAP, FlipRules(never_binds=False), "deadlock", 22, id="law 4 b"),
+    pytest.param(SWAP, FlipRules(never_moves=False), "deadlock", 27, id="law 4 c"),
+    pytest.param(TO_PREFILL, FlipRules(waits_for_answers=False), "deadlock", 20, id="answers, prefill"),
+    pytest.param(TO_DECODE, FlipRules(waits_for_answers=False), "deadlock", 22, id="answers, decode"),
     pytest.param(TWO_DRAINS, FlipRules(waits_for_answers=False), "deadlock", 16, id="answers, drains"),
-    pytest.param(UNDRAINED, FlipRules(never_moves=False), "deadlock", 31, id="law 4 c, undrained"),
-    pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 9, id="former legs"),
-    pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 15, id="settled before"),
+    pytest.param(UNDRAINED, FlipRules(never_moves=False), "deadlock", 33, id="law 4 c, undrained"),
+    pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 10, id="former legs"),
+    pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 13, id="settled before"),
+    pytest.param(ENDED, FlipRules(offers_again=False), "offers its credit", 17, id="offered again"),
 ]
 
 

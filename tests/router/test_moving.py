@@ -283,6 +283,10 @@ async def test_a_drain_moves_what_the_worker_decodes_and_nothing_waits_for_its_d
         metrics = await made.cluster.metrics()
         assert metrics['kvbaton_migrations_total{result="moved"}'] == 1
         assert metrics["kvbaton_migration_pause_seconds_count"] == 1
+        (move,) = (await made.cluster.debug_state())["moves"]
+        assert (move["source"], move["targets"]) == (SOURCE, [TARGET])
+        assert move["pause_seconds"] > 0 and move["ordered_at"] < move["handed_over_at"]
+        assert move["num_steps"] == 1, "the target has no other answer"
 
 
 async def test_a_drain_tries_again_what_was_refused() -> None:

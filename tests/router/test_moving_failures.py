@@ -186,6 +186,8 @@ async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> 
         assert not made.source.received.cancels, "the lease stays until it is read"
         assert [each.attempt for each in made.target.received.cancels] == ([1] if how == "drains" else [])
         assert made.count("moved") == 1
+        (record,) = made.metrics.moves.recent
+        assert record.targets == [TARGET, THIRD], "a report can tell whose fault the pause was"
 
 
 async def test_after_two_targets_that_failed_the_answer_is_computed_again() -> None:

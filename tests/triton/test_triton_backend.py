@@ -3,15 +3,13 @@
 Its matrix product does not support bfloat16, which `make gpu-check` tests.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from engine.attention.backend import create_backend
 from engine.compute.profiling import profile_inputs
 from engine.testing.graphs import RerunRecorder
-from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right, run
+from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right
 
 pytestmark = [
     pytest.mark.triton,
@@ -38,26 +36,6 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_mixed_batches_equal_torch(name: str) -> None:
     assert_equals_torch(SHAPES[name], create_backend("triton"), CPU)
-
-
-@pytest.mark.parametrize("computed", [1, 255, 256, 4095, 4096, 4097])
-def test_contexts_of_any_number_of_splits(computed: int) -> None:
-    """From one split to all of them, with the edges of each."""
-    assert_equals_torch(Case(num_kv_heads=1, work=((computed, 1),)), create_backend("triton"), CPU)
-
-
-def test_a_row_does_not_depend_on_the_batch() -> None:
-    together = Case(work=((300, 1), (40, 1), (0, 9)))
-    alone = replace(together, work=((300, 1),))
-    backend = create_backend("triton")
-    inputs = together.inputs()
-    batch, _ = run(together, backend.plan(inputs, together.block_size, CPU), inputs, CPU)
-    own = alone.inputs()
-    query, key, value = (states[:1] for states in together.states(inputs))
-    step = backend.plan(own, alone.block_size, CPU)
-    cache = alone.pool(own)[:, 1]
-    step.store(key, value, cache)
-    assert torch.equal(step.attend(alone.shape, query, key, value, cache), batch[:1])
 
 
 def test_a_static_step_handles_one_batch_after_the_other() -> None:

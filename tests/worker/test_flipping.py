@@ -173,6 +173,21 @@ async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
         await until(lambda: view.role is Role.PREFILL)
 
 
+async def test_a_worker_whose_change_was_ended_by_a_drain_offers_its_credit_again(tmp_path: Path) -> None:
+    """The drain is undone before a router has answered that nothing is bound any more."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached_with_credit(it)
+        answers = Silenced(view)
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.capacity.credit.max_requests == 0)
+        it.worker.drain.begin()
+        it.worker.drain.undo()
+        await until(lambda: view.capacity.credit.number >= 4)
+        answers.release()
+        await until(lambda: view.capacity.credit.max_requests and not view.capacity.credit.is_draining)
+        assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
+
+
 async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tmp_path: Path) -> None:
     """Law 4: it lends from then on, and no router may believe that it only fetches."""
     async with running(Role.DECODE, tmp_path) as it:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_transfer.links.framing import ShortReadError, receive_all, send_all
-from kv_transfer.transports.block_views import BlockViews
+from kv_transfer.transports.block_views import BlockViews, view_bytes_of
 
 _MAX_VECTORS = 1024
 """Linux's IOV_MAX."""
@@ -48,7 +48,7 @@ class SocketBlocks:
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
     """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
     if not isinstance(views, BlockViews):
-        return SocketBlocks(views, views[0].nbytes)
+        return SocketBlocks(views, view_bytes_of(views))
     if sys.platform == "linux" and sys.maxsize > 2**32:
         return _VectorBlocks(views)
     return SocketBlocks(views, views.view_bytes)

@@ -6,14 +6,15 @@ import random
 import signal
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from math import inf
 from typing import Any
 
 from contract.identity import Role
 from tests.chaos.fleet import role_of
-from tests.chaos.held_resources import read_metrics, read_states
+from tests.chaos.held_resources import read_states
 from tests.chaos.pool.descriptors import processes_of, tcp_ports_of
-from tests.chaos.pool.pool import LINKED, Pool
+from tests.chaos.pool.pool import LINKED, PEER_TIMEOUT, Pool
 from tests.chaos.proxy import none
 
 SHORT_FREEZE = 5.0
@@ -41,11 +42,18 @@ def kill(pool: Pool, rng: random.Random) -> Action | None:
 async def _kill(pool: Pool, victim: str, *, is_engine: bool) -> None:
     if is_engine:
         state = (await read_states([(victim, pool.fleet.facts[victim]["admin"])]))[victim]
-        os.kill(state["engine_process"]["pid"], signal.SIGKILL)
-        await pool.fleet.children[victim].wait()
+        with _death(pool, victim):
+            os.kill(state["engine_process"]["pid"], signal.SIGKILL)
+            await pool.fleet.children[victim].wait()
     else:
-        await pool.fleet.kill(victim)
+        with _death(pool, victim):
+            await pool.fleet.kill(victim)
     await pool.start_again(victim)
+
+
+def _death(pool: Pool, victim: str) -> AbstractContextManager[None]:
+    """Record the fault of a worker that is killed: a router may detect it that late, and a new process starts no sooner."""
+    return pool.faults.on(victim, at_least_seconds=PEER_TIMEOUT)
 
 
 def freeze_shortly(pool: Pool, rng: random.Random) -> Action | None:
@@ -61,11 +69,12 @@ def freeze_long(pool: Pool, rng: random.Random) -> Action | None:
 
 
 async def _freeze(pool: Pool, victim: str, seconds: float) -> None:
-    pool.fleet.freeze(victim)
-    try:
-        await asyncio.sleep(seconds)  # the length of the fault
-    finally:
-        pool.fleet.thaw(victim)
+    with pool.faults.on(victim):
+        pool.fleet.freeze(victim)
+        try:
+            await asyncio.sleep(seconds)  # the length of the fault
+        finally:
+            pool.fleet.thaw(victim)
     await pool.until_back(victim)
 
 
@@ -82,12 +91,13 @@ async def _cut(pool: Pool, peer: str) -> None:
         return port in tcp_ports_of(processes_of(pool.fleet.children[peer].pid))
 
     ports = tcp_ports_of(processes_of(pool.fleet.children[peer].pid))
-    for each in pool.link.kv_ports:
-        each.refuses = is_of_peer
-        each.cut(ports.__contains__)
-    await asyncio.sleep(_CUT_SECONDS)  # the length of the fault
-    for each in pool.link.kv_ports:
-        each.refuses = none
+    with pool.faults.on(LINKED, peer):
+        for each in pool.link.kv_ports:
+            each.refuses = is_of_peer
+            each.cut(ports.__contains__)
+        await asyncio.sleep(_CUT_SECONDS)  # the length of the fault
+        for each in pool.link.kv_ports:
+            each.refuses = none
     await pool.until_back(LINKED)
 
 
@@ -140,7 +150,8 @@ def kill_target(pool: Pool, rng: random.Random) -> Action | None:
 async def _kill_target(pool: Pool, source: str, target: str, after_seconds: float) -> None:
     async def die() -> None:
         await asyncio.sleep(after_seconds)  # a moment in the middle of the moves
-        await pool.fleet.kill(target)
+        with _death(pool, target):
+            await pool.fleet.kill(target)
         await pool.start_again(target)
 
     await asyncio.gather(_drain(pool, source, by_signal=False), die())
@@ -207,7 +218,7 @@ def kill_router(pool: Pool, rng: random.Random) -> Action | None:
 
 
 async def _kill_router(pool: Pool, victim: str) -> None:
-    pool.last_metrics.append(await read_metrics(pool.fleet.facts[victim]["admin"]))
+    await pool.read_before_kill(victim)
     deaths = pool.deaths.setdefault(victim, [])
     deaths.append(inf)  # it may accept connections until it is dead
     await pool.fleet.kill(victim)

@@ -3,33 +3,47 @@
 import asyncio
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from math import inf, isfinite
-from statistics import median
+from typing import Any
 
 import aiohttp
 
-from tests.chaos.pool.pool import Pool
+from tests.chaos.held_resources import read_states
+from tests.chaos.pool.faults import Faults
+from tests.chaos.pool.quantiles import quantiles
 
+Move = Mapping[str, Any]
+"""A move that has succeeded, as a router's ``/debug/state`` shows it (``router/move_record.py``)."""
 _RESULTS = re.compile(r'^kvbaton_migrations_total\{result="(\w+)"\} ([\d.]+)$', re.M)
 _SAMPLE_SECONDS = 1.0
 _MIN_BOUND_SECONDS = 0.05
 _STEPS = 3
+_BOUND_OF_FAULTS_SECONDS = 3.0
 
 
-class StepLengths:
-    """Samples how long the workers' steps take that continue answers."""
+class MoveLog:
+    """Collects the moves of all routers: each one remembers only the last of its own."""
 
     def __init__(self) -> None:
-        self.seconds: list[float] = []
+        self._moves: dict[tuple[str, int, float], Move] = {}
 
-    async def sample(self, pool: Pool) -> None:
-        """Take samples until the task is cancelled."""
+    @property
+    def moves(self) -> list[Move]:
+        """All moves that were read."""
+        return list(self._moves.values())
+
+    async def read(self, router: str, admin: str) -> None:
+        """Read the moves of one router."""
+        for move in (await read_states([(router, admin)]))[router]["moves"]:
+            self._moves[move["request_id"], move["choice"], move["ordered_at"]] = move
+
+    async def keep_reading(self, admins: Mapping[str, str]) -> None:
+        """Read the moves of these routers until the task is cancelled. admins: their addresses, which do not change."""
         while True:
-            with suppress(aiohttp.ClientError, ConnectionError):  # the router is killed just now
-                workers = (await pool.facts())["workers"]
-                self.seconds += [w["step_seconds"] for w in workers if w["num_running"] and w["step_seconds"]]
+            for router, admin in admins.items():
+                with suppress(aiohttp.ClientError, ConnectionError):  # it is killed just now, or starts
+                    await self.read(router, admin)
             await asyncio.sleep(_SAMPLE_SECONDS)  # the interval between samples
 
 
@@ -42,37 +56,35 @@ def results_of_moves(metrics: Sequence[str]) -> Counter[str]:
     return found
 
 
-def pauses_of_moves(metrics: Sequence[str], steps: Sequence[float]) -> dict[str, float]:
-    """Return quantiles of the moves' pauses, and the bound of the 99th percentile; empty without a move.
+def pauses_of_moves(moves: Sequence[Move], faults: Faults, gaps: Sequence[float]) -> dict[str, Any]:
+    """Return the pauses of moves that a fault has met, of all others, and the bounds of both; empty without a move.
 
-    The bound is three median steps, at least 50 ms, and the 99th percentile of the time that transfers take.
+    A move that a fault has met at one of its ends is bounded like a kill. All others are bounded by three steps, at least
+    50 ms, and the time in which KV crosses. A step is what the streams of the same run show: the 99th percentile of the
+    pauses is compared with that of the gaps between tokens (gaps), less the usual gap.
     """
-    pauses = bucket_quantiles(metrics, "kvbaton_migration_pause_seconds")
-    if not pauses or not steps:
-        return pauses
-    step = median(steps)
-    transfer = bucket_quantiles(metrics, "kvbaton_request_transfer_time_seconds").get("p99_at_most", 0.0)
-    bound = max(_STEPS * step, _MIN_BOUND_SECONDS) + transfer
-    return {**pauses, "step": round(step, 4), "transfer_p99_at_most": transfer, "bound": round(bound, 4)}
-
-
-def bucket_quantiles(metrics: Sequence[str], histogram: str) -> dict[str, float]:
-    """Return the count, and the upper bounds of the buckets of the median and the 99th percentile; empty without a value.
-
-    A bound that is infinite is left out.
-
-    metrics: /metrics of several processes.
-    """
-    line = re.compile(rf'^{histogram}_bucket\{{le="([^"]+)"\}} ([\d.]+)$', re.M)
-    totals: Counter[float] = Counter()
-    for text in metrics:
-        for bound, number in line.findall(text):
-            totals[float(bound)] += int(float(number))
-    count_of_all = totals[inf]
-    if not count_of_all:
+    if not moves or not gaps:
         return {}
-    bounds = {
-        name: next(bound for bound in sorted(totals) if totals[bound] >= share * count_of_all)
-        for name, share in (("p50_at_most", 0.5), ("p99_at_most", 0.99))
-    }
-    return {"count": count_of_all, **{name: bound for name, bound in bounds.items() if isfinite(bound)}}
+    met = [move for move in moves if faults.have_met(move)]
+    others = [move for move in moves if not faults.have_met(move)]
+    gap = quantiles(gaps)
+    found: dict[str, Any] = {"token_gap": gap}
+    if met:
+        pauses = quantiles([move["pause_seconds"] for move in met])
+        found["met_by_a_fault"] = {**pauses, "bound": _BOUND_OF_FAULTS_SECONDS}
+    if others:
+        pauses = quantiles([move["pause_seconds"] for move in others])
+        transfer = quantiles([move["copying_seconds"] for move in others])["p99"]
+        found["others"] = {
+            **pauses,
+            "added_p99": round(pauses["p99"] - gap["p50"], 4),
+            "num_steps": quantiles([move["num_steps"] for move in others]),
+            "transfer_p99": transfer,
+            "bound": _bound(gap["p99"], transfer),
+            "bound_with_the_usual_gap": _bound(gap["p50"], transfer),
+        }
+    return found
+
+
+def _bound(step: float, transfer: float) -> float:
+    return round(max(_STEPS * step, _MIN_BOUND_SECONDS) + transfer, 4)

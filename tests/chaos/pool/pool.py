@@ -15,9 +15,11 @@ import aiohttp
 from contract.identity import Role
 from tests.chaos.clients import MODEL
 from tests.chaos.fleet import LINK_HOST, ROUTER, WORKER_HOST, Fleet, free_port, role_of, running_fleet
-from tests.chaos.held_resources import State, read_states
+from tests.chaos.held_resources import State, read_metrics, read_states
 from tests.chaos.pool.balancer import Balancer, running_balancer
 from tests.chaos.pool.descriptors import Kinds, own_descriptors, processes_of
+from tests.chaos.pool.faults import Faults
+from tests.chaos.pool.moves import MoveLog
 from tests.chaos.proxy import FaultyLink, faulty_link
 from tests.chaos.under_fault import fixed_ports
 
@@ -36,7 +38,7 @@ class Pool:
     """Owns which workers are disturbed at the moment. Made by ``running_pool``.
 
     routers: their names. link: carries what other workers send to ``LINKED``. deaths: times at which routers were killed.
-    last_metrics: /metrics of killed routers, read shortly before.
+    last_metrics: /metrics of killed routers, read shortly before. faults: of workers and their links. move_log: the moves.
     """
 
     fleet: Fleet
@@ -46,6 +48,8 @@ class Pool:
     disturbed: set[str] = field(default_factory=set)
     deaths: dict[str, list[float]] = field(default_factory=dict)
     last_metrics: list[str] = field(default_factory=list)
+    faults: Faults = field(default_factory=Faults)
+    move_log: MoveLog = field(default_factory=MoveLog)
 
     async def start_worker(self, name: str, **flags: Any) -> None:
         """Start a worker, whose name begins with its role, and wait until every router counts on it."""
@@ -110,6 +114,18 @@ class Pool:
     async def _ready_at(self, router: str) -> set[str]:
         state = (await read_states([(router, self.fleet.facts[router]["admin"])]))[router]
         return {worker["worker_id"] for worker in state["workers"] if worker["max_requests"]}
+
+    async def keep_reading_moves(self) -> None:
+        """Read the moves of all routers again and again, until the task is cancelled."""
+        await self.move_log.keep_reading(
+            {router: self.fleet.facts[router]["admin"] for router in self.routers}
+        )
+
+    async def read_before_kill(self, router: str) -> None:
+        """Read what a router that is about to be killed has counted."""
+        admin = self.fleet.facts[router]["admin"]
+        self.last_metrics.append(await read_metrics(admin))
+        await self.move_log.read(router, admin)
 
     async def states(self) -> dict[str, State]:
         """Return /debug/state of every process, by name."""

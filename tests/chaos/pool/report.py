@@ -8,8 +8,9 @@ from typing import Any
 
 from tests.chaos.held_resources import count, read_metrics
 from tests.chaos.pool.answers import ACCEPTED, UNAVAILABLE, MixedAnswer, mistake_in
-from tests.chaos.pool.moves import StepLengths, pauses_of_moves, results_of_moves
+from tests.chaos.pool.moves import pauses_of_moves, results_of_moves
 from tests.chaos.pool.pool import Pool
+from tests.chaos.pool.quantiles import quantiles
 
 _QUIET = "quiet"
 _AFTER_SECONDS = 6.0
@@ -53,7 +54,7 @@ class PoolReport:
     num_replays: float = 0
     num_local_recomputes: float = 0
     num_moves: Counter[str] = field(default_factory=Counter)
-    move_pauses: dict[str, float] = field(default_factory=dict)
+    move_pauses: dict[str, Any] = field(default_factory=dict)
     events: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -85,14 +86,20 @@ class PoolReport:
             status = "" if answer.status == ACCEPTED else f" (status {answer.status})"
             self.failed.append(f"question {answer.question.number}, {what}{status}: {answer.error}")
 
-    async def count_replays(self, pool: Pool, steps: StepLengths) -> None:
-        """Read the counts of replays and moves, and the pauses of moves, of all routers since the pool's start."""
+    async def count_replays(self, pool: Pool, streams: Sequence[Stream]) -> None:
+        """Read the counts of replays and moves, and the pauses of moves, of all routers since the pool's start.
+
+        streams: all that were answered, which show how long steps took.
+        """
         metrics = [await read_metrics(pool.fleet.facts[router]["admin"]) for router in pool.routers]
         metrics += pool.last_metrics
         self.num_replays = count(metrics, "kvbaton_request_replays_total")
         self.num_local_recomputes = count(metrics, "kvbaton_request_local_recomputes_total")
         self.num_moves = results_of_moves(metrics)
-        self.move_pauses = pauses_of_moves(metrics, steps.seconds)
+        for router in pool.routers:
+            await pool.move_log.read(router, pool.fleet.facts[router]["admin"])
+        gaps = [length for stream in streams for _, length in stream.pauses]
+        self.move_pauses = pauses_of_moves(pool.move_log.moves, pool.faults, gaps)
 
     @property
     def is_clean(self) -> bool:
@@ -129,16 +136,4 @@ def pauses_of(
     return {
         kind: {**each, "added_p99": round(max(0.0, each["p99"] - usual), 4)}
         for kind, each in summaries.items()
-    }
-
-
-def quantiles(values: Sequence[float]) -> dict[str, float]:
-    """Return the number of values, their median, 99th percentile and maximum."""
-    ordered = sorted(values)
-    last = len(ordered) - 1
-    return {
-        "count": len(ordered),
-        "p50": round(ordered[last // 2], 4),
-        "p99": round(ordered[round(0.99 * last)], 4),
-        "max": round(ordered[-1], 4),
     }

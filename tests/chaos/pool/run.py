@@ -15,7 +15,6 @@ from tests.chaos.pool.answers import MixedAnswer, Way, ask
 from tests.chaos.pool.balancer import Door
 from tests.chaos.pool.grpc_answers import ask_grpc, can_be_sent
 from tests.chaos.pool.leaks import Baseline, leaks_of
-from tests.chaos.pool.moves import StepLengths
 from tests.chaos.pool.pool import Pool, running_pool
 from tests.chaos.pool.questions import MixedQuestion
 from tests.chaos.pool.references import reference_answers
@@ -111,19 +110,18 @@ class Scene:
     async def run(self, script: Script, num_clients: int) -> PoolReport:
         """Run a script under the load of these clients, and return what came of it."""
         report = PoolReport()
-        steps = StepLengths()
         clients = Clients(self._pool, self._references, report)
         async with asyncio.TaskGroup() as tasks:
-            sampling = tasks.create_task(steps.sample(self._pool))
+            reading = tasks.create_task(self._pool.keep_reading_moves())
             for number in range(num_clients):
                 own = random.Random(self._rng.getrandbits(64))
                 tasks.create_task(clients.keep_asking(number, own))
             quiet, happened = await self._play(script, report)
             clients.stopped.set()
-            sampling.cancel()
+            reading.cancel()
         report.pauses = pauses_of(clients.streams, happened, quiet, script.quiet_seconds)
         report.leaks = await leaks_of(self._pool, self._before)
-        await report.count_replays(self._pool, steps)
+        await report.count_replays(self._pool, clients.streams)
         return report
 
     async def _play(self, script: Script, report: PoolReport) -> tuple[float, Happened]:

@@ -1,0 +1,165 @@
+"""Launches of our Triton kernels on a step's tensors: prefill tiles, and splits with their combination."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention import triton_kernels
+from engine.attention.backend import LayerShape
+from engine.attention.splits import DECODE_SPLIT, Packing
+from engine.attention.triton_sizes import (
+    COMBINED_AT_ONCE,
+    cap_of,
+    num_multiprocessors,
+    power_of_two,
+    precision_of,
+    programs_at_once,
+    sizes_of,
+    split_launch,
+)
+from engine.attention.triton_store import store_kv
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A step on the device, int32.
+
+    slots, num_cleared ``[num_tokens]``: the slot of a token's KV (-1: none), and the number of slots to zero behind it, as
+    the torch backend clears a fresh block. query_starts ``[num_reqs + 1]``, seq_lens ``[num_reqs]``; a request's blocks are
+    ``tables`` from ``table_starts[request]``. tiles ``[num_tiles, 2]``: request and first token of each prefill tile.
+    """
+
+    slots: Tensor
+    num_cleared: Tensor
+    query_starts: Tensor
+    seq_lens: Tensor
+    tables: Tensor
+    table_starts: Tensor
+    tiles: Tensor
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The splits of one launch, on the device; see ``Splits``. most_items: of any step that these tensors hold."""
+
+    items: Tensor
+    units: Tensor
+    num_items: Tensor
+    most_items: int
+    is_combined: bool
+
+
+class Workspace:
+    """Float32 memory that only grows; memory that a captured graph uses stays."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
+
+    def take(self, num_rows: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return ``[num_rows]`` and ``[num_rows, width]``, valid until the next call."""
+        needed = num_rows * (width + 1)
+        if not self._buffers or len(self._buffers[-1]) < needed:
+            self._buffers.append(torch.empty(needed, dtype=torch.float32, device=device))
+        buffer = self._buffers[-1]
+        return buffer[:num_rows], buffer[num_rows:needed].view(num_rows, width)
+
+
+class PagedAttention:
+    """Launches the kernels on a step's tensors."""
+
+    def __init__(self, tensors: StepTensors, block_size: int, workspace: Workspace) -> None:
+        self._tensors = tensors
+        self._block_size = block_size
+        self._workspace = workspace
+
+    def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
+        """See AttentionStep."""
+        store_kv(key, value, cache, self._tensors.slots, self._tensors.num_cleared)
+
+    def attend_tiles(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
+        """Attend for chunks, each tile with all of its context."""
+        tiles = self._tensors.tiles
+        sizes = sizes_of(cache.dtype, cache.shape[-1])
+        triton_kernels.prefill_kernel[query.shape[1], len(tiles) * sizes["parts"]](
+            query,
+            output,
+            cache,
+            tiles,
+            *self._places(query, cache),
+            **self._constants(shape, query, cache),
+            **sizes,
+        )
+
+    def attend_splits(
+        self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor, packing: Packing, each: Pass
+    ) -> None:
+        """Attend for one pass of units, then combine their splits."""
+        num_kv_heads = cache.shape[2]
+        head_dim = cache.shape[-1]
+        num_rows = num_kv_heads * packing.rows
+        logs, partial = self._workspace.take(each.most_items * num_rows, head_dim, query.device)
+        sizes = {name: sizes_of(cache.dtype, head_dim)[name] for name in ("head_dim", "dims")}
+        units = {"num_kv_heads": num_kv_heads, "kept": packing.rows}
+        padded = power_of_two(packing.rows)
+        num_running = num_multiprocessors(query.device) * programs_at_once(padded, sizes["dims"])
+        num_programs = min(num_running, each.most_items * num_kv_heads)
+        triton_kernels.split_kernel[(num_programs,)](
+            query,
+            output,
+            partial,
+            logs,
+            cache,
+            each.items,
+            each.num_items,
+            *self._places(query, cache),
+            rows=padded,
+            tile=packing.tile,
+            **self._constants(shape, query, cache),
+            **units,
+            **sizes,
+            **split_launch(sizes["dims"]),
+        )
+        if each.is_combined:
+            triton_kernels.combine_kernel[num_rows, len(each.units)](
+                output,
+                partial,
+                logs,
+                each.units,
+                self._tensors.query_starts,
+                query.stride(0),
+                group=packing.group,
+                at_once=COMBINED_AT_ONCE,
+                **units,
+                **sizes,
+            )
+
+    def _places(self, query: Tensor, cache: Tensor) -> tuple[Any, ...]:
+        """Return the kernel arguments that locate queries and KV."""
+        own = self._tensors
+        tables = (own.tables, own.table_starts)
+        return own.query_starts, own.seq_lens, *tables, query.stride(0), *cache.stride()[:3]
+
+    def _constants(self, shape: LayerShape, query: Tensor, cache: Tensor) -> dict[str, Any]:
+        return {
+            "scale": shape.scale * math.log2(math.e),
+            "group": query.shape[1] // cache.shape[2],
+            "window": shape.sliding_window or 0,
+            "cap": cap_of(shape),
+            "block_size": self._block_size,
+            "precision": precision_of(cache.dtype),
+        }
+
+
+def decode_packing(shape: LayerShape, query: Tensor, cache: Tensor) -> Packing:
+    """Return the packing of decodes: a unit has the query heads of one token."""
+    group = query.shape[1] // cache.shape[2]
+    tile = sizes_of(cache.dtype, cache.shape[-1])["tile"]
+    return Packing(group, group, DECODE_SPLIT, shape.sliding_window, tile)

@@ -1,0 +1,163 @@
+"""The share of the machine that each worker of ``up`` gets: its GPUs and their memory. Refuses what cannot fit."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contract.errors import SettingError
+from launch.child_settings import from_file
+from launch.devices import DevicePlace, num_gpus
+from launch.gpu_memory import gpu_memory
+from launch.model import find_model
+from launch.processes import worker_places
+from launch.settings import LocalSettings, visible_gpus
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """One worker's share. gpus: their numbers; empty: the device is not chosen here. num_ranks: its processes.
+
+    device: its setting. num_sharing: workers on its fullest GPU, or on the machine. pool_bytes: of all ranks together;
+    None: what is left.
+    """
+
+    name: str
+    device: str
+    gpus: tuple[int, ...]
+    num_ranks: int
+    num_sharing: int
+    pool_bytes: int | None
+    utilization: float
+
+    @property
+    def where(self) -> str:
+        """The device in words."""
+        if not self.gpus:
+            return f"device {self.device}"
+        return f"GPU {self.gpus[0]}" if len(self.gpus) == 1 else f"GPUs {self.gpus[0]}-{self.gpus[-1]}"
+
+
+def planned(settings: LocalSettings) -> list[str]:
+    """Return what ``up`` would give to each worker, a line for each. Raises SettingError if it cannot."""
+    model = find_model(settings.model)
+    plans = plan_workers(settings, num_gpus(visible_gpus()))
+    memory = gpu_memory(visible_gpus()) if any(plan.gpus for plan in plans) else None
+    weights = weight_bytes(model)
+    refuse_overfull(plans, _least_weights(settings, weights), memory)
+    return table(plans, weights, memory)
+
+
+def check_memory(settings: LocalSettings, model: Path) -> None:
+    """Raise SettingError if pools of a fixed size do not fit into the GPUs of their workers."""
+    plans = plan_workers(settings, num_gpus(visible_gpus()))
+    if any(plan.gpus and plan.pool_bytes for plan in plans):
+        refuse_overfull(plans, _least_weights(settings, weight_bytes(model)), gpu_memory(visible_gpus()))
+
+
+def _least_weights(settings: LocalSettings, stored: int) -> int:
+    """Return a lower bound of a model's weights on a device: another dtype than the stored one may halve them."""
+    return stored if settings.dtype == "auto" else stored // 2
+
+
+def plan_workers(settings: LocalSettings, num_devices: int) -> list[WorkerPlan]:
+    """Return the plan of each worker, in the order in which they start. num_devices: the machine's GPUs."""
+    plans = list[WorkerPlan]()
+    for role, own in worker_places(settings, num_devices).items():
+        given = from_file(settings, role) if own else {}
+        plans += [
+            _plan(f"{role.value}-{index}", settings, place, given, num_devices)
+            for index, place in enumerate(own)
+        ]
+    return plans
+
+
+def _plan(
+    name: str, settings: LocalSettings, place: DevicePlace, given: Mapping[str, Any], num_devices: int
+) -> WorkerPlan:
+    device = str(given.get("device", place.device or settings.device))
+    if device == "cuda" or (device == "auto" and num_devices):
+        device = "cuda:0"
+    num_ranks = int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
+    pool = given.get("kv_cache_bytes", settings.kv_cache_bytes)
+    _, _, first = device.partition(":")
+    return WorkerPlan(
+        name=name,
+        device=device,
+        gpus=tuple(range(int(first), int(first) + num_ranks)) if first else (),
+        num_ranks=num_ranks,
+        num_sharing=place.num_sharing,
+        pool_bytes=None if pool is None else int(pool),
+        utilization=float(given.get("gpu_memory_utilization", settings.gpu_memory_utilization)),
+    )
+
+
+def weight_bytes(model: Path) -> int:
+    """Return the bytes of a model's weights as they are stored."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors") if file.is_file())
+
+
+def refuse_overfull(plans: Sequence[WorkerPlan], weights: int, memory: Sequence[int] | None) -> None:
+    """Raise SettingError if pools of a fixed size, with the weights, need more than a GPU has.
+
+    weights: bytes of the whole model on a device, or 0 if unknown. memory: bytes of each GPU; None: nothing is known.
+    """
+    users = defaultdict[int, list[WorkerPlan]](list)
+    for plan in plans:
+        for gpu in plan.gpus:
+            users[gpu].append(plan)
+    for gpu, own in sorted(users.items()):
+        if memory is None or gpu >= len(memory):
+            continue
+        needed = sum((weights + (plan.pool_bytes or 0)) // plan.num_ranks for plan in own)
+        if any(plan.pool_bytes for plan in own) and needed > memory[gpu]:
+            names = " and ".join(plan.name for plan in own)
+            raise SettingError(
+                f"kv_cache_bytes is too large for GPU {gpu}: weights and pool of {names} take at least {gib(needed)}, "
+                f"and it has {gib(memory[gpu])}; lower it, leave it unset, or use other GPUs",
+                param="kv_cache_bytes",
+            )
+
+
+def table(plans: Sequence[WorkerPlan], weights: int, memory: Sequence[int] | None) -> list[str]:
+    """Return a line for each worker: its name, its device, and the memory that it may use there."""
+    width = max(len(plan.name) for plan in plans)
+    place = max(len(plan.where) for plan in plans)
+    return [
+        f"{plan.name:<{width}}  {plan.where:<{place}}  {_memory_of(plan, weights, memory)}" for plan in plans
+    ]
+
+
+def _memory_of(plan: WorkerPlan, weights: int, memory: Sequence[int] | None) -> str:
+    if plan.pool_bytes is not None:
+        return f"KV pool {gib(plan.pool_bytes)} (kv_cache_bytes){_sharing(plan)}"
+    if not plan.device.startswith("cuda"):
+        return f"KV pool found at start: at most 1 GiB, and a quarter of free host memory{_sharing(plan)}"
+    share = plan.utilization / plan.num_sharing
+    text = f"{share:.0%} of its memory{_sharing(plan)}"
+    if memory is None or not plan.gpus or plan.gpus[-1] >= len(memory):
+        return text
+    num_bytes = int(min(memory[gpu] for gpu in plan.gpus) * share)
+    each = " on each" if plan.num_ranks > 1 else ""
+    rest = num_bytes - weights // plan.num_ranks
+    if rest <= 0:
+        return f"{text}: {gib(num_bytes)}{each}, less than the weights"
+    return f"{text}: {gib(num_bytes)}{each}, of which about {gib(rest)} for KV and steps"
+
+
+def _sharing(plan: WorkerPlan) -> str:
+    if plan.num_sharing == 1:
+        return ""
+    return (
+        f", shared by {plan.num_sharing} workers"
+        if plan.gpus
+        else f", {plan.num_sharing} workers on this machine"
+    )
+
+
+def gib(num_bytes: int) -> str:
+    """Return a number of bytes in GiB."""
+    return f"{num_bytes / _GIB:.2f} GiB"

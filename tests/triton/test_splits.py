@@ -1,0 +1,105 @@
+"""Long contexts in splits, under Triton's interpreter: decodes, and short chunks with packed heads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.attention import triton_backend
+from engine.attention.backend import create_backend
+from engine.attention.triton_backend import TritonBackend
+from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
+
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array:DeprecationWarning"
+    ),  # raised by the interpreter
+]
+
+SMALL = Case(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float16, block_size=64)
+CHUNKS = {
+    "a question in a chat": Case(work=((4096, 20), (9, 1), (0, 33), (600, 1)), dtype=torch.float16),
+    "float32": Case(work=((4500, 3),), num_kv_heads=1),
+    "units that divide a token": Case(num_heads=7, num_kv_heads=1, work=((4100, 20),), dtype=torch.float16),
+    "window": Case(window=3000, work=((5000, 64),), dtype=torch.float16),
+    "window of one split": Case(window=50, softcap=1.5, work=((4200, 7),), dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 8192])
+def test_decodes_of_any_length(length: int) -> None:
+    assert_equals_torch(replace(SMALL, work=((length - 1, 1),)), create_backend("triton"), CPU)
+
+
+@pytest.mark.slow
+def test_a_context_with_longer_splits() -> None:
+    assert_equals_torch(replace(SMALL, work=((66_000, 1),)), create_backend("triton"), CPU)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_short_chunks_on_long_contexts(name: str) -> None:
+    assert_equals_torch(CHUNKS[name], create_backend("triton"), CPU)
+
+
+@pytest.mark.parametrize("work", [(700, 1), (4096, 5)])
+@pytest.mark.parametrize("window", [None, 600])
+def test_a_row_is_equal_alone_and_in_a_batch(work: tuple[int, int], window: int | None) -> None:
+    """Bit for bit, whatever the other rows are and however many programs share the work."""
+    together = replace(SMALL, window=window, num_heads=4, num_kv_heads=2, work=(work, (1500, 1), (4200, 9)))
+    inputs = together.inputs()
+    backend = create_backend("triton")
+    query, key, value = together.states(inputs)
+    pool = together.pool(inputs)
+    step = backend.plan(inputs, together.block_size, CPU)
+    step.store(key, value, pool[:, 1])
+    batch = step.attend(together.shape, query, key, value, pool[:, 1])
+    assert_close(batch, reference(together, inputs)[0])
+    alone = replace(replace(together, work=(work,)).inputs(together.max_len), block_table=inputs.block_table)
+    own = slice(0, work[1])
+    step = backend.plan(alone, together.block_size, CPU)
+    assert torch.equal(step.attend(together.shape, query[own], key[own], value[own], pool[:, 1]), batch[own])
+
+
+def test_steps_with_many_partial_results_take_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of partial results is bounded, and the rows do not change."""
+    case = replace(SMALL, work=((1500, 1), (4096, 40), (600, 1), (3, 1), (5000, 2)))
+    inputs = case.inputs()
+    whole = TritonBackend()
+    expected, _ = run(case, whole.plan(inputs, case.block_size, CPU), inputs, CPU)
+    limit = 3 * 4 * 64 * 17
+    monkeypatch.setattr(triton_backend, "_PASS_BYTES", limit)
+    divided = TritonBackend()
+    step = divided.plan(inputs, case.block_size, CPU)
+    output, _ = run(case, step, inputs, CPU)
+    assert torch.equal(output, expected)
+    assert_close(output, reference(case, inputs)[0])
+    assert divided.workspace_bytes < 2 * limit < whole.workspace_bytes
+
+
+def test_a_replayed_step_reads_the_splits_of_the_newest_lengths() -> None:
+    """The list of splits changes when a row begins another one, and is kept when none does; rows equal eager ones."""
+    case = replace(SMALL, num_heads=4, num_kv_heads=2)
+    works = [
+        ((510, 1), (1023, 1)),
+        ((511, 1), (1024, 1)),
+        ((512, 1), (1025, 1)),
+        ((3, 1),),
+        ((1535, 1), (0, 1)),
+    ]
+    longest = replace(case, work=((1535, 1), (1025, 1)))
+    backend = TritonBackend()
+    static = backend.plan_static(4, -(-longest.max_len // case.block_size), case.block_size, CPU)
+    for work in works:
+        own = replace(case, work=work)
+        inputs = own.inputs(longest.max_len)
+        states = [
+            torch.cat([part, part.new_zeros(4 - len(part), *part.shape[1:])]) for part in own.states(inputs)
+        ]
+        pool = own.pool(inputs)
+        static.refill(inputs)
+        static.store(states[1], states[2], pool[:, 1])
+        output = static.attend(case.shape, states[0], states[1], states[2], pool[:, 1])
+        eager, eager_pool = run(own, backend.plan(inputs, case.block_size, CPU), inputs, CPU)
+        assert torch.equal(output[: inputs.num_reqs], eager)
+        assert torch.equal(pool.view(torch.uint8), eager_pool.view(torch.uint8))
