@@ -94,7 +94,7 @@ class Pool:
     async def begin(self) -> None:
         """Reserve workers for one request, which ends when it is the oldest of those that run."""
         stack = AsyncExitStack()
-        await stack.enter_async_context(self.queue.reserve(self.request(), QueueOrder(tenant="t")))
+        stack.enter_context(await self.queue.reserve(self.request(), QueueOrder(tenant="t")))
         self.running.append(stack)
 
     async def end_all(self) -> None:

@@ -1,6 +1,6 @@
 """A request in the form that all processes share: token ids, sampling parameters, and the transfer of its KV."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -128,7 +128,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
         check_token_ids(self.prompt_token_ids, vocab_size, param="prompt")
         check_token_ids(self.sampling.stop_token_ids, vocab_size, param="stop_token_ids")
         check_token_ids(self.sampling.allowed_token_ids, vocab_size, param="allowed_token_ids")
-        check_token_ids([token for token, _ in self.sampling.logit_bias], vocab_size, param="logit_bias")
+        if biased := [token for token, _ in self.sampling.logit_bias]:
+            check_token_ids(biased, vocab_size, param="logit_bias")
         self._check_choices()
         self._check_place_in_answer()
         self._check_pooling()
@@ -180,9 +181,10 @@ class HandOff(msgspec.Struct, frozen=True, kw_only=True):
         return choice_key(self.request_id, self.choice, self.attempt)
 
 
-def check_token_ids(token_ids: Iterable[int], vocab_size: int, *, param: str) -> None:
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, *, param: str) -> None:
     """Raise InvalidRequestError about ``param`` that names the first id outside of the vocabulary."""
-    if (bad := next((token for token in token_ids if not 0 <= token < vocab_size), None)) is not None:
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        bad = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise InvalidRequestError(
             f"token id {bad} is not in the vocabulary; ids are 0..{vocab_size - 1}", param=param
         )

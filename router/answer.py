@@ -152,6 +152,9 @@ class Answer:
                 return self._end(delta, FinishReason.STOP, self._stops.matched)
         if batch.finish_reason is None:
             return delta
+        if self._is_plain:
+            _add_plain(delta, self._texts.flush())
+            return self._end(delta, batch.finish_reason, batch.stop_reason)
         delta.add(self._parser.push(self._stops.push(self._texts.flush())))
         if self._stops.matched is not None:
             return self._end(delta, FinishReason.STOP, self._stops.matched)
@@ -164,9 +167,7 @@ class Answer:
         delta.tokens.append(token)
         self.num_tokens += 1
         if self._is_plain:
-            if text:
-                delta.text += text
-                append(delta.pieces, Content(text))
+            _add_plain(delta, text)
             return
         was_reasoning = self._parser.is_reasoning
         # no stop string can end the answer before token ``min_tokens``, so that earlier text is certain at once
@@ -179,7 +180,15 @@ class Answer:
 
     def _end(self, delta: Delta, reason: FinishReason, stop_reason: str | int | None) -> Delta:
         self.is_finished = True
-        delta.add(self._parser.flush())
+        if not self._is_plain:
+            delta.add(self._parser.flush())
         delta.finish_reason = reason
         delta.stop_reason = stop_reason
         return delta
+
+
+def _add_plain(delta: Delta, text: str) -> None:
+    """Add text that is not parsed."""
+    if text:
+        delta.text += text
+        append(delta.pieces, Content(text))

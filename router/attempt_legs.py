@@ -79,8 +79,9 @@ class AttemptLegs:
 
     def unbind_finished(self) -> None:
         """Release the legs whose workers have no more work for them, however slowly the client reads."""
-        for leg in [leg for leg in self._open if leg.is_over]:
-            self.unbind(leg)
+        for leg in tuple(self._open):
+            if leg.is_over:
+                self.unbind(leg)
 
     def unbind(self, leg: Leg) -> None:
         """Release an open leg whose worker holds nothing of it."""

@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager
 from hashlib import sha256
 
 from contract.errors import CancelledError, KvbatonError
@@ -11,7 +10,7 @@ from contract.errors import CancelledError, KvbatonError
 _MAX_NAME_CHARACTERS = 64
 _Key = tuple[bytes, str]
 """The digest of an owner's credential, and a name."""
-_Scopes = defaultdict[_Key, set[asyncio.Timeout]]
+_Named = defaultdict[_Key, "set[OpenRequest]"]
 
 
 def client_name(given: str | None) -> str | None:
@@ -30,31 +29,12 @@ class CancellableRequests:
     """
 
     def __init__(self) -> None:
-        self._scopes: _Scopes = defaultdict(set)
-        self._open: set[asyncio.Timeout] = set()
-        self._ending: KvbatonError | None = None
+        self._named: _Named = defaultdict(set)
+        self._open: set[OpenRequest] = set()
 
-    @asynccontextmanager
-    async def open(self, owner: str = "", *names: str | None) -> AsyncIterator["OpenRequest"]:
-        """Open a block that ``cancel`` with any of the names ends, wherever it waits, with CancelledError.
-
-        Further names can be added in the block.
-        """
-        scope = asyncio.timeout(None)
-        request = OpenRequest(self._scopes, scope)
-        request.add_names(owner, *names)
-        try:
-            async with scope:
-                self._open.add(scope)
-                try:
-                    yield request
-                finally:
-                    self._open.discard(scope)
-                    request.forget_names()
-        except TimeoutError:
-            if not scope.expired():
-                raise
-            raise self._ending or CancelledError("the request was cancelled by its client") from None
+    def open(self, owner: str = "", *names: str | None) -> "OpenRequest":
+        """Return a block that ``cancel`` with any of the names ends, wherever it waits, with CancelledError."""
+        return OpenRequest(self._open, self._named, owner, names)
 
     @property
     def num_open(self) -> int:
@@ -63,38 +43,75 @@ class CancellableRequests:
 
     def end_all(self, error: KvbatonError) -> None:
         """End every open block with ``error``, since the router stops."""
-        self._ending = error
-        for scope in [scope for scope in self._open if scope.when() is None]:
-            scope.reschedule(asyncio.get_running_loop().time())
+        for request in self._open:
+            request.end(error)
 
     def cancel(self, owner: str, name: str) -> int:
         """Cancel the requests of this owner that have this name or id. Return how many there were."""
-        scopes = [scope for scope in self._scopes.get(_key(owner, name), ()) if scope.when() is None]
-        for scope in scopes:
-            scope.reschedule(asyncio.get_running_loop().time())
-        return len(scopes)
+        requests = self._named.get(_key(owner, name), ())
+        return sum(
+            request.end(CancelledError("the request was cancelled by its client")) for request in requests
+        )
 
 
 class OpenRequest:
-    """The names of one open request. ``CancellableRequests.open`` makes it, and gives ``scope``, which ends the request."""
+    """The block of one request, from ``with`` to its end. Made by ``CancellableRequests.open``.
 
-    def __init__(self, scopes: "_Scopes", scope: asyncio.Timeout) -> None:
-        self._scopes = scopes
-        self._scope = scope
+    The task that enters the block is cancelled to end it; ``asyncio.timeout`` does the same at a given time.
+    """
+
+    def __init__(
+        self, opened: "set[OpenRequest]", named: "_Named", owner: str, names: tuple[str | None, ...]
+    ) -> None:
+        self._opened = opened
+        self._named = named
         self._keys: set[_Key] = set()
+        self._resources: list[AbstractContextManager[object]] = []
+        self._error: KvbatonError | None = None
+        self._task = asyncio.current_task()
+        self._num_cancels = self._task.cancelling() if self._task else 0
+        self.add_names(owner, *names)
+
+    def __enter__(self) -> "OpenRequest":
+        self._opened.add(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._opened.discard(self)
+        self._forget_names()
+        for resource in reversed(self._resources):
+            resource.__exit__(None, None, None)
+        if self._error is None or self._task is None:
+            return
+        if self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+            raise self._error from None
+
+    def end(self, error: KvbatonError) -> bool:
+        """End the block with ``error``. Return False if another error ends it already."""
+        if self._error is not None or self._task is None:
+            return False
+        self._error = error
+        self._task.cancel()
+        return True
+
+    def hold(self, resource: AbstractContextManager[object]) -> None:
+        """Enter the context of a resource, and leave it when the block ends."""
+        resource.__enter__()
+        self._resources.append(resource)
 
     def add_names(self, owner: str, *names: str | None) -> None:
         """Let ``owner`` cancel the request by these names; None is no name."""
-        for key in {_key(owner, name) for name in names if name}:
-            self._keys.add(key)
-            self._scopes[key].add(self._scope)
+        for name in names:
+            if name:
+                key = _key(owner, name)
+                self._keys.add(key)
+                self._named[key].add(self)
 
-    def forget_names(self) -> None:
-        """Remove all names: the request has ended."""
+    def _forget_names(self) -> None:
         for key in self._keys:
-            self._scopes[key].discard(self._scope)
-            if not self._scopes[key]:
-                del self._scopes[key]
+            self._named[key].discard(self)
+            if not self._named[key]:
+                del self._named[key]
 
 
 def _key(owner: str, name: str) -> _Key:

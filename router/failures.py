@@ -29,6 +29,7 @@ CURABLE = frozenset(
 """Kinds of errors of a worker that another worker may not have. The request's own deadline is checked separately."""
 TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.PEER_UNREACHABLE, ErrorKind.INCOMPATIBLE)
 MAX_TRANSFER_FAILURES = 2
+_NONE: frozenset[str] = frozenset()
 _PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 2.0)
 """Pauses before an attempt, by the number of failures in a row. The first replay begins at once."""
 
@@ -51,6 +52,8 @@ class Failures:
     @property
     def avoid(self) -> frozenset[str]:
         """Ids of the workers that may be at fault and are still attached."""
+        if not self._failed_workers:
+            return _NONE
         return frozenset(worker.name for worker in self._failed_workers if not worker.gone.is_set())
 
     @property

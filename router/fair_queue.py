@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Generic, TypeVar
 
 from router.request import BACKGROUND_PRIORITY
@@ -43,18 +44,17 @@ class QueueOrder:
     is_replay: bool = False
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class QueueEntry(Generic[_L, _T]):
-    """A waiting request. Sorted among those of the same client and priority."""
+    """A waiting request. rank: its tag, arrival and number, by which those of the same client and priority are sorted."""
 
-    tag: float
-    arrival: float
-    number: int
-    order: QueueOrder = field(compare=False)
-    lane: _L = field(compare=False)
-    item: _T = field(compare=False)
+    rank: tuple[float, float, int]
+    order: QueueOrder
+    lane: _L
+    item: _T
 
 
+_RANK = attrgetter("rank")
 StartRule = Callable[[QueueEntry[_L, _T]], bool]
 
 
@@ -90,18 +90,21 @@ class _Tenant:
 
 
 class FairQueue(Generic[_L, _T]):
-    """Owns the waiting requests, in lanes. Those of one lane wait for the same workers, and none overtakes its head."""
+    """Owns the waiting requests, in lanes. Those of one lane wait for the same workers, and none overtakes its head.
+
+    num_waiting: number of all waiting requests.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[_L, dict[int, dict[str, list[QueueEntry[_L, _T]]]]] = {}
         self._tenants: dict[str, _Tenant] = {}
         self._num_entries = 0
-        self._num_waiting = 0
+        self.num_waiting = 0
         self._time = 0.0
         self._turn = 0
 
     def __len__(self) -> int:
-        return self._num_waiting
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[QueueEntry[_L, _T]]:
         for priorities in self._lanes.values():
@@ -117,17 +120,16 @@ class FairQueue(Generic[_L, _T]):
             tenant.own_time = 0.0
         tag = tenant.tag_for(order)
         self._num_entries += 1
-        entry = QueueEntry(
-            _BEGUN if order.is_replay else tag, order.arrival, self._num_entries, order, lane, item
-        )
+        rank = (_BEGUN if order.is_replay else tag, order.arrival, self._num_entries)
+        entry = QueueEntry(rank, order, lane, item)
         self._put(entry)
-        self._num_waiting += 1
+        self.num_waiting += 1
         return entry
 
     def heads(self, may_start: StartRule[_L, _T] = lambda entry: True) -> list[QueueEntry[_L, _T]]:
         """Return the head of each lane, in the order in which they are admitted."""
         heads = [head for lane in self._lanes if (head := self.head(lane, may_start))]
-        return sorted(heads, key=self._rank_of_head)
+        return heads if len(heads) < 2 else sorted(heads, key=self._rank_of_head)
 
     def head(self, lane: _L, may_start: StartRule[_L, _T] = lambda entry: True) -> QueueEntry[_L, _T] | None:
         """Return the next request of a lane; None if no client may start one.
@@ -149,21 +151,22 @@ class FairQueue(Generic[_L, _T]):
                 first for priority in firsts if priority > BACKGROUND_PRIORITY for first in firsts[priority]
             ]
             if aged:
-                return min(aged, key=lambda entry: (self._virtual_time(entry), entry.arrival, entry.number))
+                return min(aged, key=lambda entry: (self._virtual_time(entry), *entry.rank[1:]))
         highest = max((priority for priority, found in firsts.items() if found), default=None)
         return None if highest is None else min(firsts[highest], key=self._sort_key)
 
     def take(self, entry: QueueEntry[_L, _T]) -> None:
         """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background."""
-        tenant = self._tenants[entry.order.tenant]
-        order = entry.order
-        is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
-        cost = 0.0 if is_free else order.cost
-        if cost:
-            self._time = max(self._time, tenant.virtual_time)
-            tenant.virtual_time += cost
-            self._turn += 1
-        self._remove(entry, cost)
+        self._remove(entry, self._charge(self._tenants[entry.order.tenant], entry.order))
+
+    def charge(self, order: QueueOrder) -> None:
+        """Count the cost of a request as ``take`` does. It is admitted without a wait, while no other one waits."""
+        if (tenant := self._tenants.get(order.tenant)) is None:
+            tenant = self._tenants[order.tenant] = _Tenant()
+        tenant.virtual_time = max(tenant.virtual_time, self._time)
+        self._charge(tenant, order)
+        if tenant.virtual_time <= self._time:
+            del self._tenants[order.tenant]
 
     def discard(self, entry: QueueEntry[_L, _T]) -> None:
         """Remove a request that is not admitted. Its client is not charged."""
@@ -174,6 +177,16 @@ class FairQueue(Generic[_L, _T]):
         self._pull(entry)
         entry.lane = lane
         self._put(entry)
+
+    def _charge(self, tenant: _Tenant, order: QueueOrder) -> float:
+        """Let a client's virtual time grow by the cost of a request, and return the cost."""
+        is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
+        cost = 0.0 if is_free else order.cost
+        if cost:
+            self._time = max(self._time, tenant.virtual_time)
+            tenant.virtual_time += cost
+            self._turn += 1
+        return cost
 
     @property
     def _is_aged_turn(self) -> bool:
@@ -186,7 +199,8 @@ class FairQueue(Generic[_L, _T]):
 
     def _sort_key(self, entry: QueueEntry[_L, _T]) -> tuple[bool, float, float, int]:
         is_fresh = not entry.order.is_replay
-        return is_fresh, self._virtual_time(entry) if is_fresh else _BEGUN, entry.arrival, entry.number
+        _, arrival, number = entry.rank
+        return is_fresh, self._virtual_time(entry) if is_fresh else _BEGUN, arrival, number
 
     def _virtual_time(self, entry: QueueEntry[_L, _T]) -> float:
         return self._tenants[entry.order.tenant].virtual_time
@@ -194,14 +208,14 @@ class FairQueue(Generic[_L, _T]):
     def _put(self, entry: QueueEntry[_L, _T]) -> None:
         order = entry.order
         tenants = self._lanes.setdefault(entry.lane, {}).setdefault(order.priority, defaultdict(list))
-        insort(tenants[order.tenant], entry)
+        insort(tenants[order.tenant], entry, key=_RANK)
 
     def _pull(self, entry: QueueEntry[_L, _T]) -> None:
         order = entry.order
         priorities = self._lanes[entry.lane]
         tenants = priorities[order.priority]
         entries = tenants[order.tenant]
-        del entries[bisect_left(entries, entry)]
+        del entries[bisect_left(entries, entry.rank, key=_RANK)]
         if not entries:
             del tenants[order.tenant]
         if not tenants:
@@ -211,7 +225,7 @@ class FairQueue(Generic[_L, _T]):
 
     def _remove(self, entry: QueueEntry[_L, _T], cost: float) -> None:
         self._pull(entry)
-        self._num_waiting -= 1
+        self.num_waiting -= 1
         tenant = self._tenants[entry.order.tenant]
         tenant.leave(entry.order, cost)
         if not tenant.families and tenant.virtual_time <= self._time:

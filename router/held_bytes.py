@@ -1,8 +1,6 @@
 """A bound on the bytes of all requests that the router holds, from their arrival to the end of their answers."""
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from contract.errors import OverloadedError
 
@@ -24,22 +22,40 @@ class HeldBytes:
         """The bytes of all requests."""
         return self._by_tenant.total()
 
-    @contextmanager
-    def holding(self, tenant: str, num_bytes: int) -> Iterator[None]:
-        """Count a request's bytes until the block ends. Raises OverloadedError if there is no room for it."""
+    def holding(self, tenant: str, num_bytes: int) -> "Holding":
+        """Return a block in which a request's bytes are counted. To enter it raises OverloadedError if there is no room."""
+        return Holding(self, tenant, num_bytes)
+
+    def add(self, tenant: str, num_bytes: int) -> None:
+        """Count bytes of a request. Raises OverloadedError if there is no room for them."""
         if self.num_bytes + num_bytes > self._max_bytes and not self._is_within_share(tenant, num_bytes):
             raise OverloadedError(
                 f"the requests that wait or are answered have {self.num_bytes} bytes together, and the limit is "
                 f"{self._max_bytes} (max_held_bytes); send this one again later"
             )
         self._by_tenant[tenant] += num_bytes
-        try:
-            yield
-        finally:
-            self._by_tenant[tenant] -= num_bytes
-            if not self._by_tenant[tenant]:
-                del self._by_tenant[tenant]
+
+    def remove(self, tenant: str, num_bytes: int) -> None:
+        """Stop counting bytes of a request."""
+        self._by_tenant[tenant] -= num_bytes
+        if not self._by_tenant[tenant]:
+            del self._by_tenant[tenant]
 
     def _is_within_share(self, tenant: str, num_bytes: int) -> bool:
         num_clients = len(self._by_tenant.keys() | {tenant})
         return num_clients > 1 and self._by_tenant[tenant] + num_bytes <= self._max_bytes // num_clients
+
+
+class Holding:
+    """A block in which the bytes of one request are counted."""
+
+    def __init__(self, held: HeldBytes, tenant: str, num_bytes: int) -> None:
+        self._held = held
+        self._tenant = tenant
+        self._num_bytes = num_bytes
+
+    def __enter__(self) -> None:
+        self._held.add(self._tenant, self._num_bytes)
+
+    def __exit__(self, *_: object) -> None:
+        self._held.remove(self._tenant, self._num_bytes)

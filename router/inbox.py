@@ -2,8 +2,7 @@
 
 import asyncio
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from contract.errors import CancelledError, KvbatonError
@@ -18,13 +17,26 @@ _FULL_ANSWERS = 4
 
 
 class UnreadAccount:
-    """Counts the unread bytes of one client's request, over all its answers. Made by ``UnreadBytes.open``."""
+    """Counts the unread bytes of one client's request, over all its answers, until its block or ``close`` ends it.
+
+    Made by ``UnreadBytes.open``.
+    """
 
     def __init__(self, owner: "UnreadBytes", tenant: str) -> None:
         self._owner = owner
         self.tenant = tenant
         self.num_bytes = 0
         self._on_overflow: set[Callable[[CancelledError], None]] = set()
+
+    def __enter__(self) -> "UnreadAccount":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Count nothing more."""
+        self._owner.close(self)
 
     def add(self, num_bytes: int) -> None:
         """Count bytes that arrived, or with a negative number bytes that were read. May end this request or another one."""
@@ -58,15 +70,16 @@ class UnreadBytes:
         self._accounts: set[UnreadAccount] = set()
         self.num_bytes = 0
 
-    @contextmanager
-    def open(self, tenant: str) -> Iterator[UnreadAccount]:
-        """Open an account for one request of a client until the block ends."""
+    def open(self, tenant: str) -> UnreadAccount:
+        """Open an account for one request of a client."""
         account = UnreadAccount(self, tenant)
         self._accounts.add(account)
-        try:
-            yield account
-        finally:
-            self._accounts.discard(account)
+        return account
+
+    def close(self, account: UnreadAccount) -> None:
+        """Close an account. Does nothing the second time."""
+        if account in self._accounts:
+            self._accounts.remove(account)
             self.num_bytes -= account.num_bytes
 
     def count(self, account: UnreadAccount, num_bytes: int) -> None:
@@ -170,8 +183,9 @@ class Inbox(Generic[Item]):
 
     def _drop(self) -> None:
         self._items.clear()
-        self._account.add(-self._num_bytes)
-        self._num_bytes = 0
+        if self._num_bytes:
+            self._account.add(-self._num_bytes)
+            self._num_bytes = 0
 
 
 def size_of(entry: pb.TokenEntry) -> int:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from contract.errors import UnavailableError
 from router.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
@@ -14,8 +15,7 @@ from router.role_timeouts import RoleTimeouts
 from router.views import WorkerViews
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The requests that have the same plan and fit the same workers."""
 
     plan: RequestPlan
@@ -37,7 +37,7 @@ class WaitingRequest:
             self.timer.cancel()
             self.timer = None
 
-    def fail(self, error: UnavailableError) -> None:
+    def fail(self, error: Exception) -> None:
         """End the wait with an error, unless it has ended already."""
         if not self.reservation.done():
             self.reservation.set_exception(error)
@@ -61,7 +61,7 @@ class Lanes:
         self._sorted_version: int | None = None
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._queue.num_waiting
 
     def add(self, waiting: WaitingRequest, order: QueueOrder) -> Entry:
         """Queue a request."""
@@ -80,6 +80,10 @@ class Lanes:
         self._queue.take(entry)
         entry.item.is_queued = False
         entry.item.reservation.set_result(reservation)
+
+    def charge(self, order: QueueOrder) -> None:
+        """Count the cost of a request that is admitted without a wait, while no other one waits."""
+        self._queue.charge(order)
 
     def discard(self, entry: Entry) -> None:
         """Remove a request that is not admitted."""

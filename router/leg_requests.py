@@ -1,6 +1,6 @@
 """The engine requests of an attempt's legs, and the error with which a worker ends a leg."""
 
-import secrets
+import os
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ def transfers_of(legs: Iterable[Leg], name: str) -> list[SendTransfer | ReceiveT
     for leg in legs:
         match leg.kind.transfer:
             case Transfer.SEND:
-                transfers.append(SendTransfer(f"{name}.{secrets.token_hex(4)}"))
+                transfers.append(SendTransfer(f"{name}.{os.urandom(4).hex()}"))
             case Transfer.RECEIVE:
                 transfers.append(_receiving(before, transfers[-1] if transfers else None))
             case Transfer.NONE:

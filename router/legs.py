@@ -163,8 +163,7 @@ class Placement:
 
 def placed(*legs: tuple[str, str], num_delivered: int = 0) -> Placement:
     """Place legs, each a kind and a worker id, for an answer of which ``num_delivered`` tokens were delivered."""
-    return Placement(
-        tuple(
-            LegPlan(kind, worker, num_delivered + LEG_KINDS[kind].num_tokens_before) for kind, worker in legs
-        )
-    )
+    plans = [
+        LegPlan(kind, worker, num_delivered + LEG_KINDS[kind].num_tokens_before) for kind, worker in legs
+    ]
+    return Placement(tuple(plans))

@@ -32,20 +32,28 @@ def check_limits(request: GenerationRequest | EmbeddingRequest) -> None:
 def _check_generation(request: GenerationRequest) -> None:
     if isinstance(request.prompt, Chat):
         _at_most(MAX_MESSAGES, request.prompt.messages, "messages", "messages")
-    _at_most(MAX_STOPS, request.stop, "stop", "strings")
-    longest = max((len(text) for text in request.stop), default=0)
+    if request.stop:
+        _check_stops(request.stop)
+    if request.allowed_token_ids:
+        _at_most(MAX_ALLOWED_TOKEN_IDS, request.allowed_token_ids, "allowed_token_ids", "token ids")
+    if request.stop_token_ids:
+        _at_most(MAX_STOP_TOKEN_IDS, request.stop_token_ids, "stop_token_ids", "token ids")
+    if request.logit_bias:
+        _at_most(MAX_LOGIT_BIASES, request.logit_bias, "logit_bias", "entries")
+
+
+def _check_stops(stops: Sequence[str]) -> None:
+    _at_most(MAX_STOPS, stops, "stop", "strings")
+    longest = max(map(len, stops))
     if longest > MAX_STOP_CHARACTERS:
         raise InvalidRequestError(
             f"stop holds a string of {longest} characters; the limit is {MAX_STOP_CHARACTERS}", param="stop"
         )
-    if (together := sum(map(len, request.stop))) > MAX_ALL_STOP_CHARACTERS:
+    if (together := sum(map(len, stops))) > MAX_ALL_STOP_CHARACTERS:
         raise InvalidRequestError(
             f"the strings of stop have {together} characters together; the limit is {MAX_ALL_STOP_CHARACTERS}",
             param="stop",
         )
-    _at_most(MAX_ALLOWED_TOKEN_IDS, request.allowed_token_ids, "allowed_token_ids", "token ids")
-    _at_most(MAX_STOP_TOKEN_IDS, request.stop_token_ids, "stop_token_ids", "token ids")
-    _at_most(MAX_LOGIT_BIASES, request.logit_bias, "logit_bias", "entries")
 
 
 def check_repeated(requests: Sequence[GenerationRequest]) -> None:

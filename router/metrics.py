@@ -75,12 +75,14 @@ class RequestMetrics:
         self._errors = _counter(registry, "request_errors_total", "kind")
         self._replays = _counter(registry, "request_replays_total", "kind")
         self._local = _counter(registry, "request_local_recomputes_total")
-        for reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._success.labels(reason.value)
+        self._usual_success = {
+            reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
+        }
 
     def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings) -> None:
         """Count a request with a complete answer."""
-        self._success.labels(reason.value).inc()
+        success = self._usual_success.get(reason) or self._success.labels(reason.value)
+        success.inc()
         self._prompt_tokens.add(usage.num_prompt_tokens)
         self._times.observe(timings)
 

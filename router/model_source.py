@@ -34,8 +34,7 @@ class ModelSource:
         self._served_model_name = served_model_name
         self._parsers = parsers
         self._card: ModelCard | None = None
-        self._is_settled = asyncio.Event()
-        self._is_settled.set()
+        self._settling: asyncio.Event | None = None
         self.known_since = 0
         """Unix seconds at which the card was read."""
 
@@ -63,7 +62,8 @@ class ModelSource:
 
     async def settled(self) -> None:
         """Wait while a worker is sending its model, so that requests that arrive meanwhile are not rejected."""
-        await self._is_settled.wait()
+        if self._settling:
+            await self._settling.wait()
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
@@ -89,11 +89,12 @@ class ModelSource:
             await changed.wait()
 
     async def _load_from(self, worker: AttachedWorker) -> bool:
-        self._is_settled.clear()
+        self._settling = asyncio.Event()
         try:
             return await self._read_from(worker)
         finally:
-            self._is_settled.set()
+            self._settling.set()
+            self._settling = None
 
     async def _read_from(self, worker: AttachedWorker) -> bool:
         with tempfile.TemporaryDirectory(prefix="kvbaton-model-") as folder:

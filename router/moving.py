@@ -19,7 +19,7 @@ import math
 import secrets
 from collections import Counter
 from collections.abc import Iterable
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from contract.errors import ErrorKind, KvbatonError, NotFoundError, UnavailableError
@@ -140,7 +140,7 @@ class Mover:
         if not self.has_target(source):
             return MoveResult.NO_TARGET
         try:
-            async with self._reserve(run, self._excluded(source)) as reservation:
+            with await self._reserve(run, self._excluded(source)) as reservation:
                 if not self.can_move(run, source) or reservation.lost_workers:
                     return MoveResult.ENDED
                 return await self._hand_off(run, source, reservation)
@@ -190,15 +190,14 @@ class Mover:
 
     async def _continue_elsewhere(self, move: Move, run: RequestRun, excluded: frozenset[str]) -> None:
         """Continue at another worker as soon as one has room; if none can take the answer, return."""
-        with suppress(UnavailableError):
-            async with self._reserve(run, excluded) as reservation:
-                if move.failed and not reservation.lost_workers:
-                    move.continue_at(reservation)
+        with suppress(UnavailableError), await self._reserve(run, excluded) as reservation:
+            if move.failed and not reservation.lost_workers:
+                move.continue_at(reservation)
 
-    def _reserve(self, run: RequestRun, excluded: frozenset[str]) -> AbstractAsyncContextManager[Reservation]:
+    async def _reserve(self, run: RequestRun, excluded: frozenset[str]) -> Reservation:
         """Wait for room at a worker that is not excluded, ahead of requests that were not begun yet."""
         request, order = run.move_request(excluded)
-        return self._runs.queue.reserve(request, order)
+        return await self._runs.queue.reserve(request, order)
 
     def _excluded(self, source: AttachedWorker) -> frozenset[str]:
         """Return the ids of the workers to which nothing is moved from ``source``."""

@@ -22,7 +22,7 @@ disconnects cancels the task, or ends the block: that is step 7, from any other 
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 
 from contract.outputs import FinishReason
 from router.answer import Answer, Delta, DeltaSink, Prompt, Usage
@@ -31,12 +31,12 @@ from router.inbox import Take
 from router.limits import check_repeated
 from router.merge_streams import merge_streams
 from router.model_source import ModelSource
+from router.open_answers import OpenAnswers
 from router.request import EmbeddingRequest, GenerationRequest
 from router.request_preparer import RequestPreparer
 from router.request_run import RequestRun, RequestRuns
 from router.request_tracker import RequestTracker
 from router.round_robin import RoundRobin
-from router.tasks import cooperatively
 from text.model_card import ModelCard
 
 _MANY_TOKENS = 8
@@ -68,44 +68,40 @@ class Pipeline:
         the stream's reader waits; the stream yields the others.
         """
         check_repeated(requests)
-        async with self._open(requests) as (runs, card):
-            streams = [_answer(run, card, sink if len(runs) == 1 else None) for run in runs]
-            async with aclosing(merge_streams(streams)) as deltas:
+        with OpenAnswers(self._tracker, self._runs) as answers:
+            card = await self._open(answers, requests)
+            sink = sink if len(answers.runs) == 1 else None
+            deltas = merge_streams([_answer(run, card, sink) for run in answers.runs])
+            try:
                 yield deltas
+            finally:
+                await deltas.aclose()
 
     async def embed(self, *requests: EmbeddingRequest) -> list[Delta]:
         """Return the embedding of each prompt, in order, with ``usage`` and ``timings``; all of them or none.
 
         Cancel its task to end it early. Raises KvbatonError.
         """
-        async with self._open(requests) as (runs, _):
-            streams = [_embedding(run) for run in runs]
+        with OpenAnswers(self._tracker, self._runs) as answers:
+            await self._open(answers, requests)
+            streams = [_embedding(run) for run in answers.runs]
             async with aclosing(merge_streams(streams)) as deltas:
                 found = [delta async for delta in deltas]
         return sorted(found, key=lambda delta: delta.index)
 
-    @asynccontextmanager
     async def _open(
-        self, requests: Sequence[GenerationRequest | EmbeddingRequest]
-    ) -> AsyncIterator[tuple[list[RequestRun], ModelCard]]:
-        """Admit and prepare the prompts of one client's request, and open a run for each answer until the block ends."""
+        self, answers: OpenAnswers, requests: Sequence[GenerationRequest | EmbeddingRequest]
+    ) -> ModelCard:
+        """Admit and prepare the prompts of one client's request, and open a run for each answer. Return their model."""
         first = requests[0]
         num_answers = sum(len(request.choices) for request in requests)
         await self._models.settled()
         await self._rounds.wait_turn(first.tenant)
         self._tracker.check_admission(first, num_answers)
-        with ExitStack() as stack:
-            tracked = [
-                [stack.enter_context(self._tracker.open(request)) for _ in request.choices]
-                async for request in cooperatively(requests)
-            ]
-            card = self.preparer.card_for(first)
-            prepared = await self.preparer.prepare(requests, card)
-            unread = stack.enter_context(self._runs.unread.open(first.tenant))
-            runs: list[RequestRun] = []
-            async for prompt, answers in cooperatively(zip(prepared, tracked, strict=True)):
-                runs += stack.enter_context(self._runs.open(prompt, answers, unread))
-            yield runs, card
+        await answers.admit(requests)
+        card = self.preparer.card_for(first)
+        await answers.open_runs(await self.preparer.prepare(requests, card), first.tenant)
+        return card
 
 
 async def _answer(run: RequestRun, card: ModelCard, sink: DeltaSink | None) -> AsyncGenerator[Delta, None]:

@@ -12,11 +12,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain, pairwise, permutations, product
+from operator import itemgetter
 
 from contract.identity import Role
 from contract.membership import Credit
 from router.legs import GENERATION, Placement, RequestPlan, placed
-from router.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full
+from router.views import RankedView, WorkerSize, WorkerView, WorkerViews, is_full, longest
 
 Pairs = frozenset[tuple[str, str]]
 """Pairs of worker ids, sender first."""
@@ -80,7 +81,7 @@ def place(
     sizes = _fitting(workers, request)
     plan = _plan_now(workers, sizes, request)
     choice = _Choice(workers, request, plan, sizes, taken)
-    alone = next(choice.by_load(Role.AGGREGATED, turn), None)
+    alone = choice.least_loaded(Role.AGGREGATED, turn)
     chosen = _one_for_each_leg(choice, turn, unreachable)
     if chosen and not (alone and _is_less_busy(alone, chosen, plan, request)):
         legs = [(kind, worker.worker_id) for (kind, _), worker in zip(plan.legs, chosen, strict=True)]
@@ -163,16 +164,6 @@ def why_too_long(workers: WorkerViews, request: PlacementRequest) -> str:
     )
 
 
-def longest(workers: Iterable[WorkerSize]) -> int | None:
-    """Return how many tokens prompt and answer may have together on the largest worker or pair; None without any."""
-    most: dict[Role, int] = {}
-    for worker in workers:
-        most[worker.role] = max(most.get(worker.role, 0), worker.max_length)
-    pair = [most[role] for role in (Role.PREFILL, Role.DECODE) if role in most]
-    options = [*([min(pair)] if pair else []), *([most[Role.AGGREGATED]] if Role.AGGREGATED in most else [])]
-    return max(options, default=None)
-
-
 def missing_role(workers: Iterable[WorkerSize], plan: RequestPlan = GENERATION) -> str | None:
     """Describe the roles that no worker has; return None if a request of this plan can be placed sooner or later."""
     roles = {worker.role for worker in workers if worker.has_credit}
@@ -204,59 +195,62 @@ class _Choice:
 
     def able(self, role: Role) -> list[WorkerView]:
         """Return the workers of a role that can take the request, whether they have room or not."""
-        excluded = self._excluded(role)
+        excluded = self._excluded(role) if self._request.avoid else self._request.too_small
         return [
             ranked.view
             for ranked in self._workers.ranked(role)
             if ranked.size in self._sizes and ranked.view.worker_id not in excluded
         ]
 
-    def has_room(self, worker: RankedView) -> bool:
-        """Return True if the worker can take the request now."""
+    def has_room(self, worker: RankedView, excluded: Set[str] = _NONE) -> bool:
+        """Return True if the worker can take the request now, and is not excluded."""
+        worker_id = worker.view.worker_id
         return (
             worker.size in self._sizes
-            and worker.view.worker_id not in self._taken
-            and worker.view.worker_id not in self._request.too_small
+            and worker_id not in self._taken
+            and worker_id not in self._request.too_small
+            and worker_id not in excluded
             and _has_room(worker.view, self._request)
         )
+
+    def least_loaded(self, role: Role, turn: int) -> WorkerView | None:
+        """Return the first worker of ``by_load``; None without one."""
+        return next(self.by_load(role, turn), None)
 
     def by_load(self, role: Role, turn: int) -> Iterator[WorkerView]:
         """Yield the workers of a role that have room, least loaded first. Equal ones begin with another one each turn.
 
         The preferred worker goes before all.
         """
-        excluded = self._excluded(role)
-        if (preferred := self._preferred(role)) and preferred.worker_id not in excluded:
+        excluded = self._excluded(role) if self._request.avoid else _NONE
+        if self._request.prefer and (preferred := self._preferred(role, self._request.prefer, excluded)):
             yield preferred
             excluded |= {preferred.worker_id}
-
-        def may_take(worker: RankedView) -> bool:
-            return worker.view.worker_id not in excluded and self.has_room(worker)
-
         ranked = self._workers.ranked(role)
-        first = next((number for number, each in enumerate(ranked) if may_take(each)), None)
-        if first is None:
+        first = 0
+        while first < len(ranked) and not self.has_room(ranked[first], excluded):
+            first += 1
+        if first == len(ranked):
             return
-        end = bisect_right(ranked, ranked[first].load, lo=first, key=lambda each: each.load)
+        end = bisect_right(ranked, ranked[first].load, lo=first, key=itemgetter(0))
         start = first + turn % (end - first)
         for number in chain(range(start, end), range(first, start), range(end, len(ranked))):
-            if may_take(ranked[number]):
+            if number == first or self.has_room(ranked[number], excluded):
                 yield ranked[number].view
 
-    def _preferred(self, role: Role) -> WorkerView | None:
+    def _preferred(self, role: Role, prefer: str, excluded: frozenset[str]) -> WorkerView | None:
         """Return the prefill worker whose cache holds the prompt, if it has this role and room."""
-        prefer = self._request.prefer
-        worker = self._workers.get(prefer) if prefer and role is Role.PREFILL else None
-        return worker.view if worker and worker.size.role is role and self.has_room(worker) else None
+        worker = self._workers.get(prefer) if role is Role.PREFILL else None
+        return (
+            worker.view if worker and worker.size.role is role and self.has_room(worker, excluded) else None
+        )
 
     def _excluded(self, role: Role) -> frozenset[str]:
-        """Return the ids of workers that must not take a leg in this role.
+        """Return the ids of workers that must not take a leg in this role, if some are to be avoided.
 
         Avoided workers are not excluded if no others have the role, and the others do not suffice without it.
         """
         request = self._request
-        if not request.avoid:
-            return request.too_small
         excluded = request.too_small | request.avoid
         trusted = [size for size in self._sizes if self._workers.of_size(size) - excluded]
         if any(size.role is role for size in trusted) or missing_role(trusted, request.plan) is None:
@@ -266,7 +260,7 @@ class _Choice:
 
 def _fitting(workers: WorkerViews, request: PlacementRequest) -> frozenset[WorkerSize]:
     """Return the sizes of worker that a request fits."""
-    return frozenset(size for size in workers.sizes if fits(size, request))
+    return frozenset([size for size in workers.sizes if fits(size, request)])
 
 
 def _plan_now(workers: WorkerViews, sizes: Set[WorkerSize], request: PlacementRequest) -> RequestPlan:
@@ -277,11 +271,14 @@ def _plan_now(workers: WorkerViews, sizes: Set[WorkerSize], request: PlacementRe
     plan = request.plan
     if plan.fallback is None:
         return plan
+    if request.is_local:
+        return plan.fallback
     first = plan.roles[0]
-    is_able = any(size.role is first and workers.of_size(size) - request.too_small for size in sizes)
+    for size in sizes:
+        if size.role is first and workers.of_size(size) - request.too_small:
+            return plan
     is_attached = any(size.role is first and size.has_credit for size in workers.sizes)
-    falls_back = request.is_local or (not is_able and (request.is_replay or is_attached))
-    return plan.fallback if falls_back else plan
+    return plan.fallback if request.is_replay or is_attached else plan
 
 
 def _one_for_each_leg(choice: _Choice, turn: int, unreachable: Pairs) -> tuple[WorkerView, ...] | None:
@@ -293,7 +290,7 @@ def _one_for_each_leg(choice: _Choice, turn: int, unreachable: Pairs) -> tuple[W
     if not unreachable:
         chosen = []
         for role in last_first:
-            if (worker := next(choice.by_load(role, turn), None)) is None:
+            if (worker := choice.least_loaded(role, turn)) is None:
                 return None
             chosen.append(worker)
         return tuple(chosen[::-1])

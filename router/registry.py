@@ -15,9 +15,9 @@ from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
 from router.order_stream import OrderStream
-from router.policy import longest, missing_role
+from router.policy import missing_role
 from router.running_shares import Held, TotalCredit
-from router.views import WorkerSize, WorkerViews
+from router.views import WorkerSize, WorkerViews, longest
 from router.worker_calls import WorkerCalls
 
 logger = logging.getLogger(__name__)
@@ -87,13 +87,14 @@ class Registry:
 
     def max_model_len(self, otherwise: int) -> int:
         """Return how many tokens a request may have on the largest of the attached workers, or on both of a pair."""
-        return longest(self.views.sizes) or otherwise
+        return self.views.max_length or otherwise
 
     def recent_max_model_len(self, otherwise: int) -> int:
         """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
-        if self._gone:
-            now = self._clock()
-            self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
+        if not self._gone:
+            return self.max_model_len(otherwise)
+        now = self._clock()
+        self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.views.sizes, *(size for _, size in self._gone.values())]) or otherwise
 
     def new_worker(
@@ -168,13 +169,16 @@ class Registry:
 
     def _on_change(self, worker: AttachedWorker, has_more_room: bool) -> None:
         """Replace the view of a worker before it is read again, and report a change that a request may wait for."""
-        if self._workers.get(worker.name) is worker:
+        is_attached = self._workers.get(worker.name) is worker
+        if is_attached:
             self._stale[worker.name] = worker
-            known = self._views.get(worker.name)
-            if worker.is_empty or worker.has_credit != (known is not None and known.size.has_credit):
-                self._changes.notify()
-        if has_more_room:
-            self._changes.notify_room()
+        if not has_more_room:  # then it has neither other credit nor fewer legs
+            return
+        known = self._views.get(worker.name)
+        had_credit = known is not None and known.size.has_credit
+        if is_attached and (worker.is_empty or worker.has_credit != had_credit):
+            self._changes.notify()
+        self._changes.notify_room()
 
     def _forget_view(self, worker_id: str) -> None:
         self._stale.pop(worker_id, None)

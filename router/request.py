@@ -1,6 +1,6 @@
 """A client's request: one object for HTTP and gRPC, so that both mean the same by construction."""
 
-import secrets
+import os
 import time
 from collections.abc import Iterable
 from typing import TypeVar
@@ -114,7 +114,7 @@ def for_prompts(first: _Request, prompts: Iterable[str | tuple[int, ...]]) -> li
 
 def new_request_id(prefix: str) -> str:
     """Return a new id, which all processes use for the request. A dash joins the prefix, unless it ends with "_"."""
-    return f"{prefix}{'' if prefix.endswith('_') else '-'}{secrets.token_hex(16)}"
+    return f"{prefix}{'' if prefix.endswith('_') else '-'}{os.urandom(16).hex()}"
 
 
 def tokenize(request: GenerationRequest | EmbeddingRequest, card: ModelCard, max_model_len: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Checks a client's requests, and turns them into token ids with every default filled in."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakValueDictionary
@@ -58,6 +59,8 @@ class RequestPreparer:
         max_model_len = self._max_model_len(card)
         room = max(MAX_PROMPT_TOKENS, max_model_len)
         for request in requests:
+            if prepared:
+                await asyncio.sleep(0)  # to prepare a prompt takes up to a millisecond
             check_limits(request)
             prompt_ids = await self._tokenizers.tokenize(request, card, max_model_len)
             prepared.append(self._checked(request, prompt_ids, card))

@@ -7,8 +7,7 @@ the requests of its priority that were not begun yet. Tokens of older attempts t
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from contract.errors import KvbatonError, UnavailableError
@@ -51,33 +50,43 @@ class RequestRuns:
     kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
     open_runs: "set[RequestRun]" = field(default_factory=set)
 
-    @contextmanager
     def open(
         self, request: PreparedRequest, tracked: Sequence[TrackedRequest], unread: UnreadAccount
-    ) -> "Iterator[list[RequestRun]]":
-        """Open a run for each choice of a prompt, one for each tracked request, until the block ends.
+    ) -> "PromptRuns":
+        """Open a run for each choice of a prompt, one for each tracked request.
 
         The workers that begin them compute the prompt once and hand it over once. unread: the account of the client's
         request that the prompt is a part of.
         """
-        prompt = _PromptRuns()
+        prompt = PromptRuns(self.open_runs)
         for choice, each in enumerate(tracked):
             prompt.runs.append(RequestRun(self, prompt, request.of_choice(choice), each, unread))
         self.open_runs.update(prompt.runs)
-        try:
-            yield prompt.runs
-        finally:
-            self.open_runs.difference_update(prompt.runs)
-            for run in prompt.runs:
-                run.close()
+        return prompt
 
 
-@dataclass
-class _PromptRuns:
-    """The runs of all choices of one prompt. lock: held by the one that waits for workers for all of them."""
+class PromptRuns:
+    """The runs of all choices of one prompt, until its block or ``close`` ends them.
 
-    runs: "list[RequestRun]" = field(default_factory=list)
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    lock: held by the one that waits for workers for all of them.
+    """
+
+    def __init__(self, open_runs: "set[RequestRun]") -> None:
+        self.runs: list[RequestRun] = []
+        self.lock = asyncio.Lock()
+        self._open_runs = open_runs
+
+    def __enter__(self) -> "list[RequestRun]":
+        return self.runs
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all runs. Does nothing the second time."""
+        self._open_runs.difference_update(self.runs)
+        for run in self.runs:
+            run.close()
 
 
 class RequestRun:
@@ -86,7 +95,7 @@ class RequestRun:
     def __init__(
         self,
         parts: RequestRuns,
-        prompt: _PromptRuns,
+        prompt: PromptRuns,
         request: PreparedRequest,
         tracked: TrackedRequest,
         unread: UnreadAccount,
@@ -155,19 +164,14 @@ class RequestRun:
             self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:
-        """Begin the next attempt. Raises DeadlineError if the deadline passes before that."""
-        try:
-            async with asyncio.timeout(max(0.0, self.request.deadline - time.monotonic())):
-                return await self._begin_after_pause()
-        except TimeoutError:
-            raise deadline_error(len(self._delivered)) from None
+        """Begin the next attempt. The first attempts of all choices of a prompt begin together.
 
-    async def _begin_after_pause(self) -> Attempt:
-        """Begin the next attempt. The first attempts of all choices of a prompt begin together."""
+        Raises DeadlineError if the deadline passes before that.
+        """
         if pause := self._failures.pause_seconds:
-            await asyncio.sleep(pause)
+            await asyncio.sleep(min(pause, max(0.0, self.request.deadline - time.monotonic())))
         self.tracked.queued()
-        if self._num_attempts:
+        if self._num_attempts or len(self._prompt.runs) == 1:
             return await self._begin_attempts([self])
         async with self._prompt.lock:
             return self._attempt or await self._begin_attempts(self._prompt.runs)
@@ -176,9 +180,12 @@ class RequestRun:
         """Wait for workers, and begin an attempt for each of these runs there. Return that of this run."""
         request = self._placement_request(len(runs))
         try:
-            async with self._parts.queue.reserve(request, self._order(request)) as reservation:
+            queue = self._parts.queue
+            with await queue.reserve(request, self._order(request), self.request.deadline) as reservation:
                 attempts = {run: run.new_attempt(reservation) for run in runs}
                 begin(list(attempts.values()), reservation)
+        except TimeoutError:
+            raise deadline_error(len(self._delivered)) from None
         except UnavailableError as error:
             if self._failures.last is None:
                 raise

@@ -3,8 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from router.admission import Admission
@@ -47,34 +46,25 @@ class RequestTracker:
         """Call ``listener`` whenever a request that is not in the background begins to wait for workers."""
         self._on_queued.append(listener)
 
-    @contextmanager
-    def open(self, request: GenerationRequest | EmbeddingRequest) -> Iterator[TrackedRequest]:
-        """Admit a request until the block ends, and count how it ends.
+    def open(self, request: GenerationRequest | EmbeddingRequest) -> TrackedRequest:
+        """Admit a request until its block ends, or until it leaves, and count how it ends.
 
         Raises OverloadedError, UnavailableError after ``close_admission``.
         """
         self.check_admission(request)
-        tracked = TrackedRequest(request, self._metrics, self._on_state)
+        tracked = TrackedRequest(request, self._metrics, self._on_state, self._on_end)
         self._add(tracked)
-        try:
-            yield tracked
-        except BaseException as error:
-            self._count_failure(request, tracked, error)
-            raise
-        else:
-            self._count_failure(request, tracked, GeneratorExit("its reader has left it"))
-        finally:
-            self._remove(tracked)
-            _call(self._on_fewer_unbound)
+        return tracked
 
-    def _count_failure(
-        self, request: GenerationRequest | EmbeddingRequest, tracked: TrackedRequest, error: BaseException
-    ) -> None:
-        """Count and log a request that ended with an error, unless its answer is complete."""
+    def _on_end(self, tracked: TrackedRequest, error: BaseException | None) -> None:
+        """Remove a request. Count and log it as failed, unless its answer is complete."""
         if tracked.state is not RequestState.FINISHED:
+            error = error or GeneratorExit("its reader has left it")
             kind = _kind_of(error)
             self._metrics.failed(kind)
-            self._log_end(request.family or request.request_id, kind, tracked.state, error)
+            self._log_end(tracked.request.family or tracked.request.request_id, kind, tracked.state, error)
+        self._remove(tracked)
+        _call(self._on_fewer_unbound)
 
     def close_admission(self, reason: str) -> None:
         """Reject every request from now on, but for those in the background."""
@@ -141,7 +131,7 @@ class RequestTracker:
 
     def _add(self, tracked: TrackedRequest) -> None:
         self._counts[tracked.state, tracked.is_background] += 1
-        self._admission.count(tracked.tenant, int(tracked.holds_slot))
+        self._admission.count(tracked.request.tenant, int(tracked.holds_slot))
         self._num_held += not tracked.is_background
         if self._num_held:
             self._idle.clear()
@@ -149,7 +139,7 @@ class RequestTracker:
     def _remove(self, tracked: TrackedRequest) -> None:
         self._counts[tracked.state, tracked.is_background] -= 1
         if tracked.holds_slot:
-            self._admission.count(tracked.tenant, -1)
+            self._admission.count(tracked.request.tenant, -1)
         self._num_held -= not tracked.is_background
         if not self._num_held:
             self._idle.set()
@@ -159,7 +149,7 @@ class RequestTracker:
         self._counts[before, tracked.is_background] -= 1
         self._counts[tracked.state, tracked.is_background] += 1
         if held_slot != tracked.holds_slot:
-            self._admission.count(tracked.tenant, tracked.holds_slot - held_slot)
+            self._admission.count(tracked.request.tenant, tracked.holds_slot - held_slot)
         if held_slot and not tracked.holds_slot:
             _call(self._on_fewer_unbound)
         if tracked.state is RequestState.WAITING_FOR_WORKERS and not tracked.is_background:

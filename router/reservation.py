@@ -14,7 +14,7 @@ class Reservation:
 
     The admission queue makes it: from then on its later decisions count the credit as used, and ``start`` counts as one of
     the client's starts. The legs of the attempts take the credit over (``take``). What they have not taken is released when
-    the block of ``AdmissionQueue.reserve`` ends.
+    the reservation's block ends.
 
     workers: one for each leg of the placement. They are the incarnations that were chosen; some may have been lost since.
     """
@@ -38,6 +38,12 @@ class Reservation:
         ]
         self._start: Start | None = start
 
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
     @property
     def lost_workers(self) -> list[AttachedWorker]:
         """Workers that were lost after they had been chosen."""
@@ -59,8 +65,9 @@ class Reservation:
 
     def release(self) -> None:
         """Give back the credit that no leg has taken, and end a start that was not begun. Does nothing the second time."""
-        for hold in (hold for holds in self.take() for hold in holds):
-            hold.release()
+        for holds in self.take():
+            for hold in holds:
+                hold.release()
         if self._start:
             self._start.end()
             self._start = None

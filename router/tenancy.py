@@ -26,6 +26,8 @@ class TenantRules:
         salt = request.cache_salt
         if request.tenant and not self.shares_prefix_cache:
             salt = tenant_salt(request.tenant, salt)
+        elif request.priority <= self.max_priority:
+            return request
         return structs.replace(request, priority=min(request.priority, self.max_priority), cache_salt=salt)
 
 

@@ -44,7 +44,6 @@ class TokenizerThreads:
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """Return the result of ``work`` on a text of ``size`` characters. Raises OverloadedError if too many wait."""
         if size < _SHORT:
-            await asyncio.sleep(0)
             return work()
         if self.num_waiting and self.num_waiting + size > self._max_waiting:
             raise OverloadedError(

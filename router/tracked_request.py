@@ -30,10 +30,11 @@ _UNBOUND = (RequestState.PREPARING, RequestState.WAITING_FOR_WORKERS)
 
 
 class TrackedRequest:
-    """The state, times and counts of one request. Made by ``RequestTracker.open``.
+    """The state, times and counts of one request, until its block or ``leave`` ends it. Made by ``RequestTracker.open``.
 
     holds_slot: it holds a slot of the queue; one in the background holds none. on_state: called when the state has changed,
-    with the state before and whether the request held a slot then.
+    with the state before and whether the request held a slot then. on_end: called once, with the error that has ended the
+    request, if any.
     """
 
     def __init__(
@@ -41,16 +42,27 @@ class TrackedRequest:
         request: GenerationRequest | EmbeddingRequest,
         metrics: RequestMetrics,
         on_state: Callable[["TrackedRequest", RequestState, bool], None],
+        on_end: Callable[["TrackedRequest", BaseException | None], None],
     ) -> None:
+        self.request = request
         self.is_background = request.is_background
-        self.tenant = request.tenant
         self.state = RequestState.PREPARING
         self.holds_slot = not self.is_background
         self._on_state = on_state
-        self._request_id = request.request_id
+        self._on_end = on_end
         self._stopwatch = Stopwatch(request.arrival)
         self._metrics = metrics
         self._last_arrival: float | None = None
+
+    def __enter__(self) -> "TrackedRequest":
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        self.leave(error)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Record that the router holds the request no longer. error: the one that has ended it, if any."""
+        self._on_end(self, error)
 
     def queued(self) -> None:
         """Record that it waits for workers, for the first time or again."""
@@ -65,13 +77,14 @@ class TrackedRequest:
         """Record that an attempt has failed, and that another one continues after the delivered tokens."""
         self._metrics.replayed(error.kind)
         logger.warning(
-            "%s continues at token %d on other workers: %s", self._request_id, num_tokens, error.message
+            "%s continues at token %d on other workers: %s",
+            *(self.request.request_id, num_tokens, error.message),
         )
 
     def recomputed_locally(self, worker: str) -> None:
         """Record that a decode worker computes the prompt itself."""
         self._metrics.recomputed_locally()
-        logger.warning("%s: decode worker %s computes the prompt itself", self._request_id, worker)
+        logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, worker)
 
     def arrived(self, delta: Delta) -> None:
         """Record that a delta has arrived, before it is sent to the client."""

@@ -99,11 +99,13 @@ class WorkerViews:
     """Owns one view for each worker. Iterates over them, oldest worker first.
 
     decoding: the credit of all workers that can decode. version: changes with the set of workers, or with the size of one
-    of them; what a request fits stays the same until then. unsettled: the ids of the unsettled workers.
+    of them; what a request fits stays the same until then. max_length: ``longest`` of their sizes. unsettled: the ids of the
+    unsettled workers.
     """
 
     decoding: Credits = field(default_factory=Credits)
     version: int = 0
+    max_length: int | None = None
     unsettled: frozenset[str] = frozenset()
     _ranked: dict[str, RankedView] = field(default_factory=dict)
     _by_role: dict[Role, list[RankedView]] = field(default_factory=lambda: {role: [] for role in Role})
@@ -182,6 +184,7 @@ class WorkerViews:
         assert dict.fromkeys(self.sizes) == dict.fromkeys(fresh.sizes)
         assert all(self.of_size(size) == fresh.of_size(size) for size in self.sizes)
         assert self.decoding == fresh.decoding
+        assert self.max_length == longest(self.sizes)
         assert self.unsettled == {view.worker_id for view in self if view.is_unsettled}
         for sizes, members in self._members.items():
             assert members == {each.view.worker_id for each in self._ranked.values() if each.size in sizes}
@@ -203,3 +206,14 @@ class WorkerViews:
                 del self._by_size[former.size]
         if size:
             self._by_size.setdefault(size, set()).add(worker_id)
+        self.max_length = longest(self.sizes)
+
+
+def longest(sizes: Iterable[WorkerSize]) -> int | None:
+    """Return how many tokens prompt and answer may have together on the largest worker or pair; None without any."""
+    most: dict[Role, int] = {}
+    for size in sizes:
+        most[size.role] = max(most.get(size.role, 0), size.max_length)
+    pair = [most[role] for role in (Role.PREFILL, Role.DECODE) if role in most]
+    options = [*([min(pair)] if pair else []), *([most[Role.AGGREGATED]] if Role.AGGREGATED in most else [])]
+    return max(options, default=None)

@@ -42,6 +42,7 @@ async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socke
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if is_shared:
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit this
             if family == socket.AF_INET6:
                 opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             bound_port = sockets[0].getsockname()[1] or port
@@ -85,7 +86,6 @@ class HttpAcceptor:
         self._openings: set[asyncio.Task[None]] = set()
         self._is_paused = True
         self._retry: asyncio.TimerHandle | None = None
-        book.call_when_room(self._resume)
 
     @property
     def port(self) -> int:
@@ -102,7 +102,7 @@ class HttpAcceptor:
             for listening in self.sockets:
                 self.accept_from(listening, at_most=_BACKLOG)
         self._pause()
-        self._book.call_when_room(lambda: None)
+        self._book.call_when_room(None)
         for listening in self.sockets:
             listening.close()
 
@@ -118,6 +118,7 @@ class HttpAcceptor:
             self._retry = None
         if self._is_paused:
             self._is_paused = False
+            self._book.call_when_room(None)
             for listening in self.sockets:
                 self._loop.add_reader(listening.fileno(), self.accept_from, listening)
 
@@ -125,6 +126,7 @@ class HttpAcceptor:
         """Leave new clients in the backlog until there is room, or until ``retry_seconds`` have passed."""
         if not self._is_paused:
             self._is_paused = True
+            self._book.call_when_room(self._resume)
             for listening in self.sockets:
                 self._loop.remove_reader(listening.fileno())
         if self._retry is not None:

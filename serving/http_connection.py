@@ -14,6 +14,8 @@ from serving.http_connections import Connections, HttpLimits
 from serving.tcp_progress import has_unread_bytes, num_acknowledged
 
 _LINGER_SECONDS = 5.0
+_SMALL_BYTES = 2**14
+"""Bytes that a transport with nothing unsent takes without pausing, which it does at 64 KiB."""
 
 
 class _Phase(Enum):
@@ -37,6 +39,7 @@ class HttpConnection(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             keepalive_timeout=limits.idle_seconds,
             lingering_time=_LINGER_SECONDS,
+            tcp_keepalive=False,  # the listening socket sets it for all connections
             auto_decompress=False,
             **options,
         )
@@ -117,7 +120,8 @@ class HttpConnection(web.RequestHandler):
         """Write the rest of the answer; close the connection if its client reads nothing for too long."""
         self._num_header_bytes = 0
         self._num_answered += 1
-        self._watch_writing()
+        if self._num_unsent() or not _is_small(resp):
+            self._watch_writing()
         try:
             return await super().finish_response(request, resp, start_time)
         finally:
@@ -200,3 +204,9 @@ class HttpConnection(web.RequestHandler):
 
     def _socket(self) -> socket.socket | None:
         return None if self._wire is None else self._wire.get_extra_info("socket")
+
+
+def _is_small(response: web.StreamResponse) -> bool:
+    """Return True if a connection with nothing unsent takes the response at once, so that no client can delay it."""
+    length = response.content_length if isinstance(response, web.Response) else None
+    return length is not None and length <= _SMALL_BYTES

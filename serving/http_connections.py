@@ -61,7 +61,7 @@ class Connections:
         self._answering: set[Connection] = set()
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._on_room: Callable[[], None] = lambda: None
+        self._on_room: Callable[[], None] | None = None
 
     @property
     def num_waiting(self) -> int:
@@ -76,13 +76,13 @@ class Connections:
     def __len__(self) -> int:
         return len(self._addresses)
 
-    def call_when_room(self, call: Callable[[], None]) -> None:
-        """Set the function to call when a connection has ended or can be evicted."""
+    def call_when_room(self, call: Callable[[], None] | None) -> None:
+        """Set the function to call when a connection has ended or can be evicted, if there is one."""
         self._on_room = call
 
     def make_room(self) -> bool:
         """Ensure room for another connection, by evicting a waiting one if necessary; False if all are busy."""
-        if len(self) < self._max:
+        if len(self._addresses) < self._max:
             return True
         largest_first = sorted(self._waiting, key=lambda one: -self._num_by_address[one])
         return any(map(self._evict, largest_first))
@@ -103,7 +103,8 @@ class Connections:
             waiting = self._waiting.setdefault(address, {})
             waiting.pop(connection, None)
             waiting[connection] = self._clock()
-            self._on_room()
+            if self._on_room:
+                self._on_room()
 
     def begin(self, connection: Connection) -> None:
         """Record that a request is being answered."""
@@ -134,7 +135,8 @@ class Connections:
         self._num_by_address[address] -= 1
         if not self._num_by_address[address]:
             del self._num_by_address[address]
-        self._on_room()
+        if self._on_room:
+            self._on_room()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the three indexes agree."""

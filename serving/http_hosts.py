@@ -2,6 +2,7 @@
 
 import ipaddress
 from collections.abc import Awaitable, Callable
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -74,6 +75,7 @@ class HostCheck:
         return host != "" and _origin_host(origin or "") == host
 
 
+@lru_cache(64)
 def _host_of(header: str) -> str:
     """Return the name of "name:port", without brackets, a trailing dot or a port."""
     try:

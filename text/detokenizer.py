@@ -51,9 +51,11 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return the rest; an unfinished character becomes U+FFFD."""
+        self.has_unread = False
+        if self._num_read == len(self._window):
+            return ""
         text = self._unread(len(self._window))
         self._advance(len(self._window), text)
-        self.has_unread = False
         return text
 
     def _unread(self, end: int) -> str:

@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,7 @@ class Tokenizer:
         _check_added_tokens(config)
         try:
             check_growth(text)
-            with panics_as_errors():
+            with PanicsAsErrors():
                 tokenizer = cls(FastTokenizer.from_str(text), config)
                 _check_ids(tokenizer)
                 tokenizer.decode(tokenizer.encode(_TRIAL))
@@ -80,7 +79,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``, in which special tokens are recognized. Releases the GIL."""
         # The library's plain ``encode`` holds the GIL.
-        with panics_as_errors():
+        with PanicsAsErrors():
             (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
@@ -91,7 +90,7 @@ class Tokenizer:
         """
         if not self._messages.has_typed(prompt, texts):
             return self.encode(prompt, add_special_tokens=False)
-        with panics_as_errors():
+        with PanicsAsErrors():
             return self._messages.encode(prompt, texts)
 
     @property
@@ -101,7 +100,7 @@ class Tokenizer:
 
     def spans(self, text: str) -> list[tuple[int, int]]:
         """Return (begin, end) in ``text`` of each token of ``encode(text)``; (0, 0) for an added one."""
-        with panics_as_errors():
+        with PanicsAsErrors():
             (encoded,) = self._backend.encode_batch([text])
         return list(encoded.offsets)
 
@@ -159,15 +158,16 @@ class Tokenizer:
                 known.add(content)
 
 
-@contextmanager
-def panics_as_errors() -> Iterator[None]:
-    """Turn a panic of the library into InternalError: its own class is not an Exception, and would end a thread."""
-    try:
-        yield
-    except BaseException as error:
+class PanicsAsErrors:
+    """A block that turns a panic of the library into InternalError: its own class is not an Exception, and ends a thread."""
+
+    def __enter__(self) -> None:
+        """Do nothing."""
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        """Raise InternalError for a panic."""
         if type(error).__name__ == "PanicException":
             raise InternalError(f"the model's tokenizer failed: {str(error)[:_MAX_SHOWN]}") from error
-        raise
 
 
 def _check_added_tokens(config: Mapping[str, Any]) -> None:

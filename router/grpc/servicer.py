@@ -70,7 +70,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
             tenant = self._clients.keys.tenant(authorization_of(metadata))
             check_embed(request, self._max_model_len())
             requests = embedding_requests(request, request_id, tenant, context.time_remaining())
-            async with self._clients.running.open(authorization_of(metadata), request_id, name):
+            with self._clients.running.open(authorization_of(metadata), request_id, name):
                 return embed_response(name or request_id, await self._path.pipeline.embed(*requests))
 
     async def Cancel(  # noqa: N802
@@ -134,8 +134,6 @@ class InferenceServicer(inference_pb2_grpc.InferenceServicer):
         tenant = self._clients.keys.tenant(authorization_of(metadata))
         check_generate(request, self._max_model_len())
         generation = generation_request(request, request_id, tenant, context.time_remaining())
-        async with (
-            self._clients.running.open(authorization_of(metadata), request_id, name),
-            self._path.pipeline.generate(generation) as deltas,
-        ):
-            yield name or request_id, deltas
+        with self._clients.running.open(authorization_of(metadata), request_id, name):
+            async with self._path.pipeline.generate(generation) as deltas:
+                yield name or request_id, deltas

@@ -22,13 +22,13 @@ Check = Callable[[web.Request], None]
 
 
 def checking(*checks: Check) -> Middleware:
-    """Return one middleware for all checks: a token of a stream passes every middleware on its way."""
+    """Return one middleware for all checks. It is no coroutine, which would be resumed at each step of the handler."""
 
     @web.middleware
-    async def check_all(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    def check_all(request: web.Request, handler: _Handler) -> Awaitable[web.StreamResponse]:
         for check in checks:
             check(request)
-        return await handler(request)
+        return handler(request)
 
     return check_all
 
@@ -38,13 +38,15 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Che
     open_paths = _OPEN_PATHS if metrics_need_key else _OPEN_PATHS | {_METRICS}
 
     def check(request: web.Request) -> None:
-        if request.path not in open_paths:
-            try:
-                keys.check(authorization_of(request))
-            except UnauthenticatedError:
-                wrong.note(request.remote or "a disconnected client")
-                raise
-            request[_TENANT] = keys.tenant(authorization_of(request))
+        if not keys.are_required or request.path in open_paths:
+            return
+        authorization = authorization_of(request)
+        try:
+            keys.check(authorization)
+        except UnauthenticatedError:
+            wrong.note(request.remote or "a disconnected client")
+            raise
+        request[_TENANT] = keys.tenant(authorization)
 
     return check
 
@@ -92,12 +94,13 @@ class Cors:
         """A middleware that answers preflight requests. It must be the outermost: a preflight carries no key."""
 
         @web.middleware
-        async def answer(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        def answer(request: web.Request, handler: _Handler) -> Awaitable[web.StreamResponse]:
             is_preflight = (
                 request.method == hdrs.METH_OPTIONS and hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
             )
-            if not is_preflight or not self._allowed(request):
-                return await handler(request)
+            return answer_preflight(request) if is_preflight and self._allowed(request) else handler(request)
+
+        async def answer_preflight(request: web.Request) -> web.StreamResponse:
             asked_for = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, hdrs.AUTHORIZATION)
             return web.Response(
                 status=204,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
+from contract.errors import KvbatonError
 from router.answer import Delta
 from router.http.boundary import STREAM, request_id_header
 from router.http.exchange import Exchange
@@ -27,14 +28,24 @@ class AnswerWriter:
     async def write(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         """Answer ``request``; its client can cancel it meanwhile. Raises KvbatonError."""
         let_client_cancel(request)
-        if not exchange.options.stream:
-            found = _Collected()
-            async with exchange.deltas(self._pipeline, found) as deltas:
-                async for delta in deltas:
-                    found.put(delta)
-                return json_bytes(await exchange.whole(found.deltas), server_timing(request, found.deltas))
+        write = self._write_events if exchange.options.stream else self._write_whole
+        try:
+            return await write(request, exchange)
+        except KvbatonError as error:
+            exchange.name_field(error)
+            raise
+
+    async def _write_whole(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
+        found = _Collected()
+        async with self._pipeline.generate(*exchange.requests, sink=found) as deltas:
+            async for delta in deltas:
+                found.put(delta)
+            return json_bytes(await exchange.whole(found.deltas), server_timing(request, found.deltas))
+
+    async def _write_events(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
-        async with exchange.deltas(self._pipeline, _Sent(stream, exchange.formatter)) as deltas:
+        sink = _Sent(stream, exchange.formatter)
+        async with self._pipeline.generate(*exchange.requests, sink=sink) as deltas:
             request[STREAM] = stream
             async for delta in deltas:
                 if chunks := exchange.formatter.chunks(delta):

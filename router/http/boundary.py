@@ -22,9 +22,16 @@ STREAM = web.RequestKey("stream", EventStream)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+def request_id_of(request: web.Request) -> str:
+    """Return the id of the request. Requests for answers have one of their kind; others get one here."""
+    if REQUEST_ID not in request:
+        request[REQUEST_ID] = new_request_id("req")
+    return request[REQUEST_ID]
+
+
 def request_id_header(request: web.Request) -> dict[str, str]:
     """Return the headers that identify the request: its id, and in OpenAI's header its client's name for it, if any."""
-    request_id = request[REQUEST_ID]
+    request_id = request_id_of(request)
     found = {"x-kvbaton-request-id": request_id, "X-Request-Id": name_of(request) or request_id}
     return {**found, "request-id": request_id} if is_messages_path(request) else found
 
@@ -41,13 +48,12 @@ def origin_of(request: web.Request, arrival: float) -> Origin:
 
 def error_object(request: web.Request, error: KvbatonError) -> dict[str, Any]:
     """Return the error object of the API that the request's path belongs to."""
-    return messages_error(error, request[REQUEST_ID]) if is_messages_path(request) else openai_error(error)
+    return messages_error(error, request_id_of(request)) if is_messages_path(request) else openai_error(error)
 
 
 @web.middleware
 async def boundary(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Answer errors: as a response, or as the last event of a stream whose headers were sent (without [DONE])."""
-    request[REQUEST_ID] = new_request_id("req")
     try:
         response = await handler(request)
     except KvbatonError as error:
@@ -55,13 +61,13 @@ async def boundary(request: web.Request, handler: _Handler) -> web.StreamRespons
     except web.HTTPException as error:
         response = _http_error_response(request, error)
     except ConnectionResetError:
-        logger.info("%s: the client disconnected", request[REQUEST_ID])
+        logger.info("%s: the client disconnected", request_id_of(request))
         response = request[STREAM].response if STREAM in request else web.Response(status=499)
     except Exception:
-        logger.exception("%s: unexpected error", request[REQUEST_ID])
-        response = await _error_response(
-            request, InternalError(f"an internal error; the log names it by {request[REQUEST_ID]}")
-        )
+        request_id = request_id_of(request)
+        logger.exception("%s: unexpected error", request_id)
+        internal = InternalError(f"an internal error; the log names it by {request_id}")
+        response = await _error_response(request, internal)
     if not response.prepared:
         response.headers.update(request_id_header(request))
     return response

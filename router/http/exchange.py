@@ -1,8 +1,7 @@
 """A parsed request body and how it is answered, for HTTP handlers and for the lines of a batch."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -10,11 +9,10 @@ import msgspec
 from aiohttp import web
 
 from contract.errors import KvbatonError
-from router.answer import Delta, DeltaSink
+from router.answer import Delta
 from router.best_of import choose_best
 from router.http.formatter import AnswerFormatter, AnswerOptions
 from router.http.streaming import EventStream
-from router.pipeline import Pipeline
 from router.request import GenerationRequest
 
 _SMALL = 256
@@ -45,22 +43,11 @@ class Exchange:
     open_stream: OpenStream = EventStream
     field_names: Mapping[str, str] = field(default_factory=dict)
 
-    @asynccontextmanager
-    async def deltas(
-        self, pipeline: Pipeline, sink: DeltaSink | None = None
-    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
-        """Run the requests for as long as the block lasts. Errors raised within it name the field of the body.
-
-        sink: gets deltas that the reader of the stream need not be woken for.
-        """
-        try:
-            async with pipeline.generate(*self.requests, sink=sink) as deltas:
-                yield deltas
-        except KvbatonError as error:
-            if error.param == "grammar":
-                error.param = self.requests[0].grammar_field
-            error.param = self.field_names.get(error.param or "", error.param)
-            raise
+    def name_field(self, error: KvbatonError) -> None:
+        """Let an error of the pipeline name the field of the body that it is about."""
+        if error.param == "grammar":
+            error.param = self.requests[0].grammar_field
+        error.param = self.field_names.get(error.param or "", error.param)
 
     async def whole(self, deltas: list[Delta]) -> bytes:
         """Return the response object of an answer that is not streamed, as JSON; -inf is null, as in streams."""

@@ -1,7 +1,7 @@
 """The lifetime of a request: resources that are released when it ends, and its end when the router stops."""
 
 from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
@@ -11,7 +11,6 @@ from router.http.access import authorization_of
 from router.http.boundary import REQUEST_ID, name_of
 
 _OPEN = web.RequestKey("open", OpenRequest)
-_HELD = web.RequestKey("held", ExitStack)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -23,10 +22,8 @@ def lifetime(running: CancellableRequests) -> Middleware:
 
     @web.middleware
     async def live(request: web.Request, handler: _Handler) -> web.StreamResponse:
-        with ExitStack() as held:
-            request[_HELD] = held
-            async with running.open() as request[_OPEN]:
-                return await handler(request)
+        with running.open() as request[_OPEN]:
+            return await handler(request)
 
     return live
 
@@ -36,6 +33,6 @@ def let_client_cancel(request: web.Request) -> None:
     request[_OPEN].add_names(authorization_of(request), request[REQUEST_ID], name_of(request))
 
 
-def held_by(request: web.Request) -> ExitStack:
-    """Return the stack of resources that is unwound when the request has been answered."""
-    return request[_HELD]
+def hold_until_end(request: web.Request, resource: AbstractContextManager[object]) -> None:
+    """Enter the context of a resource, and leave it when the request has been answered."""
+    request[_OPEN].hold(resource)

@@ -204,13 +204,14 @@ async def test_one_large_body_is_decoded_at_a_time() -> None:
     """M2: six bodies of 8 MiB kept the event loop busy half of the time; small ones do not wait for them."""
     reader, events = BodyReader(2**23, 2**26), list[str]()
 
-    async def decoding(name: str, num_bytes: int) -> None:
-        async with reader.turn(num_bytes):
-            events.append(f"{name} begins")
-            await asyncio.sleep(0.01)
-            events.append(f"{name} ends")
+    async def decode(raw: bytes) -> None:
+        name = raw[:1].decode()
+        events.append(f"{name} begins")
+        await asyncio.sleep(0.01)
+        events.append(f"{name} ends")
 
-    await asyncio.gather(decoding("a", LARGE_BYTES + 1), decoding("b", LARGE_BYTES + 1), decoding("c", 100))
+    bodies = [b"a" * (LARGE_BYTES + 1), b"b" * (LARGE_BYTES + 1), b"c" * 100]
+    await asyncio.gather(*(reader.decoded(raw, decode) for raw in bodies))
     large = [event for event in events if event[0] != "c"]
     assert large == ["a begins", "a ends", "b begins", "b ends"]
     assert events.index("c begins") < events.index("a ends")

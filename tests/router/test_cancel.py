@@ -148,13 +148,11 @@ async def test_the_headers_name_every_answer() -> None:
 
 async def test_a_scope_that_ends_by_itself_is_not_cancelled() -> None:
     running = CancellableRequests()
-    async with running.open("", "one", None):
+    with running.open("", "one", None):
         pass
     assert running.cancel("", "one") == 0
-    with pytest.raises(TimeoutError):
-        async with running.open("", "one"):
-            raise TimeoutError
-    with pytest.raises(CancelledError):
-        async with running.open("", "one", "two"):
-            assert (running.cancel("", "one"), running.cancel("", "two")) == (1, 0)
-            await asyncio.Event().wait()
+    with pytest.raises(TimeoutError), running.open("", "one"):
+        raise TimeoutError
+    with pytest.raises(CancelledError), running.open("", "one", "two"):
+        assert (running.cancel("", "one"), running.cancel("", "two")) == (1, 0)
+        await asyncio.Event().wait()

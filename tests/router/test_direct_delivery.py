@@ -206,4 +206,4 @@ async def test_a_cancelled_reader_takes_nothing() -> None:
 
 def _account() -> UnreadAccount:
     unread = UnreadBytes(1000, 10_000)
-    return unread.open("t").__enter__()
+    return unread.open("t")

@@ -39,6 +39,41 @@ def test_higher_priorities_go_first_and_those_that_were_begun_before_them() -> N
     assert names(queue) == ["urgent", "begun", "new"]
 
 
+_ORDERS = st.lists(
+    st.tuples(
+        st.sampled_from("abc"),
+        st.integers(1, 50),
+        st.sampled_from([0, 7, BACKGROUND_PRIORITY]),
+        st.booleans(),
+    ),
+    max_size=20,
+)
+
+
+@given(_ORDERS, _ORDERS)
+def test_a_request_that_does_not_wait_is_charged_as_one_that_is_taken(
+    at_once: list[tuple[str, int, int, bool]], later: list[tuple[str, int, int, bool]]
+) -> None:
+    charged: FairQueue[str, str] = FairQueue()
+    taken: FairQueue[str, str] = FairQueue()
+    for tenant, cost, priority, is_replay in at_once:
+        order = QueueOrder(tenant=tenant, cost=float(cost), priority=priority, is_replay=is_replay)
+        charged.charge(order)
+        taken.take(taken.add(LANE, order, ""))
+    for number, (tenant, cost, priority, is_replay) in enumerate(later):
+        order = QueueOrder(
+            tenant=tenant,
+            cost=float(cost),
+            priority=priority,
+            is_replay=is_replay,
+            family=str(number),
+            arrival=float(number),
+        )
+        charged.add(LANE, order, str(number))
+        taken.add(LANE, order, str(number))
+    assert names(charged) == names(taken)
+
+
 @given(st.integers(1, 4), st.integers(0, 60), st.integers(1, 2**31 - 1))
 def test_a_low_priority_is_never_starved(num_hogs: int, num_before: int, priority: int) -> None:
     """M3: with hogs that always have requests of the highest priority, a bounded number of others overtakes it."""

@@ -100,7 +100,7 @@ class Queue:
     async def reserve(
         self, stack: AsyncExitStack, request: PlacementRequest = REQUEST, tenant: str = "a"
     ) -> Reservation:
-        return await stack.enter_async_context(self.queue.reserve(request, QueueOrder(tenant=tenant)))
+        return stack.enter_context(await self.queue.reserve(request, QueueOrder(tenant=tenant)))
 
     def begin(self, reservation: Reservation, num_choices: int = 1) -> list[Attempt]:
         """Begin an attempt of each choice on the reserved workers."""

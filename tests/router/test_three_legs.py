@@ -64,8 +64,9 @@ class ThreeLegs(AdmissionQueue):
     def __init__(self, registry: Registry) -> None:
         self._workers = registry
 
-    @asynccontextmanager
-    async def reserve(self, request: PlacementRequest, order: QueueOrder) -> AsyncIterator[Reservation]:
+    async def reserve(
+        self, request: PlacementRequest, order: QueueOrder, deadline: float | None = None
+    ) -> Reservation:
         """Reserve three legs."""
         first = request.num_delivered
         legs = (
@@ -75,9 +76,7 @@ class ThreeLegs(AdmissionQueue):
         )
         workers = [self._workers.get(leg.worker) for leg in legs]
         start = StartLimiter(lambda: None).start(order.tenant, is_alone=True)
-        reservation = Reservation(Placement(legs), workers, request, order.tenant, start)
-        yield reservation
-        reservation.release()
+        return Reservation(Placement(legs), workers, request, order.tenant, start)
 
 
 @dataclass

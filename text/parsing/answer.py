@@ -22,7 +22,10 @@ class AnswerParser:
     @property
     def tags(self) -> tuple[str, ...]:
         """Markup that must be in the text even if it consists of special tokens."""
-        return tuple(tag for parser in (self._reasoning, self._calls) if parser for tag in parser.tags)
+        return (
+            *(self._reasoning.tags if self._reasoning else ()),
+            *(self._calls.tags if self._calls else ()),
+        )
 
     @property
     def is_plain(self) -> bool:

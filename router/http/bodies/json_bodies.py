@@ -1,7 +1,6 @@
 """The JSON body of a POST request, from the socket to a ``Body``, within the limits of this router."""
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 
 from aiohttp import web
@@ -14,7 +13,7 @@ from router.http.bodies.decoding import decode
 from router.http.bodies.raw_body import BodyReader
 from router.http.bodies.strictness import reject_unknown
 from router.http.boundary import REQUEST_ID
-from router.http.lifetime import held_by
+from router.http.lifetime import hold_until_end
 from router.model_source import ModelSource
 from router.request import new_request_id
 from router.settings import RouterSettings
@@ -40,25 +39,22 @@ class JsonBodyReader:
         await self._models.settled()
         try:
             async with asyncio.timeout(self._max_seconds):
-                body = await self._receive(request, schema, partial(self._hold, request))
+                body = await self._receive(request, schema)
         except TimeoutError:
             raise DeadlineError(f"the body was not complete after {self._max_seconds} s") from None
         if self._is_strict:
             reject_unknown(body.fields, schema)
         return body
 
-    async def _receive(self, request: web.Request, schema: Json, hold: Callable[[int], None]) -> Body:
+    async def _receive(self, request: web.Request, schema: Json) -> Body:
         if request.content_type != "application/json":
             given = request.headers.get("Content-Type") or "missing"
             raise UnsupportedMediaTypeError(f"the content type is {given[:100]}; send application/json")
         with self._reader.reading() as body:
             raw = await body.read(request)
-            hold(len(raw))
-            async with self._reader.turn(len(raw)):
-                return await decode_body(raw, self._max_values, schema)
-
-    def _hold(self, request: web.Request, num_bytes: int) -> None:
-        held_by(request).enter_context(self._held.holding(tenant_of(request), num_bytes))
+            hold_until_end(request, self._held.holding(tenant_of(request), len(raw)))
+            decode = partial(decode_body, max_values=self._max_values, schema=schema)
+            return await self._reader.decoded(raw, decode)
 
 
 async def decode_body(raw: bytes, max_values: int, schema: Json) -> Body:

@@ -2,8 +2,8 @@
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -21,6 +21,7 @@ _SMALL_BYTES = 2**14
 """A body of at most this size is accepted even while the large bodies of others use up ``max_total_bytes``."""
 _GZIP = zlib.MAX_WBITS | 16
 _ENCODINGS = ("gzip", "deflate", "identity")
+_T = TypeVar("_T")
 
 
 class BodyReader:
@@ -37,18 +38,16 @@ class BodyReader:
         self.num_bytes = 0
         """Bytes of the bodies that are being read or decoded."""
 
-    @contextmanager
-    def reading(self) -> Iterator["OneBody"]:
-        """Count the bytes of one body for as long as the block lasts."""
-        body = OneBody(self, self._max_body_bytes)
-        try:
-            yield body
-        finally:
-            self.num_bytes -= body.num_bytes
+    def reading(self) -> "OneBody":
+        """Return a block in which the bytes of one body are counted."""
+        return OneBody(self, self._max_body_bytes)
 
-    def turn(self, num_bytes: int) -> AbstractAsyncContextManager[None]:
-        """Return a context in which a body may be decoded: one large body at a time."""
-        return self._one_large if num_bytes > LARGE_BYTES else nullcontext()
+    async def decoded(self, raw: bytes, decode: Callable[[bytes], Awaitable[_T]]) -> _T:
+        """Return what ``decode`` makes of a body: of one large body at a time."""
+        if len(raw) <= LARGE_BYTES:
+            return await decode(raw)
+        async with self._one_large:
+            return await decode(raw)
 
     def take(self, num_bytes: int, held_by_body: int = 0) -> None:
         """Count more bytes of a body. held_by_body: those that were counted before.
@@ -65,12 +64,18 @@ class BodyReader:
 
 
 class OneBody:
-    """The body of one request, of which ``num_bytes`` have been received."""
+    """The block of one request's body, of which ``num_bytes`` have been received."""
 
     def __init__(self, reader: BodyReader, max_bytes: int) -> None:
         self._reader = reader
         self._max_bytes = max_bytes
         self.num_bytes = 0
+
+    def __enter__(self) -> "OneBody":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._reader.num_bytes -= self.num_bytes
 
     async def read(self, request: web.Request) -> bytes:
         """Return the whole body, inflated according to Content-Encoding.
@@ -87,17 +92,25 @@ class OneBody:
             raise self._too_large()
         pieces: list[bytes] = []
         try:
-            async for piece in _inflated(request, encoding):
-                self._reader.take(len(piece), self.num_bytes)
-                self.num_bytes += len(piece)
-                if self.num_bytes > self._max_bytes:
-                    raise self._too_large()
-                pieces.append(piece)
+            if encoding == "identity":
+                while piece := await request.content.readany():
+                    self._take(piece)
+                    pieces.append(piece)
+            else:
+                async for piece in _inflated(request, encoding):
+                    self._take(piece)
+                    pieces.append(piece)
         except (web.RequestPayloadError, zlib.error) as error:
             raise InvalidRequestError(
                 "the body cannot be read; is it encoded as Content-Encoding declares?"
             ) from error
         return b"".join(pieces)
+
+    def _take(self, piece: bytes) -> None:
+        self._reader.take(len(piece), self.num_bytes)
+        self.num_bytes += len(piece)
+        if self.num_bytes > self._max_bytes:
+            raise self._too_large()
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(
@@ -106,12 +119,9 @@ class OneBody:
 
 
 async def _inflated(request: web.Request, encoding: str) -> AsyncIterator[bytes]:
-    """Yield the body; if it is compressed, in pieces of at most 64 KiB."""
+    """Yield a compressed body, in pieces of at most 64 KiB."""
     inflater: _Inflater | None = None
     async for chunk in request.content.iter_any():
-        if encoding == "identity":
-            yield chunk
-            continue
         inflater = inflater or _Inflater(chunk, encoding)
         rest = Throttle()
         for piece in inflater.push(chunk):

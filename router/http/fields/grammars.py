@@ -18,6 +18,8 @@ def grammar_fields(body: Body, openai_field: str = "response_format") -> dict[st
     A schema is always enforced, whether it is ``strict`` or not. openai_field: OpenAI's field on this endpoint.
     """
     outer, _, inner = openai_field.partition(".")
+    if body.fields.keys().isdisjoint((outer, *_EXTENSIONS)):
+        return {}
     given = {openai_field: body.object(outer).get(inner) if inner else body.get(outer)}
     given |= {name: body.get(name) for name in _EXTENSIONS}
     found = [(name, grammar) for name, value in given.items() if (grammar := _read(name, value))]

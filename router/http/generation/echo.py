@@ -93,12 +93,14 @@ def without_answer(body: Body) -> bool:
     return is_none
 
 
-def prompt_view(body: Body, requests: Sequence[GenerationRequest], num_chosen: int) -> PromptView:
-    """Return the view that the body asks for. requests: one for each prompt. num_chosen: answers to each prompt."""
+def prompt_view(
+    body: Body, requests: Sequence[GenerationRequest], num_chosen: int, *, hides_answer: bool
+) -> PromptView:
+    """Return the view that the body asks for. requests: one for each prompt. num_chosen, hides_answer: see PromptView."""
     return PromptView(
         [one.prompt if isinstance(one.prompt, str) else None for one in requests],
         num_chosen,
         is_shown=body.flag("echo"),
-        hides_answer=without_answer(body),
+        hides_answer=hides_answer,
         has_offsets=requests[0].logprobs is not None,
     )

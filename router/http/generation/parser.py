@@ -10,7 +10,7 @@ from router.http.bodies.body import Body
 from router.http.exchange import Exchange, Origin
 from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
 from router.http.fields.prompts import prompts_of
-from router.http.fields.sampling import choice_counts, shared_fields
+from router.http.fields.sampling import shared_fields
 from router.http.fields.unsupported import reject_unsupported
 from router.http.formatter import AnswerOptions
 from router.http.generation.chat_formatter import ChatFormatter
@@ -51,10 +51,11 @@ class GenerationParser:
         """Parse the body of a text completion. Raises KvbatonError."""
         reject_unsupported(body)
         first, *others = prompts_of(body.get("prompt"), self._max_answers, param="prompt")
+        hides_answer = without_answer(body)
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=first,
-            max_tokens=1 if without_answer(body) else body.integer("max_tokens"),
+            max_tokens=1 if hides_answer else body.integer("max_tokens"),
             default_max_tokens=COMPLETION_MAX_TOKENS,
             logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
             tenant=origin.tenant,
@@ -65,7 +66,7 @@ class GenerationParser:
             request = structs.replace(request, prompt_logprobs=request.logprobs)
         requests = for_prompts(request, others)
         options = self._options(requests, body)
-        view = prompt_view(body, requests, options.num_chosen)
+        view = prompt_view(body, requests, options.num_chosen, hides_answer=hides_answer)
         formatter = CompletionFormatter(options, self._models.card().tokenizer, view)
         return Exchange(requests=requests, options=options, formatter=formatter)
 
@@ -85,11 +86,11 @@ class GenerationParser:
             model=first.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
-            include_usage=body.object("stream_options").flag("include_usage"),
+            include_usage=stream and body.object("stream_options").flag("include_usage"),
             logprobs=first.logprobs is not None,
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),
-            num_chosen=choice_counts(body)[0],
+            num_chosen=body.get("n") or 1,
             prompt_logprobs=body.get("prompt_logprobs") is not None,
         )
 

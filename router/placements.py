@@ -1,0 +1,76 @@
+"""The workers of each request that is admitted, within the limits of its client."""
+
+from collections.abc import Set
+
+from router.fair_queue import QueueOrder, StartRule
+from router.lanes import Lane, WaitingRequest
+from router.legs import CONTINUATION
+from router.policy import Pairs, PlacementRequest, never_bound, place
+from router.registry import Registry
+from router.reservation import Reservation
+from router.running_shares import RunningShares, TotalCredit
+from router.start_limiter import StartLimiter
+from router.unreachable_pairs import UnreachablePairs
+
+_NONE: frozenset[str] = frozenset()
+
+
+class Placements:
+    """Decides which client may begin a request, chooses the workers, and holds their credit.
+
+    It owns the number of placements, by which equally loaded workers take turns.
+    """
+
+    def __init__(
+        self, registry: Registry, unreachable: UnreachablePairs, shares: RunningShares, starts: StartLimiter
+    ) -> None:
+        self._registry = registry
+        self._unreachable = unreachable
+        self._shares = shares
+        self._starts = starts
+        self._turn = 0
+
+    def total_credit(self) -> TotalCredit:
+        """Return the credit of the workers that decode, which bounds what each client runs and starts."""
+        use = self._registry.decoding()
+        self._starts.num_workers = use.num_workers
+        return use
+
+    def may_start(self, request: PlacementRequest, order: QueueOrder, use: TotalCredit) -> bool:
+        """Return False for a request of a client that holds its share, or starts enough already."""
+        if not self._starts.may_start(order.tenant):
+            return False
+        # Shares are of the workers that decode, and an answer that is moved holds its share already.
+        if not request.plan.emits_tokens or request.plan is CONTINUATION:
+            return True
+        return self._shares.may_begin(order.tenant, request.num_choices, request.num_tokens, use)
+
+    def start_rule(self) -> StartRule[Lane, WaitingRequest]:
+        """Return the rule of now by which a client that ``may_start`` nothing is overtaken."""
+        use = self.total_credit()
+        return lambda entry: self.may_start(entry.item.request, entry.order, use)
+
+    def blocked_pairs(self) -> Pairs:
+        """Return the pairs of workers between which nothing is handed over now."""
+        unreachable = never_bound(self._registry.views)
+        if len(self._unreachable):
+            unreachable |= self._unreachable.blocked(self._registry.workers)
+        return unreachable
+
+    def reserve(
+        self, request: PlacementRequest, order: QueueOrder, unreachable: Pairs, taken: Set[str] = _NONE
+    ) -> Reservation | None:
+        """Choose workers, hold their credit, and count the request as a start and as a probe of its pair.
+
+        Returns None while no workers have room. taken: workers that count as full.
+        """
+        placement = place(self._registry.views, request, self._turn, unreachable, taken)
+        if placement is None:
+            return None
+        self._turn += 1
+        workers = [self._registry.get(leg.worker) for leg in placement.legs]
+        if pair := placement.hand_over:
+            self._unreachable.record_probe(*map(self._registry.get, pair))
+        is_alone = self._shares.is_alone(order.tenant, self._registry.decoding())
+        start = self._starts.start(order.tenant, is_alone=is_alone)
+        return Reservation(placement, workers, request, order.tenant, start)
