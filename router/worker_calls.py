@@ -1,8 +1,8 @@
 """The router's calls to one worker, beside the orders on the worker's stream (``router/order_stream.py``)."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ClusterTls, worker_name
 from serving.grpc_options import internal_channel_options
+from serving.waiting import is_being_cancelled
 from wire.model_files import piece_from_proto
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
@@ -57,27 +58,31 @@ class WorkerCalls:
 
     async def hand_off(self, request: pb.HandOffRequest) -> None:
         """Order a choice to be handed off. NotFoundError: the worker does not have it (any more)."""
-        try:
+        with self._own_errors("HandOff"):
             await self._stub.HandOff(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("HandOff", error) from error
 
     async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""
-        try:
-            call = self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout)
-            async for piece in call:
+        with self._own_errors("GetModelFiles"):
+            async for piece in self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout):
                 yield piece_from_proto(piece)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("GetModelFiles", error) from error
 
-    def _error(self, call: str, error: grpc.aio.AioRpcError | grpc.aio.UsageError) -> KvbatonError:
-        if isinstance(error, grpc.aio.UsageError):
-            return WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent")
-        error_class = _ERRORS.get(error.code(), InternalError)
-        return error_class(
-            f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
-        )
+    @contextmanager
+    def _own_errors(self, call: str) -> Iterator[None]:
+        """Raise the library's errors as a KvbatonError. A channel that is closed meanwhile cancels its calls."""
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            raise WorkerLostError(f"worker {self._worker_id} had gone before it answered {call}") from error
+        except grpc.aio.UsageError as error:
+            raise WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent") from error
+        except grpc.aio.AioRpcError as error:
+            error_class = _ERRORS.get(error.code(), InternalError)
+            raise error_class(
+                f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
+            ) from error
 
 
 @asynccontextmanager

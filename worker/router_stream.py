@@ -174,8 +174,7 @@ class RouterStream:
                     channel, self._on_accepted, lambda message: self._listener.received(self, message)
                 )
         except asyncio.CancelledError:
-            # A cancelled call raises the same error as a cancelled task.
-            if not self._attachment.is_overfull or _is_cancelled():
+            if not self._attachment.is_overfull or is_being_cancelled():
                 raise
             return f"it leaves more than {self._max_unread_bytes} bytes unread"
         except grpc.aio.AioRpcError as error:
@@ -215,9 +214,3 @@ class RouterStream:
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}"
-
-
-def _is_cancelled() -> bool:
-    """Return True if the running task itself is being cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

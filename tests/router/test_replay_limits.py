@@ -167,3 +167,16 @@ async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
         pass
     with pytest.raises(WorkerLostError, match="worker w had gone"):
         await calls.hand_off(pb.HandOffRequest())
+
+
+async def test_a_call_that_the_workers_end_cancels_is_its_loss() -> None:
+    """The router closes its channel to a lost worker. That must not look as if the caller's own task were cancelled."""
+    async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,)) as cluster:
+        worker = cluster.workers["both-0"]
+        worker.player.may_hand_off.clear()
+        (attached,) = cluster.service._path.registry.workers
+        calling = asyncio.create_task(attached.calls.hand_off(pb.HandOffRequest()))
+        await worker.received.wait_for(lambda each: bool(each.hand_offs))
+        await worker.die()
+        with pytest.raises(WorkerLostError, match="had gone before it answered HandOff"):
+            await calling
