@@ -32,6 +32,14 @@ class _Start:
     number: int = 0
 
 
+@dataclass(slots=True)
+class OrderCounts:
+    """Orders since the worker's stream was opened: starts and cancels that were sent, and those that it has carried out."""
+
+    sent: int = 0
+    carried_out: int = 0
+
+
 class OrderStream:
     """Owns what was not sent to one worker yet, and the starts that the worker has not carried out.
 
@@ -46,7 +54,7 @@ class OrderStream:
         self._starts: deque[_Start] = deque()
         self._cancels: deque[pb.CancelRequest] = deque()
         self._awaited: deque[_Start] = deque()
-        self._num_sent = 0
+        self.counts = OrderCounts()
         self._wake = asyncio.Event()
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -75,6 +83,7 @@ class OrderStream:
 
     def carried_out(self, num_orders: int) -> None:
         """Record that the worker has carried out so many orders since its stream was opened."""
+        self.counts.carried_out = max(self.counts.carried_out, num_orders)
         awaited = self._awaited
         while awaited and 0 < awaited[0].number <= num_orders:
             awaited.popleft()
@@ -107,13 +116,13 @@ class OrderStream:
         num_bytes = 0
         while self._starts and num_bytes < _MAX_BYTES:
             start = self._starts.popleft()
-            self._num_sent += 1
-            start.number = self._num_sent
+            self.counts.sent += 1
+            start.number = self.counts.sent
             orders.append(start.order)
             on_sent.append(start.on_sent)
             num_bytes += start.order.ByteSize()
         num_cancels = 0 if self._starts else min(len(self._cancels), _MAX_CANCELS)
-        self._num_sent += num_cancels
+        self.counts.sent += num_cancels
         orders += (pb.Order(cancel=self._cancels.popleft()) for _ in range(num_cancels))
         return (pb.RouterMessage(orders=pb.Orders(orders=orders)), on_sent) if orders else None
 

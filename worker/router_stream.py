@@ -18,6 +18,7 @@ from contract.errors import IncompatiblePeerError
 from protos import worker_pb2 as pb
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
+from serving.waiting import is_being_cancelled
 from worker.attachment import Attachment
 
 logger = logging.getLogger(__name__)

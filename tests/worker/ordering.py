@@ -12,30 +12,21 @@ Ordered = pb.PrefillRequest | pb.DecodeRequest | pb.EmbedLegRequest | pb.CancelR
 async def give_order(worker: AttachedWorker, ordered: Ordered) -> None:
     """Order a leg or a cancel, and wait until the worker has carried it out. Raises the error of a rejected leg."""
     rejected: list[pb.TokenEntry] = []
-    num_carried_out = 0
-    deliver, carried_out = worker.deliver, worker.orders.carried_out
+    deliver = worker.deliver
+    counts = worker.orders.counts
 
     def watched(step: pb.StepOutput) -> None:
         rejected.extend(entry for entry in step.entries if entry.is_rejected)
         deliver(step)
 
-    def counted(num_orders: int) -> None:
-        nonlocal num_carried_out
-        num_carried_out = num_orders
-        carried_out(num_orders)
-
     worker.deliver = watched  # type: ignore[method-assign]
-    worker.orders.carried_out = counted  # type: ignore[method-assign]
     try:
         send_order(worker, ordered)
         async with asyncio.timeout(10):
-            while (
-                worker.orders._starts or worker.orders._cancels or num_carried_out < worker.orders._num_sent
-            ):
+            while worker.orders._starts or worker.orders._cancels or counts.carried_out < counts.sent:
                 await asyncio.sleep(0.002)
     finally:
         worker.deliver = deliver  # type: ignore[method-assign]
-        worker.orders.carried_out = carried_out  # type: ignore[method-assign]
     if rejected:
         raise error_from_kind(rejected[0].error_kind, rejected[0].error_message)
 

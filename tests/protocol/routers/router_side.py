@@ -8,7 +8,6 @@ from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router import membership
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.legs import Placement
@@ -18,7 +17,8 @@ from router.views import WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from tests.protocol.engine_side import no_time
-from tests.protocol.router_side import RouterRequest, RouterSide
+from tests.protocol.router_request import RouterRequest
+from tests.protocol.router_side import RouterSide
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
 from tests.protocol.sink import Sink
@@ -101,7 +101,8 @@ class OneRouter(RouterSide):
         if worker is None:
             return
         if message.HasField("credit"):
-            membership._grant(self.attached[worker], credit_from_proto(message.credit))
+            self.attached[worker].capacity.grant(credit_from_proto(message.credit))
+            self.attached[worker].report_use()
         for entry in message.step.entries:
             one = output_from_proto(entry)
             tokens = tuple(one.token_ids)
