@@ -25,10 +25,10 @@ _OWN_OF_WORKERS = frozenset({"router", "admin", "worker_id", "workers_on_host"})
 """Settings that ``up`` sets for each worker: there may be several on this machine."""
 
 
-def from_file(settings: LocalSettings, role: Role) -> dict[str, Any]:
+def from_file(settings: LocalSettings, role: Role, *, is_logged: bool = True) -> dict[str, Any]:
     """Return the file's settings for the processes of a role that ``settings`` do not include; empty without a file.
 
-    Raises SettingError if the file contradicts ``settings``; logs settings that are not used.
+    is_logged: log them, and settings that are not used. Raises SettingError if the file contradicts ``settings``.
     """
     file = settings.sources.file
     if file is None:
@@ -41,10 +41,11 @@ def from_file(settings: LocalSettings, role: Role) -> dict[str, Any]:
         if name in _SHARED or is_secret(name):
             _refuse_contradiction(settings, name, given)
         elif name in _OWN_OF_WORKERS and role is not Role.ROUTER:
-            logger.warning("%s: %s is not used: it is set here for each worker", given.place, name)
+            if is_logged:
+                logger.warning("%s: %s is not used: it is set here for each worker", given.place, name)
         else:
             found[name] = given.value
-    if found:
+    if found and is_logged:
         shown = " ".join(f"{name}={value!r}" for name, value in found.items())
         logger.info("%s gives %s processes: %s", file.path, role.value, shown)
     return found

@@ -58,46 +58,62 @@ def parse_devices(text: str) -> list[int]:
 
 
 def place_workers(
-    pools: Mapping[Role, int], given: Mapping[Role, Sequence[int] | None], num_devices: int, num_ranks: int
+    pools: Mapping[Role, int],
+    given: Mapping[Role, Sequence[int] | None],
+    num_devices: int,
+    num_ranks: Mapping[Role, int],
 ) -> dict[Role, list[DevicePlace]]:
     """Return each worker's place. Workers without a list are spread evenly over all GPUs, and those with one over theirs.
 
-    num_ranks: GPUs of each worker, which are side by side. Without several GPUs, and without a list, nothing is placed.
-    Raises SettingError for a list with a GPU that is not there, or without enough GPUs side by side.
+    num_ranks: GPUs of each worker of a role, which are side by side. Without several GPUs, and without a list, nothing is
+    placed. Raises SettingError for a list with a GPU that is not there, or without enough GPUs side by side.
     """
     num_workers = sum(pools.values())
     if num_devices < 2 and not any(given.values()):
         return {role: [DevicePlace(None, num_workers)] * count for role, count in pools.items()}
-    everywhere = _groups(range(num_devices), num_ranks)
-    turns = 0
+    taken = 0
     starts: dict[Role, list[int]] = {}
     for role, count in pools.items():
         own = given.get(role)
-        if own is None:
-            if not everywhere and count:
-                raise _too_few("tensor_parallel_size", num_ranks, f"this machine has {num_devices}")
-            starts[role] = [everywhere[(turns + index) % len(everywhere)] for index in range(count)]
-            turns += count
+        if own is not None:
+            groups = _groups_of(role, own, num_devices, num_ranks[role])
+            if not groups and count:
+                raise _too_few(f"{role.value}_devices", num_ranks[role], f"it lists {len(own)}")
+            starts[role] = [groups[index % len(groups)] for index in range(count)]
             continue
-        name = f"{role.value}_devices"
-        if missing := [number for number in own if number >= num_devices]:
-            raise SettingError(
-                f"{name} has GPU {missing[0]}, and this machine has {num_devices} GPUs", param=name
-            )
-        groups = _groups(own, num_ranks)
-        if not groups and count:
-            raise _too_few(name, num_ranks, f"it lists {len(own)}")
-        starts[role] = [groups[index % len(groups)] for index in range(count)]
+        if count and num_ranks[role] > num_devices:
+            raise _too_few("tensor_parallel_size", num_ranks[role], f"this machine has {num_devices}")
+        starts[role] = []
+        for _ in range(count):
+            first = _next_group(taken, num_ranks[role], num_devices)
+            taken = first + num_ranks[role]
+            starts[role].append(first)
     users = Counter(
-        first + rank for firsts in starts.values() for first in firsts for rank in range(num_ranks)
+        first + rank for role, firsts in starts.items() for first in firsts for rank in range(num_ranks[role])
     )
     return {
         role: [
-            DevicePlace(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks)))
+            DevicePlace(f"cuda:{first}", max(users[first + rank] for rank in range(num_ranks[role])))
             for first in firsts
         ]
         for role, firsts in starts.items()
     }
+
+
+def _next_group(taken: int, size: int, num_devices: int) -> int:
+    """Return the first GPU of the next group of ``size`` behind those that are taken; behind the last, the first again."""
+    first = -(-taken // size) * size
+    return first if first + size <= num_devices else 0
+
+
+def _groups_of(role: Role, own: Sequence[int], num_devices: int, size: int) -> list[int]:
+    """Return the first GPU of each group of a role's own list. Raises SettingError for a GPU that is not there."""
+    name = f"{role.value}_devices"
+    if missing := [number for number in own if number >= num_devices]:
+        raise SettingError(
+            f"{name} has GPU {missing[0]}, and this machine has {num_devices} GPUs", param=name
+        )
+    return _groups(own, size)
 
 
 def _groups(numbers: Sequence[int], size: int) -> list[int]:

@@ -67,7 +67,7 @@ def plan_workers(settings: LocalSettings, num_devices: int) -> list[WorkerPlan]:
     """Return the plan of each worker, in the order in which they start. num_devices: the machine's GPUs."""
     plans = list[WorkerPlan]()
     for role, own in worker_places(settings, num_devices).items():
-        given = from_file(settings, role) if own else {}
+        given = from_file(settings, role, is_logged=False) if own else {}
         plans += [
             _plan(f"{role.value}-{index}", settings, place, given, num_devices)
             for index, place in enumerate(own)

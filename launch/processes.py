@@ -143,13 +143,19 @@ def worker_places(settings: LocalSettings, num_devices: int | None = None) -> di
             raise SettingError(
                 f"device is {settings.device}, and GPUs of workers are listed; leave it unset", param="device"
             )
-        return place_workers(pools, {}, 0, 1)
+        return place_workers(pools, {}, 0, dict.fromkeys(pools, 1))
     return place_workers(
         pools,
         given,
         num_gpus(visible_gpus()) if num_devices is None else num_devices,
-        settings.tensor_parallel_size,
+        {role: num_ranks(settings, role) for role in pools},
     )
+
+
+def num_ranks(settings: LocalSettings, role: Role) -> int:
+    """Return the number of ranks of each worker of a role."""
+    given = from_file(settings, role, is_logged=False)
+    return int(given.get("tensor_parallel_size", settings.tensor_parallel_size))
 
 
 def _place_flags(where: DevicePlace, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,14 +7,13 @@ bits is refused by name.
 import torch
 from torch import Tensor
 
-from contract.errors import SettingError
 from engine.fp8.scheme import Activations, Fp8Scheme
 from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorPart, bad_model
 
 STORED = "F8_E4M3"
-_WEIGHT = ".weight"
-_SCALE = ".weight_scale"
-_INPUT_SCALE = ".input_scale"
+_WEIGHT = "weight"
+_SCALE = "weight_scale"
+_INPUT_SCALE = "input_scale"
 _KV_SCALES = (".k_scale", ".v_scale")
 
 
@@ -31,40 +30,37 @@ class Fp8Checkpoint:
         self.multiplied: frozenset[str] = frozenset()
         self.scheme = scheme
         self._checkpoint = checkpoint
+        self._has_input_scales = scheme.activations is Activations.FIXED
         stored = checkpoint.names()
+        ends = tuple(_split(name) for name in stored)
         self.layers = frozenset(
-            name.removesuffix(_SCALE)
-            for name in stored
-            if name.endswith(_SCALE) and name.removesuffix(_SCALE) + _WEIGHT in stored
+            layer for layer, kind in ends if kind == _SCALE and f"{layer}.{_WEIGHT}" in stored
         )
-        hidden = {layer + _SCALE for layer in self.layers}
-        if scheme.activations is Activations.FIXED:
-            hidden |= {layer + _INPUT_SCALE for layer in self.layers}
+        hidden = self._scales_of(self.layers)
         if scheme.has_kv_scales:
             hidden |= {name for name in stored if name.endswith(_KV_SCALES)}
-        self._plain_names = stored - hidden
+        self._others = stored - hidden
         self._check()
 
     def names(self) -> set[str]:
         """Return the names of all tensors."""
-        scales = {layer + _SCALE for layer in self.multiplied}
-        if self.scheme.activations is Activations.FIXED:
-            scales |= {layer + _INPUT_SCALE for layer in self.multiplied}
-        return self._plain_names | scales
+        return self._others | self._scales_of(self.multiplied)
 
     def stored_dtype(self, name: str) -> str:
         """Return the dtype of what ``tensor`` returns, as safetensors names it."""
-        layer, _, kind = name.rpartition(".")
+        layer, kind = _split(name)
         if layer not in self.layers:
             return self._checkpoint.stored_dtype(name)
-        return STORED if f".{kind}" == _WEIGHT and layer in self.multiplied else "F32"
+        return STORED if kind == _WEIGHT and layer in self.multiplied else "F32"
 
     def shape(self, name: str) -> list[int]:
         """Return the tensor's shape."""
-        layer, _, kind = name.rpartition(".")
-        if layer not in self.layers or f".{kind}" not in (_SCALE, _INPUT_SCALE):
-            return self._checkpoint.shape(name)
-        return [1] if f".{kind}" == _INPUT_SCALE else [self._checkpoint.shape(layer + _WEIGHT)[0], 1]
+        layer, kind = _split(name)
+        if layer in self.layers and kind == _INPUT_SCALE:
+            return [1]
+        if layer in self.layers and kind == _SCALE:
+            return [self._num_outputs(layer), 1]
+        return self._checkpoint.shape(name)
 
     def tensor(self, name: str) -> Tensor:
         """Return the tensor on the host."""
@@ -76,37 +72,41 @@ class Fp8Checkpoint:
 
     def first_dtype(self) -> torch.dtype:
         """Return the dtype of the tensor whose name sorts first among those that are not quantised."""
-        plain = [name for name in self._plain_names if name.removesuffix(_WEIGHT) not in self.layers]
+        plain = [name for name in self._others if _split(name)[0] not in self.layers]
         return self._checkpoint.tensor(min(plain)).dtype if plain else torch.float32
 
     def _read(self, name: str, part: TensorPart | None) -> Tensor:
-        layer, _, kind = name.rpartition(".")
-        if layer not in self.layers or f".{kind}" not in (_WEIGHT, _SCALE, _INPUT_SCALE):
-            return self._stored(name, part)
-        if f".{kind}" == _INPUT_SCALE:
-            return self._scale(name).view(1)
-        if f".{kind}" == _SCALE:
+        layer, kind = _split(name)
+        if layer in self.layers and kind == _INPUT_SCALE:
+            return self._scale(name, may_be_zero=False).view(1)
+        if layer in self.layers and kind == _SCALE:
             return self._weight_scale(layer, part)
-        weight = self._stored(name, part)
-        if layer in self.multiplied:
-            return weight
+        stored = self._checkpoint.tensor(name) if part is None else self._checkpoint.part(name, part)
+        if kind != _WEIGHT or layer not in self.layers - self.multiplied:
+            return stored
         rows = part if part is not None and part.dim == 0 else None
-        return weight.float().mul_(self._weight_scale(layer, rows))
+        return stored.float().mul_(self._weight_scale(layer, rows))
 
     def _weight_scale(self, layer: str, part: TensorPart | None) -> Tensor:
         """Return the scale of each row, ``[num_rows, 1]``, of the layer or of a part of its rows."""
-        num_rows = self._checkpoint.shape(layer + _WEIGHT)[0]
-        whole = self._scale(layer + _SCALE).reshape(-1, 1).expand(num_rows, 1)
+        num_rows = self._num_outputs(layer)
+        whole = self._scale(f"{layer}.{_SCALE}").reshape(-1, 1).expand(num_rows, 1)
         return (whole if part is None else whole[part.of(num_rows)]).contiguous()
 
-    def _scale(self, name: str) -> Tensor:
+    def _scale(self, name: str, *, may_be_zero: bool = True) -> Tensor:
+        """Return a scale. That of a weight of zeros may be 0; inputs are divided by theirs."""
         scale = self._checkpoint.tensor(name).float()
-        if not bool((scale.isfinite() & (scale >= 0)).all()):
-            raise bad_model(f"tensor {name} has values that are no scales (negative, or not finite)")
+        is_right = scale.isfinite() & ((scale >= 0) if may_be_zero else (scale > 0))
+        if not bool(is_right.all()):
+            raise bad_model(f"tensor {name} has values that are no scales")
         return scale
 
-    def _stored(self, name: str, part: TensorPart | None) -> Tensor:
-        return self._checkpoint.tensor(name) if part is None else self._checkpoint.part(name, part)
+    def _num_outputs(self, layer: str) -> int:
+        return self._checkpoint.shape(f"{layer}.{_WEIGHT}")[0]
+
+    def _scales_of(self, layers: frozenset[str]) -> set[str]:
+        kinds = (_SCALE, _INPUT_SCALE) if self._has_input_scales else (_SCALE,)
+        return {f"{layer}.{kind}" for layer in layers for kind in kinds}
 
     def _check(self) -> None:
         if not self.layers:
@@ -114,38 +114,42 @@ class Fp8Checkpoint:
                 "config.json has a quantization_config, and no weight in the checkpoint has a scale"
             )
         for layer in sorted(self.layers):
-            self._check_layer(layer)
-        for name in sorted(self._plain_names):
+            _check_layer(self._checkpoint, self.scheme, layer)
+        for name in sorted(self._others):
             dtype = self._checkpoint.stored_dtype(name)
-            if dtype.startswith("F8") and name.removesuffix(_WEIGHT) not in self.layers:
+            if dtype.startswith("F8") and _split(name)[0] not in self.layers:
                 raise bad_model(f"tensor {name} is stored as {dtype} without a weight_scale")
 
-    def _check_layer(self, layer: str) -> None:
-        weight = layer + _WEIGHT
-        if layer in self.scheme.ignored:
-            raise bad_model(f"layer {layer} has a weight_scale, and quantization_config.ignore names it")
-        if (dtype := self._checkpoint.stored_dtype(weight)) != STORED:
-            raise bad_model(
-                f"tensor {weight} has a weight_scale and is stored as {dtype}; only {STORED} is served"
-            )
-        shape = self._checkpoint.shape(weight)
-        served = [[shape[0], 1], [shape[0]]] if self.scheme.per_channel else [[], [1]]
-        if len(shape) != 2 or self._checkpoint.shape(layer + _SCALE) not in served:
-            raise self._misshapen(
-                layer + _SCALE, "one for each output" if self.scheme.per_channel else "one number"
-            )
-        if self.scheme.activations is Activations.FIXED:
-            if layer + _INPUT_SCALE not in self._checkpoint.names():
-                raise bad_model(
-                    f"layer {layer} has no input_scale, and its inputs are not quantised dynamically"
-                )
-            if self._checkpoint.shape(layer + _INPUT_SCALE) not in ([], [1]):
-                raise self._misshapen(layer + _INPUT_SCALE, "one number")
-        for name in (layer + _SCALE, layer + _INPUT_SCALE):
-            if name in self._checkpoint.names() and self._checkpoint.stored_dtype(name) not in PLAIN_DTYPES:
-                raise bad_model(f"tensor {name} is stored as {self._checkpoint.stored_dtype(name)}")
 
-    def _misshapen(self, name: str, needed: str) -> SettingError:
-        return bad_model(
-            f"tensor {name} is {self._checkpoint.shape(name)}; quantization_config requires {needed}"
+def _check_layer(checkpoint: Checkpoint, scheme: Fp8Scheme, layer: str) -> None:
+    """Raise SettingError unless a layer's tensors have the dtypes and shapes that the scheme requires."""
+    weight = f"{layer}.{_WEIGHT}"
+    if layer in scheme.ignored:
+        raise bad_model(f"layer {layer} has a weight_scale, and quantization_config.ignore names it")
+    if (dtype := checkpoint.stored_dtype(weight)) != STORED:
+        raise bad_model(
+            f"tensor {weight} has a weight_scale and is stored as {dtype}; only {STORED} is served"
         )
+    shape = checkpoint.shape(weight)
+    if len(shape) != 2:
+        raise bad_model(f"tensor {weight} is {shape}; quantised weights have two dimensions")
+    per_output = [[shape[0], 1], [shape[0]]]
+    _check_scale(checkpoint, f"{layer}.{_SCALE}", per_output if scheme.per_channel else [[], [1]])
+    if scheme.activations is Activations.FIXED:
+        if f"{layer}.{_INPUT_SCALE}" not in checkpoint.names():
+            raise bad_model(f"layer {layer} has no input_scale, and its inputs are not quantised dynamically")
+        _check_scale(checkpoint, f"{layer}.{_INPUT_SCALE}", [[], [1]])
+
+
+def _check_scale(checkpoint: Checkpoint, name: str, served: list[list[int]]) -> None:
+    if (shape := checkpoint.shape(name)) not in served:
+        needed = "one number" if [] in served else "one for each output"
+        raise bad_model(f"tensor {name} is {shape}; quantization_config requires {needed}")
+    if (dtype := checkpoint.stored_dtype(name)) not in PLAIN_DTYPES:
+        raise bad_model(f"tensor {name} is stored as {dtype}, and scales are numbers of 16 bits or more")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return a tensor's layer and the last part of its name."""
+    layer, _, kind = name.rpartition(".")
+    return layer, kind

@@ -30,6 +30,7 @@ def check_policy(services: Services, variables: dict[str, str], num_gpus: int, f
     found = workers(services)
     owner = services["namespaces"]
     assert owner["ipc"] == "shareable"
+    assert owner["image"] != found["prefill-gpu"]["image"], "a new version of the workers would replace it"
     assert owner["init"] is True
     assert not devices(owner)
     ranks = int(variables.get("KVBATON_TENSOR_PARALLEL_SIZE", "1"))
@@ -37,7 +38,7 @@ def check_policy(services: Services, variables: dict[str, str], num_gpus: int, f
     roles = Counter[str]()
     for service in found.values():
         assert service["pid"] == service["ipc"] == "service:namespaces"
-        assert service["depends_on"]["namespaces"]["restart"] is True
+        assert service["depends_on"]["namespaces"]["condition"] == "service_started"
         [device] = devices(service)
         assert (device["driver"], device["count"], device["capabilities"]) == ("nvidia", -1, ["gpu"])
         check_caches(service)
@@ -85,6 +86,11 @@ def test_two_workers_share_a_gpu_where_their_places_are_equal(tmp_path: Path) ->
     for service in workers(by_hand("gpu", variables)).values():
         assert started(service, tmp_path)["--device"] == "cuda:3"
         assert int(service["environment"]["KVBATON_WORKERS_ON_HOST"]) == 2
+
+
+def test_the_namespaces_may_be_those_of_the_host() -> None:
+    for service in workers(by_hand("gpu", {"GPU_NAMESPACES": "host"})).values():
+        assert service["pid"] == service["ipc"] == "host"
 
 
 def test_the_gpu_image_has_a_compiler_and_nixl() -> None:

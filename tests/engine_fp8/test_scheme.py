@@ -138,6 +138,10 @@ def stored_otherwise(folder: Path, **changes: torch.Tensor | None) -> None:
         ({"weight_scale": -torch.ones(64, 1)}, r"has values that are no scales"),
         ({"weight_scale": torch.ones(64, 1).to(torch.int32)}, r"q_proj.weight_scale is stored as I32"),
         ({"weight": torch.ones(64, 32).to(torch.float8_e4m3fn)}, r"q_proj.weight is \[64, 32\]; config.json"),
+        (
+            {"weight": torch.ones(64).to(torch.float8_e4m3fn)},
+            r"is \[64\]; quantised weights have two dimensions",
+        ),
         ({"weight_zero_point": torch.zeros(64, 1)}, r"has unexpected 1 tensors: \S*weight_zero_point"),
         ({"input_scale": torch.ones(1)}, r"has unexpected 1 tensors: \S*q_proj.input_scale"),
         (
@@ -156,6 +160,15 @@ def test_what_is_stored_otherwise_is_refused_by_name(
         load(fp8, "auto", None, CPU, fp8_products=way)
 
 
+def test_inputs_are_never_divided_by_zero(tmp_path: Path) -> None:
+    fp8 = make_fp8(make_checkpoint(tmp_path / "source"), tmp_path / "fp8", quantization("tensor", FIXED))
+    stored_otherwise(fp8, weight_scale=torch.zeros(1))
+    load(fp8, "auto", None, CPU, fp8_products="on")
+    stored_otherwise(fp8, input_scale=torch.zeros(1))
+    with pytest.raises(SettingError, match=r"q_proj.input_scale has values that are no scales"):
+        load(fp8, "auto", None, CPU, fp8_products="on")
+
+
 def test_a_fixed_scale_of_inputs_must_be_stored(tmp_path: Path) -> None:
     fp8 = make_fp8(make_checkpoint(tmp_path / "source"), tmp_path / "fp8", quantization("tensor", FIXED))
     stored_otherwise(fp8, input_scale=torch.ones(64, 1))
@@ -164,6 +177,23 @@ def test_a_fixed_scale_of_inputs_must_be_stored(tmp_path: Path) -> None:
     stored_otherwise(fp8, input_scale=None)
     with pytest.raises(SettingError, match=r"layer \S*q_proj has no input_scale"):
         load(fp8, "auto", None, CPU)
+
+
+def test_a_scale_of_a_layer_may_be_a_number_or_a_list_of_one(tmp_path: Path) -> None:
+    source = make_checkpoint(tmp_path / "source")
+    fp8 = make_fp8(source, tmp_path / "fp8", quantization("tensor", FIXED))
+    found = []
+    for shape in ([], [1]):
+        stored_otherwise(fp8, weight_scale=torch.full(shape, 0.5), input_scale=torch.full(shape, 0.25))
+        loaded = [load(fp8, "float32", None, CPU, fp8_products=way).model for way in ("on", "off")]
+        found += [model.get_submodule(QUERY).state_dict() for model in loaded]
+    multiplied, converted = found[:2]
+    assert multiplied["weight_scale"].tolist() == [[0.5]] * 64
+    assert multiplied["input_scale"].tolist() == [0.25]
+    assert torch.equal(converted["weight"], multiplied["weight"].float() * 0.5)
+    assert all(
+        torch.equal(found[2 + index][name], found[index][name]) for index in (0, 1) for name in found[index]
+    )
 
 
 def test_ignored_layers_may_not_have_scales(tmp_path: Path) -> None:

@@ -26,8 +26,7 @@ def parameters(folder: Path, way: str, rank: int | None = None) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("way", ["on", "off"])
-@pytest.mark.parametrize("strategy", ["channel", "tensor"])
-@pytest.mark.parametrize("inputs", [TOKEN, FIXED])
+@pytest.mark.parametrize(("strategy", "inputs"), [("channel", TOKEN), ("tensor", FIXED)])
 def test_the_parts_of_all_ranks_are_the_whole(
     tmp_path: Path, way: str, strategy: str, inputs: dict[str, Any]
 ) -> None:

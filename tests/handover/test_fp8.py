@@ -10,11 +10,15 @@ from tests.checkpoints import make_checkpoint
 from tests.engine_pair import Sides, running_pair
 from tests.fp8_checkpoints import make_fp8, quantization
 from tests.handover.plain_connector import Shelf
-from tests.handover.test_unequal import CHUNK, Cases, Settings, answers_of, parametrize
+from tests.handover.test_unequal import CHUNK, Settings, answers_of
 
 ON: Settings = {"fp8_products": "on", "dtype": "float32"}
 OFF: Settings = {"fp8_products": "off", "dtype": "float32"}
-CASES: Cases = {"both as FP8": (ON, ON), "a GPU to a CPU": (ON, OFF), "a CPU to a GPU": (OFF, ON)}
+CASES = [
+    pytest.param(ON, OFF, id="a GPU to a CPU"),
+    pytest.param(OFF, ON, id="a CPU to a GPU", marks=pytest.mark.slow),
+    pytest.param(ON, ON, id="both as FP8", marks=pytest.mark.slow),
+]
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_fp8(make_checkpoint(folder / "source", "llama", seed=3), folder / "fp8", quantization())
 
 
-@parametrize(CASES)
+@pytest.mark.parametrize(("prefill", "decode"), CASES)
 async def test_tokens_are_those_of_the_kv_that_was_handed_over(
     model: Path, prefill: Settings, decode: Settings
 ) -> None:

@@ -51,21 +51,43 @@ def test_lists_choose_the_gpus_of_a_role() -> None:
 
 
 def test_ranks_have_gpus_side_by_side() -> None:
-    places = place_workers({P: 1, D: 2}, {P: [0, 1], D: None}, 6, 2)
+    places = place_workers({P: 1, D: 2}, {P: [0, 1], D: None}, 6, {P: 2, D: 2})
     assert places == {
         P: [DevicePlace("cuda:0", 2)],
         D: [DevicePlace("cuda:0", 2), DevicePlace("cuda:2", 1)],
     }
-    assert place_workers({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, 2)[B] == [
+    two = dict.fromkeys((P, D, B), 2)
+    assert place_workers({P: 0, D: 0, B: 2}, {B: [7, 1, 2, 4, 5]}, 8, two)[B] == [
         DevicePlace("cuda:1", 1),
         DevicePlace("cuda:4", 1),
     ]
     with pytest.raises(
         SettingError, match="decode_devices: each worker needs 2 GPUs side by side, and it lists 2"
     ):
-        place_workers({P: 0, D: 1}, {D: [0, 2]}, 4, 2)
+        place_workers({P: 0, D: 1}, {D: [0, 2]}, 4, two)
     with pytest.raises(SettingError, match="each worker needs 4 GPUs side by side, and this machine has 3"):
-        place_workers({B: 1}, {}, 3, 4)
+        place_workers({B: 1}, {}, 3, {B: 4})
+
+
+def test_roles_may_differ_in_their_ranks(tmp_path: Path) -> None:
+    """A worker of several ranks takes GPUs that no other worker has, as long as there are enough."""
+    places = place_workers({P: 2, D: 2}, {}, 8, {P: 1, D: 2})
+    assert [place.device for place in places[P] + places[D]] == ["cuda:0", "cuda:1", "cuda:2", "cuda:4"]
+    assert all(place.num_sharing == 1 for place in places[P] + places[D])
+    odd = place_workers({P: 1, D: 3}, {}, 6, {P: 1, D: 2})
+    assert [(place.device, place.num_sharing) for place in odd[D]] == [
+        ("cuda:2", 1),
+        ("cuda:4", 1),
+        ("cuda:0", 2),
+    ]
+    file = tmp_path / "kvbaton.toml"
+    file.write_text("[decode]\ntensor_parallel_size = 4\n")
+    settings = parse(UpSettings, "kvbaton up", ["--config", str(file), "--prefill", "2", "--decode", "1"])
+    assert {name: device for name, (device, _) in placed(settings, 8).items()} == {
+        "prefill-0": "cuda:0",
+        "prefill-1": "cuda:1",
+        "decode-0": "cuda:4",
+    }
 
 
 def test_wrong_lists_are_rejected_by_name() -> None:
