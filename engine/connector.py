@@ -207,13 +207,26 @@ class KVMemory(Protocol):
         """Return the bytes of one block, valid at once; on CUDA a host copy of what is computed already."""
 
     def write_view(self, block_id: int) -> memoryview:
-        """Return the buffer for the bytes of one block; on CUDA it is in host memory until ``commit``."""
+        """Return the memory for the bytes of one block of a pool in host memory."""
 
     def commit(self, block_ids: list[int]) -> None:
-        """Make what was written to these blocks visible to the device (nothing to do on CPU)."""
+        """Make what was written to these blocks visible to later steps (nothing to do on CPU)."""
 
     def mark_computed(self) -> Computed:
         """Return what waits for everything that was launched before this call; wait for it before its blocks are read."""
+
+
+class HostParts(Protocol):
+    """A copy of blocks, or of a part of each, in host memory."""
+
+    def views(self) -> list[memoryview]:
+        """Wait until it is made, and return the bytes of each block."""
+
+
+class HostRow(Protocol):
+    """Host memory from which a block is copied to a device. view: its bytes."""
+
+    view: memoryview
 
 
 @runtime_checkable
@@ -233,18 +246,24 @@ class LandsDirectly(KVMemory, Protocol):
     def address(self) -> int:
         """The address of the pool, in its device's memory."""
 
-    def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
-        """Return bytes ``start``..``end`` - 1 of each block, as ``read_view`` does."""
+    def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> HostParts:
+        """Begin to copy bytes ``start``..``end`` - 1 of each block to host memory."""
+
+    def host_rows(self, count: int, num_bytes: int) -> Sequence[HostRow]:
+        """Return host memory for so many bytes of each of so many blocks, with any content."""
+
+    def write_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[Any]) -> None:
+        """Begin to copy one of ``host_rows`` to each block, from byte ``start`` on. A ``commit`` waits for the end."""
 
     def fold(
         self, block_ids: Sequence[int], start: int, end: int, seeds: npt.NDArray[np.uint64]
     ) -> npt.NDArray[np.uint64]:
         """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.folding``)."""
 
-    def land_directly(self, block_ids: Sequence[int]) -> bool:
-        """Return whether a library may write these blocks from now on. True waits for the steps that used them before.
+    def wait_until_unused(self) -> None:
+        """Wait for the steps that were launched before: they may use blocks that are written from now on.
 
-        They need a ``commit`` as others do, after which nothing is written.
+        Blocks that a library writes need a ``commit`` as others do, after which nothing is written.
         """
 
 

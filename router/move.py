@@ -65,6 +65,13 @@ class Move:
         return self.record.handed_over_at is not None
 
     @property
+    def progress(self) -> tuple[int, bool] | None:
+        """A value that changes with each sign of life of the target; None before the hand-over."""
+        target = self._attempt.legs.last
+        call = target.call
+        return (target.worker.latency.num_steps, bool(call and call.done())) if self.is_handed_over else None
+
+    @property
     def result(self) -> MoveResult:
         """The result, once the move is over or the source has refused."""
         if self.record.pause_seconds is not None:
@@ -120,6 +127,11 @@ class Move:
         ((hold,),) = reservation.take()
         self._attempt.replace_last_leg(_decode_leg(target, self._attempt.legs.last.first_index), hold)
         self._start(reservation)
+
+    def target_is_silent(self) -> None:
+        """Let the target fail, which has sent nothing for so long that it may be dead."""
+        leg = self._attempt.legs.last
+        leg.reject(WorkerLostError(f"worker {leg.worker.name} is silent, to which the request was moved"))
 
     def give_up(self) -> None:
         """Let the attempt fail if it waits for another target: its KV is computed again. Does nothing otherwise."""

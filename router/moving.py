@@ -6,8 +6,9 @@
 3. In the turn of that entry the next attempt begins: its first leg stands for the lease, its second one is an ordinary
    decode leg at the target, which fetches what its cache lacks. The client's stream is not interrupted.
 4. The move is over with the target's first token. A target that fails before that leaves the lease as it is, and room is
-   reserved at a second one, which fetches the same KV. If anything else fails, or the second target too, the attempt fails,
-   and a replay follows.
+   reserved at a second one, which fetches the same KV. A target that sends nothing for a while has failed too, if another
+   worker could take the answer: it may be dead, which is detected later. If anything else fails, or the second target too,
+   the attempt fails, and a replay follows.
 
 From the order on, cancels to the source name the next attempt, so that they end the lease too. The choices of one prompt
 are moved one after another: later ones find the prompt in the target's cache.
@@ -18,9 +19,10 @@ import logging
 import math
 import secrets
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from contract.errors import ErrorKind, KvbatonError, NotFoundError, UnavailableError
 from contract.requests import HandOff
@@ -51,6 +53,8 @@ _HAND_OFF_SECONDS = 2.0
 """The time within which a worker must begin to hand off; it refuses later."""
 _SECOND_TARGET_SECONDS = 2.0
 """The time for which a second target may have no room. It is shorter than any lease, and the client waits."""
+_SILENT_SECONDS = 1.0
+"""The time for which a target may send nothing, no token of another answer either, before a second one is tried."""
 _UNCERTAIN_SECONDS = 1.0
 """The time for which an entry is awaited after a call of which it is unknown whether the worker accepted it."""
 _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
@@ -165,7 +169,7 @@ class Mover:
         move.begin()
         try:
             try:
-                await _order(move, source)
+                await _order(move, source, partial(self._until_over, move, source))
             except KvbatonError as error:
                 logger.info("%s stays on worker %s: %s", request_id, source.name, error.message)
                 move.refused()
@@ -176,6 +180,18 @@ class Mover:
             move.end()
         self._metrics.note(move.record)
         return move.result
+
+    async def _until_over(self, move: Move, source: AttachedWorker) -> None:
+        """Wait until the move is over. A silent target fails, if another worker could take the answer."""
+        while not move.over.is_set():
+            before = move.progress
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_SILENT_SECONDS):
+                    await move.over.wait()
+            if move.over.is_set() or before is None or move.progress != before or source.gone.is_set():
+                continue
+            if self._has_target_but(self._excluded(source) | {move.record.targets[-1]}):
+                move.target_is_silent()
 
     async def _try_second(self, move: Move, failed: Failure, run: RequestRun, source: AttachedWorker) -> None:
         """Move to another target than the one that has failed, while the source lends the KV; wait for the end of it."""
@@ -206,7 +222,7 @@ class Mover:
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
 
 
-async def _order(move: Move, source: AttachedWorker) -> None:
+async def _order(move: Move, source: AttachedWorker, until_over: Callable[[], Awaitable[None]]) -> None:
     """Order the source to hand off, and wait until the move is over, however long the call takes.
 
     Raises the error with which the source has refused: then it lends nothing.
@@ -221,7 +237,7 @@ async def _order(move: Move, source: AttachedWorker) -> None:
             await asyncio.wait({over}, timeout=_UNCERTAIN_SECONDS)
             if not move.is_handed_over:
                 return
-        await move.over.wait()
+        await until_over()
     finally:
         call.cancel()
         over.cancel()

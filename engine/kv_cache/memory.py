@@ -7,7 +7,9 @@ layer's tensor is a view. Block 0 is the null block; it stays zero.
 import mmap
 import os
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,10 @@ class _AtOnce:
 
     def synchronize(self) -> None:
         """Do nothing."""
+
+    def query(self) -> bool:
+        """Return True."""
+        return True
 
 
 _AT_ONCE = _AtOnce()
@@ -119,11 +125,31 @@ class MappedKVMemory(PagedKVMemory):
             self.memfd = None
 
 
+class PinnedRow:
+    """Host memory that copies to and from a device use at full speed. Implements ``engine.connector.HostRow``."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+        self.view: memoryview = content.numpy().data
+
+
+class PinnedParts:
+    """Rows that a device is copied to until ``done``. Implements ``engine.connector.HostParts``."""
+
+    def __init__(self, rows: list[PinnedRow], done: Computed) -> None:
+        self._rows = rows
+        self._done = done
+
+    def views(self) -> list[memoryview]:
+        """See HostParts."""
+        self._done.synchronize()
+        return [row.view for row in self._rows]
+
+
 class StagedKVMemory(PagedKVMemory):
     """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
-    ``read_view`` and ``read_parts`` are copies. What is put into a ``write_view`` reaches the device at ``commit``; blocks
-    of other requests are never touched. Implements ``engine.connector.LandsDirectly``.
+    Implements ``engine.connector.LandsDirectly``. Copies run on a stream of their own.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -132,11 +158,10 @@ class StagedKVMemory(PagedKVMemory):
             layout, num_blocks, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
         )
         self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
-        self._staged: dict[int, Tensor] = {}
-        self._landed: set[int] = set()
-        """Blocks of which a library may have written a part directly since they were last committed."""
         self._copies = _cuda.Stream(device) if device.type == "cuda" else None
         self._computed: Computed = _AT_ONCE
+        self._writing: deque[tuple[Any, Sequence[PinnedRow]]] = deque()
+        """The rows that are being copied to the device, and the event of the end."""
         self._fold = find_fold(self.pool)
 
     @property
@@ -160,72 +185,66 @@ class StagedKVMemory(PagedKVMemory):
 
     def read_view(self, block_id: int) -> memoryview:
         """See PagedKVMemory."""
-        return self.read_parts([block_id], 0, self.layout.block_bytes)[0]
-
-    def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
-        """See LandsDirectly. All copies are in flight together, on a stream of their own."""
-        host = torch.empty(len(block_ids), end - start, dtype=torch.uint8, pin_memory=self._is_cuda)
-        with torch.cuda.stream(self._copies):
-            for row, block_id in zip(host, block_ids, strict=True):
-                row.copy_(self._rows[self._check(block_id), start:end], non_blocking=True)
-            self._wait_for_copies()
-        return [row.numpy().data.toreadonly() for row in host]
+        return self.begin_reading([block_id], 0, self.layout.block_bytes).views()[0].toreadonly()
 
     def write_view(self, block_id: int) -> memoryview:
-        """See PagedKVMemory. Asking again before ``commit`` gives the same bytes.
+        """Raise InternalError: no view is the pool itself."""
+        raise InternalError(f"block {block_id} is on a device, which is written by write_rows")
 
-        They are the block's own where a part of it has landed directly, else zeros.
-        """
-        if self._check(block_id) not in self._staged:
-            staged = torch.zeros(self.layout.block_bytes, dtype=torch.uint8, pin_memory=self._is_cuda)
-            if block_id in self._landed:
-                staged.copy_(self._rows[block_id])
-            self._staged[block_id] = staged
-        return self._staged[block_id].numpy().data
+    def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> PinnedParts:
+        """See LandsDirectly."""
+        rows = self.host_rows(len(block_ids), end - start)
+        with torch.cuda.stream(self._copies):
+            for row, block_id in zip(rows, block_ids, strict=True):
+                row.content.copy_(self._rows[self._check(block_id), start:end], non_blocking=True)
+            return PinnedParts(rows, self._launched())
 
-    def land_directly(self, block_ids: Sequence[int]) -> bool:
-        """See LandsDirectly. False for a block with a ``write_view``, which would overwrite it."""
-        if any(self._check(block_id) in self._staged for block_id in block_ids):
-            return False
-        self._landed.update(block_ids)
+    def host_rows(self, count: int, num_bytes: int) -> list[PinnedRow]:
+        """See LandsDirectly."""
+        whole = torch.empty(count, num_bytes, dtype=torch.uint8, pin_memory=self._copies is not None)
+        return list(map(PinnedRow, whole))
+
+    def write_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[PinnedRow]) -> None:
+        """See LandsDirectly."""
+        with torch.cuda.stream(self._copies):
+            for row, block_id in zip(rows, block_ids, strict=True):
+                part = self._rows[self._check(block_id), start : start + len(row.content)]
+                part.copy_(row.content, non_blocking=True)
+            self._writing.append((self._launched(), rows))
+        self._forget_written()
+
+    def wait_until_unused(self) -> None:
+        """See LandsDirectly."""
         self._computed.synchronize()
-        return True
 
     def commit(self, block_ids: list[int]) -> None:
-        """See PagedKVMemory. Returns when the device has the bytes; a step that still runs is waited for first."""
-        staged = [(block_id, self._staged.pop(block_id, None)) for block_id in block_ids]
-        self._landed.difference_update(block_ids)
-        if all(content is None for _, content in staged):
-            return
-        self._computed.synchronize()
-        with torch.cuda.stream(self._copies):
-            for block_id, content in staged:
-                if content is not None:
-                    self._rows[block_id].copy_(content, non_blocking=True)
-            self._wait_for_copies()
+        """See PagedKVMemory. Returns when the device has the bytes."""
+        for done, _ in list(self._writing):
+            done.synchronize()
+        self._forget_written()
 
     def mark_computed(self) -> Computed:
         """See PagedKVMemory."""
-        if self._is_cuda:
-            event = _cuda.Event(blocking=True)
-            event.record()
-            self._computed = event
+        self._computed = self._launched()
         return self._computed
 
     def close(self) -> None:
         """See PagedKVMemory."""
-        self._staged.clear()
+        self.commit([])
 
-    @property
-    def _is_cuda(self) -> bool:
-        return self._copies is not None
+    def _launched(self) -> Any:
+        """Return what waits for what this thread has launched on the current stream."""
+        if self._copies is None:
+            return _AT_ONCE
+        event = _cuda.Event(blocking=True)
+        event.record()
+        return event
 
-    def _wait_for_copies(self) -> None:
-        """Wait for what this thread has launched on the current stream."""
-        if self._is_cuda:
-            copied = _cuda.Event(blocking=True)
-            copied.record()
-            copied.synchronize()
+    def _forget_written(self) -> None:
+        """Release the memory of copies that are over, the oldest first. From any thread."""
+        with suppress(IndexError):
+            while self._writing[0][0].query():
+                self._writing.popleft()
 
 
 def allocate(layout: KVLayout, num_blocks: int, device: torch.device) -> PagedKVMemory:

@@ -14,6 +14,7 @@ from contract.layout import KVLayout
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
+from kv_transfer.transports.block_views import clear, settle
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,7 +56,9 @@ class Converter:
                     self._read(job, share, blocks.start, staged)
                     sources[share.rank] = content
                 targets = views[first - conversion.first_block : end - conversion.first_block]
+                clear(targets)
                 convert_blocks(conversion, sources, first, targets)
+                settle(targets)
         self._counters.add("transfer_converted_blocks_total", len(views))
 
     @contextmanager

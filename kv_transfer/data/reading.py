@@ -20,7 +20,7 @@ from kv_transfer.protocol.reads import (
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import BlockViews, view_bytes_of, write_views
+from kv_transfer.transports.block_views import BlockViews, settle, view_bytes_of, write_views
 from kv_transfer.transports.transport import ReceiverTransport
 
 logger = logging.getLogger(__name__)
@@ -121,7 +121,12 @@ class BlockReader:
             return ev.ReadAheadOver(None)
         views = write_views(self._memory, job.block_ids, part)
         request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
-        landing = Landing(lambda start, end: ahead.digests.go_on(views[start:end], start))
+
+        def digest(start: int, end: int) -> None:
+            ahead.digests.go_on(views[start:end], start)
+            settle(views[start:end])
+
+        landing = Landing(digest)
         try:
             self._fetch(job, 0, request, views, landing)
         except ReadStoppedError:
@@ -160,6 +165,7 @@ class BlockReader:
         def verify(start: int, end: int) -> None:
             job.read.check()
             self._compare(job, share, request.first_block + start, digest(start, end))
+            settle(views[start:end])
 
         landing = Landing(verify)
         if views:

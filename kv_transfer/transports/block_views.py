@@ -1,14 +1,14 @@
 """Blocks of a KV pool as memory views, whole or a part of each."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
 import numpy.typing as npt
 
 from contract.errors import TransferError
-from engine.connector import KVMemory, LandsDirectly
+from engine.connector import HostParts, HostRow, KVMemory, LandsDirectly
 from kv_transfer.native.folding import WORD_BYTES, fold_words
 from kv_transfer.protocol.digests import Numbers, fold_in_host_memory
 from kv_transfer.protocol.reads import BlockPart
@@ -169,6 +169,10 @@ class ReadingViews(_DeviceViews):
         else:
             fold_in_host_memory(self, sums, seeds, first_word)
 
+    def begin(self) -> HostParts:
+        """Begin to copy all of them to host memory."""
+        return self._memory.begin_reading(self._block_ids, *self._span)
+
     @overload
     def __getitem__(self, index: int) -> memoryview: ...
 
@@ -179,23 +183,27 @@ class ReadingViews(_DeviceViews):
         """Return one view, or fewer blocks."""
         if isinstance(index, slice):
             return ReadingViews(self._memory, self._block_ids[index], self.part)
-        return self._memory.read_parts([self._block_ids[index]], *self._span)[0]
+        return self._memory.begin_reading([self._block_ids[index]], *self._span).views()[0]
 
     def __iter__(self) -> Iterator[memoryview]:
         """Return an iterator over the views; all are copied at once."""
-        return iter(self._memory.read_parts(self._block_ids, *self._span))
+        return iter(self.begin().views())
 
 
 @dataclass
 class _Landing:
+    """The way in which blocks land. staged: by block, the host memory that its bytes are put into."""
+
     is_direct: bool = False
+    has_waited: bool = False
+    staged: dict[int, HostRow] = field(default_factory=dict)
 
 
 class LandingViews(_DeviceViews):
     """Blocks of a pool on a device that bytes are to be put into.
 
-    Each view is host memory that a ``commit`` copies to the device. After ``land_directly`` a library writes to the device
-    itself, and each view is a copy of what is there now.
+    Each view is host memory, until ``settle`` copies it to the device: what is not settled never gets there. After
+    ``land_directly`` a library writes to the device itself, and each view is a copy of what is there now.
     """
 
     def __init__(
@@ -219,10 +227,18 @@ class LandingViews(_DeviceViews):
         """The blocks as 64-bit numbers."""
         return np.asarray(self._block_ids, np.int64)
 
-    def land_directly(self) -> bool:
-        """Return whether a library may write the blocks from now on, which holds for all slices of these views."""
-        self._landing.is_direct = self._memory.land_directly(self._block_ids)
-        return self._landing.is_direct
+    def land_directly(self) -> None:
+        """Have a library write the blocks from now on, which holds for all slices of these views."""
+        self._wait_until_unused()
+        self._landing.is_direct = True
+
+    def settle(self) -> None:
+        """Begin to copy the views to the device, and release their memory. They are not used any more."""
+        staged = self._landing.staged
+        chosen = [block_id for block_id in self._block_ids if block_id in staged]
+        if chosen:
+            self._wait_until_unused()
+            self._memory.write_rows(chosen, self._span[0], [staged.pop(block_id) for block_id in chosen])
 
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
         """See FoldsItself."""
@@ -243,17 +259,36 @@ class LandingViews(_DeviceViews):
             some = LandingViews(self._memory, self._block_ids[index], self.part)
             some._landing = self._landing
             return some
-        start, end = self._span
-        if self._landing.is_direct:
-            return self._memory.read_parts([self._block_ids[index]], start, end)[0]
-        return self._memory.write_view(self._block_ids[index])[start:end]
+        return next(iter(self[index : index + 1]))
 
     def __iter__(self) -> Iterator[memoryview]:
         """Return an iterator over the views; what has landed is copied from the device at once."""
-        start, end = self._span
         if self._landing.is_direct:
-            return iter(self._memory.read_parts(self._block_ids, start, end))
-        return (self._memory.write_view(block_id)[start:end] for block_id in self._block_ids)
+            return iter(self._memory.begin_reading(self._block_ids, *self._span).views())
+        staged = self._landing.staged
+        missing = [block_id for block_id in self._block_ids if block_id not in staged]
+        if missing:
+            staged.update(zip(missing, self._memory.host_rows(len(missing), self.view_bytes), strict=True))
+        return iter([staged[block_id].view for block_id in self._block_ids])
+
+    def _wait_until_unused(self) -> None:
+        """Wait once: blocks are written that earlier steps may have used."""
+        if not self._landing.has_waited:
+            self._memory.wait_until_unused()
+            self._landing.has_waited = True
+
+
+def clear(views: Sequence[memoryview]) -> None:
+    """Fill ``views`` with zeros where they may hold bytes of something else than a block."""
+    if isinstance(views, LandingViews):
+        for view in views:
+            view[:] = bytes(len(view))
+
+
+def settle(views: Sequence[memoryview]) -> None:
+    """Begin to copy bytes that were put into ``views``, and verified, to where they belong, if that is elsewhere."""
+    if isinstance(views, LandingViews):
+        views.settle()
 
 
 def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = None) -> Sequence[memoryview]:

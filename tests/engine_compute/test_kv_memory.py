@@ -2,10 +2,12 @@
 
 import mmap
 import os
+import weakref
 
 import pytest
 import torch
 
+from contract.errors import InternalError
 from contract.layout import KVLayout
 from engine.connector import KVMemory, LandsDirectly
 from engine.kv_cache.memory import MappedKVMemory, StagedKVMemory, allocate
@@ -64,71 +66,84 @@ def test_another_mapping_of_the_memfd_shows_the_pool() -> None:
         os.fstat(descriptor)
 
 
-def test_staged_views_are_copies_until_commit() -> None:
+def test_blocks_of_a_device_are_read_and_written_by_copies(staged: StagedKVMemory) -> None:
     """Tests the behaviour of a device pool on a device that every machine has."""
-    memory: KVMemory = StagedKVMemory(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
-    assert isinstance(memory, StagedKVMemory)
-    memory.pool[1] = 3.0
-    memory.mark_computed()
-    seen = memory.read_view(1)
-    memory.write_view(2)[:] = seen
-    memory.write_view(3)[:] = bytes(LAYOUT.block_bytes)
-    assert not memory.pool[2].any()
-    memory.commit([2, 3])
-    assert torch.equal(memory.pool[2], memory.pool[1])
-    memory.pool[1] = 4.0
-    assert bytes(seen) == bytes(memory.read_view(2))
+    staged.pool[1] = 3.0
+    staged.mark_computed()
+    seen = staged.read_view(1)
+    (row,) = staged.host_rows(1, LAYOUT.block_bytes)
+    row.view[:] = seen
+    assert not staged.pool[2].any()
+    staged.write_rows([2], 0, [row])
+    staged.commit([2])
+    assert torch.equal(staged.pool[2], staged.pool[1])
+    staged.pool[1] = 4.0
+    assert bytes(seen) == bytes(staged.read_view(2))
     assert seen.readonly
-    memory.write_view(4)[:4] = b"abcd"
-    assert bytes(memory.write_view(4)[:4]) == b"abcd"
-    memory.close()
-
-
-def test_what_has_landed_directly_is_kept(staged: StagedKVMemory) -> None:
-    """A library has written a part of blocks 1 and 2; the rest of block 1 comes through host memory."""
-    half = LAYOUT.block_bytes // 2
-    assert staged.land_directly([1, 2])
-    rows = staged.pool.view(NUM_BLOCKS, -1).view(torch.uint8)
-    rows[1, :half] = 7
-    rows[2] = 8
-    assert [bytes(view) for view in staged.read_parts([2, 1], half - 1, half + 1)] == [
-        b"\x08\x08",
-        b"\x07\x00",
-    ]
-    staged.write_view(1)[half:] = bytes([9]) * half
-    staged.commit([1, 2])
-    assert bytes(staged.read_view(1)) == bytes([7]) * half + bytes([9]) * half
-    assert bytes(staged.read_view(2)) == bytes([8]) * LAYOUT.block_bytes
-
-
-def test_a_block_with_a_view_does_not_land_directly(staged: StagedKVMemory) -> None:
-    """The commit of its view would overwrite it. After the commit it may."""
-    staged.write_view(3)[:] = bytes([5]) * LAYOUT.block_bytes
-    assert not staged.land_directly([2, 3])
-    staged.commit([2, 3])
-    assert bytes(staged.read_view(3)) == bytes([5]) * LAYOUT.block_bytes
-    assert staged.land_directly([2, 3])
-    assert staged.address == staged.pool.data_ptr()
+    with pytest.raises(InternalError, match="block 4 is on a device"):
+        staged.write_view(4)
     assert isinstance(staged, LandsDirectly)
+    assert staged.address == staged.pool.data_ptr()
     assert not isinstance(MappedKVMemory(LAYOUT, 2), LandsDirectly)
 
 
-def test_landing_waits_for_the_steps_before(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_blocks_are_written_where_they_belong(staged: StagedKVMemory) -> None:
+    """A library has written the first half of block 1; the rest comes through host memory. Other blocks are untouched."""
+    half = LAYOUT.block_bytes // 2
+    rows = staged.pool.view(NUM_BLOCKS, -1).view(torch.uint8)
+    rows[1, :half] = 7
+    one, two = staged.host_rows(2, half)
+    one.view[:] = bytes([9]) * half
+    two.view[:] = bytes([8]) * half
+    staged.write_rows([1, 3], half, [one, two])
+    staged.commit([1, 3])
+    assert bytes(staged.read_view(1)) == bytes([7]) * half + bytes([9]) * half
+    assert bytes(staged.read_view(3)) == bytes(half) + bytes([8]) * half
+    parts = staged.begin_reading([3, 1], half - 1, half + 1)
+    assert [bytes(view) for view in parts.views()] == [b"\x00\x08", b"\x07\x09"]
+    assert not rows[[0, 2, 4]].any()
+
+
+class Step:
+    """A point in a device's work that is reached when it is waited for."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+    def query(self) -> bool:
+        return self.is_reached
+
+
+def test_memory_of_copies_is_kept_until_they_are_over(
+    staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy reads its row at any time before its event; a commit waits for all that were begun."""
+    steps = [Step() for _ in range(3)]
+    launched = iter(steps)
+    monkeypatch.setattr(staged, "_launched", lambda: next(launched))
+    rows = staged.host_rows(3, 4)
+    kept = [weakref.ref(row) for row in rows]
+    for block_id in range(3):
+        staged.write_rows([block_id], 0, [rows.pop()])
+    assert all(row() is not None for row in kept)
+    steps[1].is_reached = True  # not the oldest one
+    staged.commit([])
+    assert [step.is_reached for step in steps] == [True] * 3
+    assert all(row() is None for row in kept)
+
+
+def test_writing_waits_for_the_steps_before(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that was launched may still read or write what is freed now. Reading waits for nothing: its caller does."""
-    waits = list[str]()
-
-    class Step:
-        def synchronize(self) -> None:
-            waits.append("waited")
-
-    monkeypatch.setattr(staged, "_computed", Step())
-    staged.read_parts([1], 0, 4)
+    step = Step()
+    monkeypatch.setattr(staged, "_computed", step)
+    staged.begin_reading([1], 0, 4).views()
     staged.commit([1])
-    assert waits == []
-    staged.land_directly([1])
-    staged.write_view(2)
-    staged.commit([2])
-    assert waits == ["waited"] * 2
+    assert not step.is_reached
+    staged.wait_until_unused()
+    assert step.is_reached
 
 
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
@@ -139,6 +154,4 @@ def test_a_block_outside_the_pool_is_rejected(block_id: int) -> None:
     ):
         with pytest.raises(IndexError, match="pool of 5 blocks"):
             memory.read_view(block_id)
-        with pytest.raises(IndexError, match="pool of 5 blocks"):
-            memory.write_view(block_id)
         memory.close()

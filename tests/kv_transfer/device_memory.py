@@ -1,5 +1,6 @@
 """A pool on a device that every machine has: host memory behind the interface of a device."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
@@ -7,7 +8,7 @@ import numpy.typing as npt
 import torch
 
 from contract.layout import KVLayout
-from engine.kv_cache.memory import StagedKVMemory
+from engine.kv_cache.memory import PinnedParts, PinnedRow, StagedKVMemory
 from kv_transfer.native.folding import fold_words
 from tests.kv_transfer.builders import LAYOUT
 
@@ -15,11 +16,22 @@ Numbers = npt.NDArray[np.uint64]
 UNTOUCHED = 0x5A
 
 
+class _Recorded:
+    """The end of a copy to the host, which is recorded when it is waited for."""
+
+    def __init__(self, log: list[tuple[str, int]], first: int) -> None:
+        self._log, self._first = log, first
+
+    def synchronize(self) -> None:
+        self._log.append(("read", self._first))
+
+
 class FakeDevice(StagedKVMemory):
     """Counts the blocks whose bytes pass through host memory, and computes the sums of digests by the host's function.
 
-    num_out, num_in: copies of blocks, or parts of them, to the host, and blocks that are to be copied from there.
-    num_folded: blocks, or parts of them, that were added up on the device. committed: blocks, in order.
+    num_out, num_in: copies of blocks, or parts of them, to the host, and from there.
+    num_folded: blocks, or parts of them, that were added up on the device. committed: blocks, in order. log: the copies that
+    were begun, and those that were waited for, with their first blocks. rows_in_use: of host memory.
     """
 
     def __init__(
@@ -30,6 +42,8 @@ class FakeDevice(StagedKVMemory):
         self.rows[1:] = UNTOUCHED
         self.num_out = self.num_in = self.num_folded = 0
         self.committed = list[int]()
+        self.log = list[tuple[str, int]]()
+        self.rows_in_use: weakref.WeakSet[PinnedRow] = weakref.WeakSet()
 
     @property
     def can_fold(self) -> bool:
@@ -42,13 +56,26 @@ class FakeDevice(StagedKVMemory):
         fold_words()(sums, np.array(begins, np.uint64), seeds, start // 8, (end - start) // 8)
         return sums
 
-    def read_parts(self, block_ids: Sequence[int], start: int, end: int) -> list[memoryview]:
+    def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> PinnedParts:
         self.num_out += len(block_ids)
-        return super().read_parts(block_ids, start, end)
+        first = int(block_ids[0])
+        self.log.append(("reading", first))
+        copied = super().begin_reading(block_ids, start, end)
+        return PinnedParts(copied._rows, _Recorded(self.log, first))
 
-    def write_view(self, block_id: int) -> memoryview:
-        self.num_in += block_id not in self._staged
-        return super().write_view(block_id)
+    def host_rows(self, count: int, num_bytes: int) -> list[PinnedRow]:
+        rows = super().host_rows(count, num_bytes)
+        self.rows_in_use.update(rows)
+        return rows
+
+    def write_rows(self, block_ids: Sequence[int], start: int, rows: Sequence[PinnedRow]) -> None:
+        self.num_in += len(block_ids)
+        self.log.append(("writing", block_ids[0]))
+        super().write_rows(block_ids, start, rows)
+
+    def wait_until_unused(self) -> None:
+        self.log.append(("unused", 0))
+        super().wait_until_unused()
 
     def commit(self, block_ids: list[int]) -> None:
         super().commit(block_ids)

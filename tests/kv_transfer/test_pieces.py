@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from contract.identity import Role
 from contract.layout import KVLayout
+from engine.connector import KVMemory
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
@@ -109,10 +110,12 @@ class Reports:
 
 
 @contextmanager
-def data_half(sender: PlayedSender, receiver: PlayedReceiver) -> Iterator[tuple[DataHalf, Reports]]:
+def data_half(
+    sender: PlayedSender, receiver: PlayedReceiver, memory: KVMemory | None = None
+) -> Iterator[tuple[DataHalf, Reports]]:
     data, reports = DataHalf(receiver, Counters(), Completions(), ["played"]), Reports()
     data.attach(Senders({"played": sender}), reports)
-    data.start(ByteMemory(LAYOUT, NUM_BLOCKS))
+    data.start(memory or ByteMemory(LAYOUT, NUM_BLOCKS))
     try:
         yield data, reports
     finally:

@@ -11,6 +11,7 @@ from engine.kv_cache.memory import TORCH_DTYPES, StagedKVMemory
 from kv_transfer.data.converting import convert_blocks
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.transports.block_views import clear, settle, write_views
 from tests.kv_transfer.test_plan import ranges
 
 UNTOUCHED = 7.0
@@ -69,15 +70,17 @@ def test_converted_blocks_are_the_prompt_cut_again(
 
 
 def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
-    """Like on a device: after ``commit`` the pool holds what was converted into a block's host copy, and nothing else."""
+    """Like on a device: after ``settle`` the pool holds what was converted into a block's host copy, and nothing else."""
     ours = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
     theirs = msgspec.structs.replace(ours, block_size=8, dtype="bfloat16")
     plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))
     kv, block_ids = prompt_kv(plan, 10), [5, 2, 3]
     content = as_bytes(cut(kv, plan.theirs, 0, 0, 2))
-    targets = [memory.write_view(block) for block in block_ids]
+    targets = write_views(memory, block_ids)
+    clear(targets)
     convert_blocks(Conversion(plan, 0, 3, 10), {0: content}, 0, targets)
     assert not memory.pool.any()
+    settle(targets)
     memory.commit(block_ids)
     moved = torch.cat([memory.pool[block] for block in block_ids], dim=3)
     assert torch.equal(moved[:, :, :, :10], kv.float())

@@ -35,6 +35,7 @@ _READ = {
 
 _OF_REQUESTS = {
     "doubt": ("FAULT: the attempt of", "takes too long; another one is begun"),
+    "silence": ("FAULT: the target of", "is silent; another one is to continue it"),
     "leave": ("the client of", "goes away"),
     "overdue": ("the deadline of", "is over"),
     "move": ("router: a move of", "to another worker is begun"),

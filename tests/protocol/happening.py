@@ -110,6 +110,10 @@ def _unended(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
     return ((one.number,) for one in rules.routers.states[world.router].requests if not one.ended)
 
 
+def _silent(rules: "WorldRules", world: World) -> Iterator[tuple[int]]:
+    return ((number,) for number in rules.routers.states[world.router].silent_targets())
+
+
 PLACES: dict[str, Callable[["WorldRules", World], Iterator[tuple[Any, ...]]]] = {
     "crash": lambda rules, world: ((i,) for i, one in enumerate(world.workers) if one.state is not None),
     "deaf": _attached,
@@ -125,5 +129,6 @@ PLACES: dict[str, Callable[["WorldRules", World], Iterator[tuple[Any, ...]]]] = 
     "starve_read": _being_read,
     "late": lambda rules, world: _living(rules, world, False),
     "doubt": _unended,
+    "silence": _silent,
     "leave": _unended,
 }

@@ -9,62 +9,9 @@ from router.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
 from router.policy import PlacementRequest, missing_role, place
 from router.views import WorkerView, WorkerViews
 from tests.protocol.engine_side import HANDED_OVER
+from tests.protocol.router_request import Entry, LegCall, RouterLeg, RouterRequest
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import LawBrokenError, Sink
-
-Entry = tuple[int, int, int, tuple[int, ...], str | None, str | None]
-"""(request, attempt, first index, tokens, finish reason, error kind)."""
-LegCall = tuple[str, str, int, int, int, str | None]
-"""(prefill, decode, cancel or hand_off; the worker's boot id; request; attempt; tokens delivered before; the sender's boot
-id). In place of the tokens, a cancel has the attempt that was started there, and a hand-off the next attempt."""
-
-
-class RouterLeg:
-    """One worker's part of an attempt; see ``router.attempt.Leg``."""
-
-    def __init__(self, worker: str, boot: str, first_index: int) -> None:
-        self.worker, self.boot, self.first_index = worker, boot, first_index
-        self.next_index = first_index
-        self.may_hold = True
-
-    @property
-    def has_spoken(self) -> bool:
-        return self.next_index > self.first_index
-
-    @property
-    def is_over(self) -> bool:
-        return not self.may_hold and self.has_spoken
-
-
-class RouterRequest:
-    """One request's life; see ``router.request_run.RequestRun``. ended: how, once it has; it never changes then.
-
-    target: the incarnation on which room is reserved for a move. num_moved: moves after which a token has come.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.delivered: list[int] = []
-        self.num_attempts = self.num_failures = self.num_transfer_failures = 0
-        self.failed_workers: set[str] = set()
-        self.prefer: str | None = None
-        self.attempt = -1
-        self.delivery = Delivery()
-        self.prefill: RouterLeg | None = None
-        self.decode: RouterLeg | None = None
-        self.num_moves = self.num_moved = 0
-        self.next_attempt: int | None = None
-        self.target: tuple[str, str] | None = None
-        self.rungs: list[str] = []
-        self.ended: str | None = None
-
-    @property
-    def legs(self) -> list[RouterLeg]:
-        return [leg for leg in (self.prefill, self.decode) if leg]
-
-    @property
-    def is_bound(self) -> bool:
-        return self.decode is not None
 
 
 class RouterSide:
@@ -253,8 +200,31 @@ class RouterSide:
         request.prefill.next_index = num_tokens
         self._continue_at(request, target)
 
+    def silent_targets(self) -> list[int]:
+        """Return the requests whose targets may be given up for their silence; see ``router.move.Move.target_is_silent``."""
+        moved = [request for request in self.requests if request.decode and request.decode.may_hold]
+        return [r.number for r in moved if r.decode and self._may_move_on(r, r.decode, ErrorKind.WORKER_LOST)]
+
+    def give_up_target(self, number: int) -> None:
+        """Continue at another target than the first one, which is silent: it may be alive."""
+        request = self.requests[number]
+        silent = request.decode
+        assert silent is not None
+        self._moves_on(request, silent, ErrorKind.WORKER_LOST)
+        self.calls.append(("cancel", silent.boot, number, request.attempt, request.attempt, None))
+
     def _moves_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
         """Continue at another target than the first one, which has failed; see ``router.move.Move.target_failed``."""
+        if not self._may_move_on(request, failed, kind):
+            return False
+        other = self._others(failed)[0]
+        self._continue_at(request, (other, self.workers[other]))
+        return True
+
+    def _others(self, failed: RouterLeg) -> list[str]:
+        return [name for name in self.workers if name.startswith("D") and name != failed.worker]
+
+    def _may_move_on(self, request: RouterRequest, failed: RouterLeg, kind: ErrorKind) -> bool:
         source = request.prefill
         is_target = request.decode is failed and not failed.has_spoken
         is_moved = request.rungs[-1:] == [f"moved>{failed.worker}"] and "moved>" not in "".join(
@@ -262,11 +232,7 @@ class RouterSide:
         )
         if not is_target or not is_moved or source is None or kind not in CURABLE:
             return False
-        others = [name for name in self.workers if name.startswith("D") and name != failed.worker]
-        if self.workers.get(source.worker) != source.boot or not others:
-            return False
-        self._continue_at(request, (others[0], self.workers[others[0]]))
-        return True
+        return self.workers.get(source.worker) == source.boot and bool(self._others(failed))
 
     def _continue_at(self, request: RouterRequest, target: tuple[str, str]) -> None:
         """Order a worker to continue a request with what the source lends; see ``router.move.Move``."""

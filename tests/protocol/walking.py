@@ -32,6 +32,7 @@ ALL_FAULTS = (
     "starve_read",
     "late",
     "doubt",
+    "silence",
     "leave",
 )
 

@@ -9,7 +9,8 @@ from tests.protocol.happening import PLACES, link_actions, look
 from tests.protocol.machine import Machine
 from tests.protocol.prefill_side import PrefillSide
 from tests.protocol.reads import advance_read, break_read, look_at_reads
-from tests.protocol.router_side import LegCall, RouterSide
+from tests.protocol.router_request import is_started_by
+from tests.protocol.router_side import RouterSide
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 from tests.protocol.world import Action, WorkerState, World, posted, remembered, with_item, without
@@ -272,6 +273,9 @@ class WorldRules:
     def _doubt(self, world: World, number: int) -> World:
         return self.ask_router(world, "doubt", number)
 
+    def _silence(self, world: World, number: int) -> World:
+        return self.ask_router(world, "give_up_target", number)
+
     def _move(self, world: World, number: int) -> World:
         return self.ask_router(world, "move", number)
 
@@ -393,8 +397,3 @@ class WorldRules:
     def call(self, world: World, index: int, *call: Any) -> World:
         """Call a worker whose result does not matter."""
         return self.ask(world, index, *call)[0]
-
-
-def is_started_by(cancel: LegCall, call: LegCall) -> bool:
-    """Return whether ``call`` starts the leg that is cancelled: a router sends the cancel after it."""
-    return call[0] in ("prefill", "decode") and call[1:3] == cancel[1:3] and call[3] == cancel[4]

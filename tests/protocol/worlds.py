@@ -86,6 +86,7 @@ HUGE = [
     replace(TWO, name="two requests that share a prefix", caches_prefixes=True, shares_prompt=True),
     struck(MOVED, "doubt"),
     struck(LEFT_WHILE_MOVED, "crash"),
+    struck(MOVED_ON, "silence"),
 ]
 """Worlds that are explored as far as ``MAX_WORLDS``, nearest first."""
 MAX_WORLDS = 300_000

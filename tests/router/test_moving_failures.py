@@ -1,14 +1,16 @@
 """A move fails, is refused or cancelled at each of its stages: what happens to the answer and to both workers."""
 
 import asyncio
+from itertools import count
 from typing import Any
 
 import pytest
 
+import router.moving
 from contract.errors import InvalidRequestError, NotFoundError, OverloadedError
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.move import MoveResult
+from router.move import Move, MoveResult
 from router.testing.entries import handed_over_entry
 from tests.router.moves import (
     SOURCE,
@@ -149,6 +151,7 @@ FAILURES: dict[str, dict[str, Any]] = {
     "is lost before the hand-over": {},
     "drains": {"stall_at": STALL},
     "hangs, and is found dead": {"stall_at": STALL},
+    "is silent": {"stall_at": STALL},
 }
 
 
@@ -184,10 +187,31 @@ async def test_a_second_target_fetches_what_the_source_still_lends(how: str) -> 
         assert (call.task.attempt, call.task.first_index) == (order.next_attempt, STALL)
         assert call.source.transfer_id == order.transfer_id
         assert not made.source.received.cancels, "the lease stays until it is read"
-        assert [each.attempt for each in made.target.received.cancels] == ([1] if how == "drains" else [])
+        assert [each.attempt for each in made.target.received.cancels] == (
+            [1] if how in ("drains", "is silent") else []
+        )
         assert made.count("moved") == 1
         (record,) = made.metrics.moves.recent
         assert record.targets == [TARGET, THIRD], "a report can tell whose fault the pause was"
+
+
+@pytest.mark.parametrize("why", ["it shows signs of life", "no other worker could take it"])
+async def test_a_slow_target_is_waited_for(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.moving, "_SILENT_SECONDS", 0.05)
+    async with moves() as made:
+        only_on(made.target, token_delay_seconds=0.2)
+        if why == "it shows signs of life":
+            signs = count()
+            monkeypatch.setattr(Move, "progress", property(lambda _: next(signs)))
+            moving = asyncio.create_task(made.move())
+            await made.target.received.wait_for(lambda each: len(each.decodes) == 1)
+            await made.cluster.add(Role.DECODE, THIRD)
+            assert await moving is MoveResult.MOVED
+        else:
+            assert await made.move() is MoveResult.MOVED
+        await made.ends()
+        (record,) = made.metrics.moves.recent
+        assert record.targets == [TARGET]
 
 
 async def test_after_two_targets_that_failed_the_answer_is_computed_again() -> None:

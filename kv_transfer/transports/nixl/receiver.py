@@ -262,8 +262,9 @@ def _places_in(
     """
     ids = own.find(views, part)
     if ids is not None and isinstance(views, LandingViews):
-        is_alike = own.is_device == theirs.is_device
-        return ids if is_alike and views.land_directly() else None
+        if own.is_device != theirs.is_device:
+            return None
+        views.land_directly()
     return ids
 
 

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from engine.connector import HostParts
 from kv_transfer.links.framing import ShortReadError, receive_all, send_all
-from kv_transfer.transports.block_views import BlockViews, view_bytes_of
+from kv_transfer.transports.block_views import BlockViews, ReadingViews, view_bytes_of
 
 _MAX_VECTORS = 1024
 """Linux's IOV_MAX."""
@@ -47,6 +48,8 @@ class SocketBlocks:
 
 def socket_blocks(views: Sequence[memoryview]) -> SocketBlocks:
     """Return the fastest way for these views on this system: the layout of ``struct msghdr`` below is Linux's."""
+    if isinstance(views, ReadingViews):
+        return _DeviceBlocks(views, views.view_bytes)
     if not isinstance(views, BlockViews):
         return SocketBlocks(views, view_bytes_of(views))
     if sys.platform == "linux" and sys.maxsize > 2**32:
@@ -63,6 +66,24 @@ def vectors_after(vectors: _Vectors, count: int) -> _Vectors:
     rest[0, 0] += np.uint64(begun)
     rest[0, 1] -= np.uint64(begun)
     return rest
+
+
+class _DeviceBlocks(SocketBlocks):
+    """Blocks of a device: while a piece is sent, the next one of its size is copied to the host."""
+
+    _views: ReadingViews
+
+    def __init__(self, views: ReadingViews, view_bytes: int) -> None:
+        super().__init__(views, view_bytes)
+        self._begun: dict[tuple[int, int], HostParts] = {}
+
+    def send(self, sock: socket.socket, frames: bytes, start: int, end: int) -> None:
+        """See SocketBlocks."""
+        copied = self._begun.pop((start, end), None) or self._views[start:end].begin()
+        following = (end, min(2 * end - start, len(self._views)))
+        if following[0] < following[1]:
+            self._begun[following] = self._views[slice(*following)].begin()
+        send_all(sock, [memoryview(frames), *copied.views()])
 
 
 class _VectorBlocks(SocketBlocks):

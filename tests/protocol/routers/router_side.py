@@ -17,7 +17,8 @@ from router.views import WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
 from tests.protocol.engine_side import no_time
-from tests.protocol.router_side import RouterRequest, RouterSide
+from tests.protocol.router_request import RouterRequest
+from tests.protocol.router_side import RouterSide
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
 from tests.protocol.sink import Sink

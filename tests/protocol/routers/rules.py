@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.protocol.explorer import Explorer
 from tests.protocol.machine import Machine
-from tests.protocol.router_side import RouterRequest
+from tests.protocol.router_request import RouterRequest
 from tests.protocol.routers.laws import check
 from tests.protocol.routers.router_side import ELSEWHERE, OneRouter, RouterLook
 from tests.protocol.routers.scenario import RoutersScenario

@@ -1,0 +1,89 @@
+"""Copies between a device and the host: beside what crosses the network, and gone after a failure."""
+
+import gc
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from kv_transfer.protocol import events as ev
+from kv_transfer.protocol.orders import CommitJob
+from kv_transfer.protocol.reads import Read
+from kv_transfer.transports.block_views import read_views
+from kv_transfer.transports.tcp.socket_blocks import socket_blocks
+from tests.kv_transfer.device_memory import FakeDevice
+from tests.kv_transfer.test_pieces import LAYOUT, PlayedReceiver, PlayedSender, data_half, pull
+
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    made = FakeDevice(LAYOUT, 64)
+    yield made
+    made.close()
+
+
+def content(block: int) -> bytes:
+    return bytes([block]) * LAYOUT.block_bytes
+
+
+def test_a_piece_is_copied_to_the_device_while_the_next_one_arrives(device: FakeDevice) -> None:
+    """The steps before are waited for once, when the first bytes are verified; the commit waits for the copies."""
+    begun = list[list[tuple[str, int]]]()
+    receiver = PlayedReceiver(4, lambda _number: begun.append(list(device.log)))
+    with data_half(PlayedSender(), receiver, device) as (data, reports):
+        data.post_pull(pull(10))
+        assert isinstance(reports.until_end()[-1], ev.PieceVerified)
+        first = [("unused", 0), ("writing", 0)]
+        assert begun == [[], first, [*first, ("writing", 4)]]
+        data.post_commit(CommitJob("r", tuple(range(10)), Read()))
+        assert reports.next() == ev.CommitDone()
+    assert device.log == [*first, ("writing", 4), ("writing", 8)]
+    assert [bytes(device.read_view(block)) for block in range(10)] == [content(block) for block in range(10)]
+    assert device.touched() == set(range(1, 10))
+
+
+@pytest.mark.parametrize("fault", ["digest", "stop", "transport"])
+def test_nothing_of_a_failed_pull_is_left(device: FakeDevice, fault: str) -> None:
+    """No unverified byte reaches the device, no host memory is kept, and the next read of the blocks gets its own bytes."""
+    job = pull(10, bad_block=5 if fault == "digest" else None)
+
+    def before(number: int) -> None:
+        if number == 1 and fault == "stop":
+            job.read.stop()
+        if number == 1 and fault == "transport":
+            raise OSError("no way")
+
+    with data_half(PlayedSender(), PlayedReceiver(4, before), device) as (data, reports):
+        data.post_pull(job)
+        (outcome,) = reports.until_end()
+        assert isinstance(outcome, ev.JobStopped if fault == "stop" else ev.JobFailed)
+        assert device.touched() == {1, 2, 3}
+        data.post_commit(CommitJob("other", (4, 5), Read()))
+        assert reports.next() == ev.CommitDone()
+        gc.collect()
+        assert len(device.rows_in_use) == 0
+        assert device.touched() == {1, 2, 3}
+        fault = "none"
+        data.post_pull(pull(10))
+        assert isinstance(reports.until_end()[-1], ev.PieceVerified)
+    assert bytes(device.read_view(5)) == content(5)
+
+
+def test_the_next_piece_is_copied_to_the_host_while_one_is_sent(device: FakeDevice) -> None:
+    """There are never more than two pieces in host memory, and each block is copied once."""
+    for block in range(1, 12):
+        device.fill(block, content(block)[:1])
+    blocks = socket_blocks(read_views(device, range(1, 12)))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for start in range(0, 11, 4):
+            blocks.send(ours, b"ok", start, min(start + 4, 11))
+            gc.collect()
+            assert len(device.rows_in_use) <= 4
+        sent = theirs.recv(2**16, socket.MSG_WAITALL | socket.MSG_DONTWAIT)
+    pieces = [range(1, 5), range(5, 9), range(9, 12)]
+    assert sent == b"".join(b"ok" + b"".join(map(content, piece)) for piece in pieces)
+    assert device.log == [
+        ("reading", 1), ("reading", 5), ("read", 1), ("reading", 9), ("read", 5), ("read", 9),
+    ]  # fmt: skip
+    assert device.num_out == 11
