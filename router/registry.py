@@ -68,7 +68,7 @@ class Registry:
 
     @property
     def held(self) -> Held:
-        """What clients hold of all workers that decode."""
+        """The requests and tokens that clients hold of all workers that decode."""
         return self._held
 
     def decoding(self) -> TotalCredit:
