@@ -716,6 +716,7 @@ class Credit(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     IS_EMPTY_FIELD_NUMBER: _builtins.int
     IS_UNSETTLED_FIELD_NUMBER: _builtins.int
+    NEXT_ROLE_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
     max_tokens: _builtins.int
@@ -734,6 +735,8 @@ class Credit(_message.Message):
     """The worker may lend KV and fetch KV at once: it has changed its role, or answers are moved away from it, and every router has
     answered a credit of nothing since. No hand-over is bound between two such workers, and no answer is moved to one.
     """
+    next_role: _builtins.str
+    """The role that the worker takes when every router has answered this credit, unless one of them needs the present role."""
     def __init__(
         self,
         *,
@@ -744,10 +747,11 @@ class Credit(_message.Message):
         number: _builtins.int = ...,
         is_empty: _builtins.bool = ...,
         is_unsettled: _builtins.bool = ...,
+        next_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "is_unsettled", b"is_unsettled", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "is_unsettled", b"is_unsettled", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "next_role", b"next_role", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,6 +767,7 @@ class CreditUse(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_FORMER_FIELD_NUMBER: _builtins.int
+    NEEDS_ROLE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the last credit received."""
     num_requests: _builtins.int
@@ -771,6 +776,8 @@ class CreditUse(_message.Message):
     """Tokens of these legs."""
     num_former: _builtins.int
     """Legs that were bound before the worker took its role, which the others leave out, and moves of answers away from it."""
+    needs_role: _builtins.bool
+    """The worker must keep its role: the others that have a role which requests need may take another one at the same time."""
     def __init__(
         self,
         *,
@@ -778,10 +785,11 @@ class CreditUse(_message.Message):
         num_requests: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_former: _builtins.int = ...,
+        needs_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_former", b"num_former", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needs_role", b"needs_role", "num_former", b"num_former", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
-from wire.membership import drain_to_proto, load_from_proto, role_change_to_proto
+from wire.membership import credit_use_to_proto, drain_to_proto, load_from_proto, role_change_to_proto
 
 _ROLES = {role.value: role for role in Role}
 _MAX_CANCELS = 4
@@ -49,7 +49,9 @@ class AttachedWorker:
         self.calls = calls
         self.session = secrets.token_hex(8)
         is_counted = registration.role != Role.PREFILL
-        self.capacity = WorkerCapacity(held if is_counted else None, partial(on_change, self))
+        self.capacity = WorkerCapacity(
+            held if is_counted else None, partial(on_change, self), self.report_use
+        )
         self.gone = asyncio.Event()
         self.outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self.is_leaving = False
@@ -77,7 +79,7 @@ class AttachedWorker:
     def is_empty(self) -> bool:
         """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
         capacity = self.capacity
-        return capacity.credit.is_empty and not capacity.num_requests and not capacity.num_former
+        return capacity.credit.is_empty and not capacity.num_requests and not capacity.former.num_legs
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
@@ -122,8 +124,17 @@ class AttachedWorker:
 
     def flip(self, order: RoleOrder) -> None:
         """Send the worker the request to take another role. It reports the role when every router has answered."""
-        self.capacity.ordered_role = order.role
+        self.capacity.ordered = order
         self.outbox.put_nowait(pb.RouterMessage(role_change=role_change_to_proto(order)))
+
+    def report_use(self) -> None:
+        """Send the worker what this router holds of its last credit, unless that has no number.
+
+        It is the answer to every credit, and is sent once more when nothing is left of the worker's former state.
+        """
+        if self.capacity.credit.number:
+            use = credit_use_to_proto(self.capacity.use())
+            self.outbox.put_nowait(pb.RouterMessage(credit_use=use))
 
     def undrain(self) -> None:
         """Send the worker the request to serve again."""
@@ -169,7 +180,7 @@ class AttachedWorker:
             "is_empty": capacity.credit.is_empty,
             "num_legs": capacity.num_requests,
             "num_leg_tokens": capacity.num_tokens,
-            "num_former_legs": capacity.num_former,
+            "num_former_legs": capacity.former.num_legs,
             "is_unsettled": capacity.credit.is_unsettled,
             "num_stale_entries": self._routes.num_stale_entries,
         }

@@ -10,7 +10,7 @@ import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Credit, Registration, Welcome
+from contract.membership import Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
@@ -20,7 +20,6 @@ from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
 from wire.membership import (
     credit_from_proto,
-    credit_use_to_proto,
     load_from_proto,
     registration_from_proto,
     role_taken_from_proto,
@@ -114,8 +113,9 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "load":
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
-                    num_moves = self._evacuation.num_moves_from(worker)
-                    _grant(worker, credit_from_proto(message.credit), num_moves)
+                    worker.capacity.grant(credit_from_proto(message.credit))
+                    worker.capacity.needs_role = self._registry.needs_role_of(worker)
+                    worker.report_use()
                     self._evacuation.credit_changed(worker)
                 case "role_taken":
                     self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
@@ -165,15 +165,3 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     except TimeoutError:
         first = pb.WorkerMessage()
     return registration_from_proto(first.registration)
-
-
-def _grant(worker: AttachedWorker, credit: Credit, num_moves: int = 0) -> None:
-    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers.
-
-    num_moves: answers that are being moved away from the worker.
-    """
-    worker.capacity.grant(credit)
-    if not credit.number:
-        return
-    use = credit_use_to_proto(worker.capacity.use(num_moves))
-    worker.outbox.put_nowait(pb.RouterMessage(credit_use=use))

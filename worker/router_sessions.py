@@ -71,6 +71,11 @@ class RouterSessions:
         """Legs of the worker's former role, and moves away from it, by the routers' last reports."""
         return self._shares.num_former
 
+    @property
+    def need_role(self) -> bool:
+        """True if a router needs the worker in its role, by its last report."""
+        return self._shares.need_role
+
     async def wait_open(self) -> None:
         """Block until a router has accepted this worker."""
         await self._is_open.wait()

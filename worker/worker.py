@@ -54,11 +54,7 @@ class Worker:
             self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine.stats)
         )
         self.drain = Drain(
-            self.lifecycle,
-            emptiness,
-            settling,
-            lambda: self._sessions.send_credit(),
-            settings.drain_seconds,
+            self.lifecycle, emptiness, settling, lambda: self._sessions.send_credit(), settings.drain_seconds
         )
         self.flip = Flip(
             self.lifecycle,
@@ -227,6 +223,7 @@ class Worker:
             if self.engine.died.is_set():
                 break
             self._sessions.send_step(outputs, self.engine.stats)
+            self.flip.note_engine_report()
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
     async def _report_load(self) -> None:
@@ -235,6 +232,7 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             self._sessions.send_load(self.engine.stats, is_idle=True)
+            self.flip.note_engine_report()
 
 
 def _has_mixed_kv(role: Role, stats: SchedulerStats) -> bool:

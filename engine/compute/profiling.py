@@ -1,11 +1,15 @@
 """Dummy batches: one that takes the memory of a full step, to measure it, and one for warm-up."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
 from engine.compute.inputs import PreparedInputs
+from engine.kv_cache.memory import TORCH_DTYPES
 from engine.models.info import ModelInfo
+from engine.models.loading import LoadedModel
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 
 _WARM_UP_ID = "warm-up"
@@ -37,6 +41,13 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
         query_start_loc=query_start_loc,
         block_table=np.zeros((len(lengths), longest), dtype=np.int32),
     )
+
+
+def null_layers(loaded: LoadedModel, block_size: int, device: torch.device) -> list[Tensor]:
+    """Return the layers of a pool with the null block only, which they share."""
+    config = loaded.config
+    size = (1, 2, config.num_kv_heads, block_size, config.head_dim)
+    return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.dtype], device=device)] * config.num_layers
 
 
 def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int) -> list[SchedulerOutput]:

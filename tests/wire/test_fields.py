@@ -134,6 +134,7 @@ CREDIT: dict[str, Any] = {
     "drain_seconds": 3.5,
     "is_empty": True,
     "is_unsettled": True,
+    "next_role": "prefill",
 }
 REGISTERED: dict[str, Any] = {
     "protocol_min": 1,
@@ -217,8 +218,8 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     (RoleOrder(role="both", epoch=4), pb.RoleChange(role="both", epoch=4)),
     (RoleOrder(role="both", epoch=4), pb.RoleTaken(role="both", epoch=4)),
     (
-        CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4),
-        pb.CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4),
+        CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),
+        pb.CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),
     ),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),

@@ -8,7 +8,6 @@ from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router import membership
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.legs import Placement
@@ -99,7 +98,8 @@ class OneRouter(RouterSide):
         if worker is None:
             return
         if message.HasField("credit"):
-            membership._grant(self.attached[worker], credit_from_proto(message.credit))
+            self.attached[worker].capacity.grant(credit_from_proto(message.credit))
+            self.attached[worker].report_use()
         for entry in message.step.entries:
             one = output_from_proto(entry)
             tokens = tuple(one.token_ids)
