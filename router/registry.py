@@ -68,6 +68,11 @@ class Registry:
             self._stale.clear()
         return self._views
 
+    @property
+    def held(self) -> Held:
+        """The requests and tokens that clients hold of all workers that decode."""
+        return self._held
+
     def decoding(self) -> TotalCredit:
         """Return the limits of all workers that decode, and who holds how much of them."""
         credits = self.views.decoding

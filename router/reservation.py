@@ -29,13 +29,10 @@ class Reservation:
     ) -> None:
         self.placement = placement
         self.workers = tuple(workers)
-        self._holds = [
-            [
-                worker.capacity.hold(tenant, num_tokens)
-                for worker, num_tokens in zip(workers, tokens, strict=True)
-            ]
-            for tokens in _tokens_of_choices(request, len(self.workers))
-        ]
+        self._holds: list[list[CreditHold]] = []
+        for tokens in _tokens_of_choices(request, len(self.workers)):
+            legs = zip(workers, tokens, strict=True)
+            self._holds.append([worker.capacity.hold(tenant, num_tokens) for worker, num_tokens in legs])
         self._start: Start | None = start
 
     def __enter__(self) -> "Reservation":

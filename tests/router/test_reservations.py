@@ -146,6 +146,32 @@ async def test_the_prompt_counts_once_and_each_answer_where_it_ends() -> None:
     assert made.held == [(0, 0), (0, 0)]
 
 
+async def test_a_request_that_need_not_wait_is_not_queued(queue: Queue) -> None:
+    """It is bound without a pass of the queue. The next one has no room: it waits, and is admitted by a pass."""
+    passes = queue.count_passes()
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await queue.reserve(first)
+        assert (len(queue.queue), passes) == (0, [])
+        waiting = asyncio.create_task(queue.reserve(second))
+        await asyncio.sleep(0)
+        assert len(queue.queue) == 1
+        await first.aclose()
+        await asyncio.wait_for(waiting, 5)
+        assert len(queue.queue) == 0 and passes
+
+
+async def test_a_request_leaves_the_queue_at_its_deadline(queue: Queue) -> None:
+    """It holds nothing then, and the next one is admitted when there is room."""
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await queue.reserve(first)
+        with pytest.raises(TimeoutError):
+            await queue.queue.reserve(REQUEST, QueueOrder(tenant="b"), time.monotonic())
+        assert len(queue.queue) == 0
+        await first.aclose()
+        await asyncio.wait_for(queue.reserve(second), 5)
+        assert queue.held == [(1, 10), (1, 15)]
+
+
 async def test_legs_take_the_credit_over_and_release_it(queue: Queue) -> None:
     """Nothing is counted twice, and the block's end takes nothing from the legs."""
     async with AsyncExitStack() as stack:
