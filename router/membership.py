@@ -15,6 +15,7 @@ from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.evacuation import Evacuation
+from router.order_stream import OrderStream
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
@@ -64,7 +65,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         registration = await _first_message(request_iterator)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
-            worker = self._registry.new_worker(registration, calls)
+            orders = OrderStream(registration.worker_id, self._accept_timeout)
+            worker = self._registry.new_worker(registration, calls, orders)
             await self._wait_for_id(registration)
             try:
                 self._registry.attach(worker)
@@ -90,15 +92,16 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     async def _orders(
         self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
     ) -> AsyncIterator[pb.RouterMessage]:
-        """Read the worker's stream until the worker is gone, and yield what is sent to the worker meanwhile."""
+        """Read the worker's stream until the worker is gone, and yield what is sent to it meanwhile."""
         reading = asyncio.create_task(self._read(worker, messages), name=f"read the stream of {worker.name}")
         gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
         for task in (reading, gone):
-            task.add_done_callback(lambda _: worker.outbox.put_nowait(None))
+            task.add_done_callback(lambda _: worker.orders.close())
         try:
-            while (message := await worker.outbox.get()) is not None:
+            async for message in worker.orders.messages():
                 yield message
         finally:
+            worker.orders.close()
             reading.cancel()
             gone.cancel()
             await asyncio.wait({reading, gone})
@@ -107,6 +110,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
 
     async def _read(self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:
+            worker.orders.carried_out(message.num_orders)
             match message.WhichOneof("message"):
                 case "step":
                     worker.deliver(message.step)
@@ -122,6 +126,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                 case "goodbye":
                     worker.leave()
                     return
+                case None:
+                    pass  # it only reports the orders that were carried out
                 case other:
                     logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
 

@@ -157,7 +157,7 @@ class Mover:
             transfer_id=f"{request_id}.{number}.{secrets.token_hex(4)}",
             next_attempt=run.take_number(),
         )
-        move = Move(run, attempt, reservation, order, self._runs.tasks)
+        move = Move(run, attempt, reservation, order)
         move.begin()
         try:
             try:

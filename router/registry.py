@@ -14,6 +14,7 @@ from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
+from router.order_stream import OrderStream
 from router.policy import missing_role
 from router.role_changes import is_role_needed, missing_roles
 from router.running_shares import Held, TotalCredit
@@ -67,6 +68,11 @@ class Registry:
             self._stale.clear()
         return self._views
 
+    @property
+    def held(self) -> Held:
+        """The requests and tokens that clients hold of all workers that decode."""
+        return self._held
+
     def decoding(self) -> TotalCredit:
         """Return the limits of all workers that decode, and who holds how much of them."""
         credits = self.views.decoding
@@ -97,9 +103,11 @@ class Registry:
         self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.views.sizes, *(size for _, size in self._gone.values())]) or otherwise
 
-    def new_worker(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
+    def new_worker(
+        self, registration: Registration, calls: WorkerCalls, orders: OrderStream
+    ) -> AttachedWorker:
         """Make the record of a worker that is not attached yet."""
-        return AttachedWorker(registration, calls, self._held, self._on_change)
+        return AttachedWorker(registration, calls, orders, self._held, self._on_change)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None if there is none."""

@@ -21,7 +21,7 @@ from worker.early_cancels import EarlyCancels
 from worker.emptiness import Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
-from worker.orders import carry_out
+from worker.orders import Orders
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
@@ -68,7 +68,7 @@ class Worker:
             lambda: self.drain.credit(credit_of(self.lifecycle.role, settings, engine)),
             self._accepted,
             self._abort_request,
-            lambda message: carry_out(message, self.drain, self.flip),
+            Orders(self, self.drain, self.flip).carry_out,
             emptiness.note_report,
             settling.note_report,
         )
@@ -145,13 +145,13 @@ class Worker:
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await self._links.leave()
 
-    async def accept(self, request: EngineRequest, session: str = "") -> None:
-        """Give a request to the engine; its tokens are sent on the stream of this session (empty: on the only open one).
+    async def accept(self, request: EngineRequest, session: str) -> None:
+        """Give a request to the engine; its tokens are sent on the stream of this session.
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
         self.lifecycle.check_open()
-        session = self._sessions.find(session)
+        self._sessions.check_open(session)
         cancelled = [
             choice
             for choice in request.choices

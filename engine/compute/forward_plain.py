@@ -8,7 +8,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.compute.inputs import PreparedInputs
-from engine.compute.profiling import profile_inputs
+from engine.compute.profiling import reserving_steps
 from engine.compute.staging import on_device
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
@@ -67,11 +67,11 @@ class PlainForward:
         return None
 
     def reserve(self, caches: Sequence[Tensor]) -> None:
-        """See ForwardPass. A chunk and a decode in the null block take the backend's workspaces; the host has none."""
+        """See ForwardPass. Some steps in the null block take the backend's workspaces; the host has none."""
         if self.device.type == "cpu":
             return
-        for num_tokens in (2, 1):
-            self.forward(profile_inputs([num_tokens]), caches)
+        for inputs in reserving_steps(self.block_size):
+            self.forward(inputs, caches)
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Do nothing: there is nothing to prepare."""

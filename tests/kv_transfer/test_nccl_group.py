@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from contract.errors import PeerUnreachableError
 from kv_transfer.protocol.reads import PeerSilentError
@@ -92,7 +91,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> PlayedNccl:
 
 def group_of(timeout_seconds: float = 30.0) -> PairGroup:
     settings = TransportSettings(boot_id="b", read_timeout_seconds=timeout_seconds)
-    return PairGroup("nccl", dist.HashStore(), SENDER, settings, torch.device("cpu"))
+    return PairGroup("nccl", nccl._distributed.HashStore(), SENDER, settings, torch.device("cpu"))
 
 
 def test_bytes_are_moved_on_a_stream_of_the_groups_own(library: PlayedNccl) -> None:

@@ -9,6 +9,7 @@ from contract.identity import Role
 from contract.membership import Credit, Registration
 from router.attached_worker import AttachedWorker
 from router.legs import CONTINUATION, Placement
+from router.order_stream import OrderStream
 from router.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
 from router.role_changes import is_role_needed
 from router.running_shares import Held
@@ -21,7 +22,7 @@ from tests.protocol.world import with_item
 def attached(name: str, seen: Seen) -> AttachedWorker:
     """Return production's record of a worker in a router, without the legs that are bound to it."""
     registration = Registration(worker_id=name, role=seen.role.value, max_model_len=64)
-    worker = AttachedWorker(registration, cast(WorkerCalls, None), Held(), ignore)
+    worker = AttachedWorker(registration, cast(WorkerCalls, None), OrderStream(name, 10.0), Held(), ignore)
     worker.capacity.num_roles = seen.num_roles
     worker.capacity.credit = seen.credit
     return worker

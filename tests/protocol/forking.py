@@ -24,6 +24,7 @@ from engine.scheduling.fair_steps import FairSteps
 from kv_transfer.control.fetch_effects import ArrivalEstimates, FetchPorts
 from kv_transfer.counters import Counters
 from kv_transfer.settings import LocalWorker
+from router.order_stream import OrderStream
 from tests.protocol.sink import Sink
 from worker.accepted_requests import Accepted
 
@@ -36,6 +37,7 @@ _SHARED: tuple[type, ...] = (
     FairSteps,
     FetchPorts,
     LocalWorker,
+    OrderStream,
     Sink,
     asyncio.Queue,
     asyncio.Semaphore,

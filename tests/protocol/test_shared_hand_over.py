@@ -16,7 +16,7 @@ from tests.protocol.routers.chart import draw
 from tests.protocol.routers.hand_over import HandOverExplorer
 from tests.protocol.routers.hand_over_sides import HandOverScenario
 from tests.protocol.routers.hand_over_worlds import HUGE, LARGE, MAX_WORLDS, MOVED, ROOM_FOR_ONE, SMALL, hit
-from tests.protocol.test_routers import _find_any
+from tests.protocol.test_routers import check_nothing
 from worker.router_sessions import RouterSessions
 
 WORLDS = [
@@ -69,7 +69,7 @@ def _shown(findings: Findings, law: str) -> None:
     ("name", "rule", "law"),
     [
         pytest.param("lost", _end_all, "the end of", id="lost"),
-        pytest.param("find", _find_any, "no router waits", id="find"),
+        pytest.param("check_open", check_nothing, "session is over", id="open"),
     ],
 )
 def test_a_rule_that_is_removed_is_missed(

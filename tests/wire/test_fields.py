@@ -82,6 +82,7 @@ OUTPUT = EngineOutput(
     timings=TIMINGS,
     pooled=[0.5, -0.5],
     handed_over=True,
+    is_rejected=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -100,6 +101,7 @@ OUTPUT_MESSAGE = pb.TokenEntry(
     timings=TIMINGS_MESSAGE,
     pooled=[0.5, -0.5],
     handed_over=True,
+    is_rejected=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -192,7 +194,6 @@ def task(sampling: pb.EngineSampling | None = SAMPLING_MESSAGE) -> pb.Task:
         cache_salt="salt",
         tenant="client",
         deadline_seconds=6.5,
-        session="s-1",
     )
 
 

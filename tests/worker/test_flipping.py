@@ -2,12 +2,10 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
 
-import grpc.aio
 import pytest
 
-from contract.errors import InvalidRequestError, UnavailableError
+from contract.errors import InternalError, InvalidRequestError, UnavailableError
 from contract.identity import Role
 from contract.membership import RoleOrder
 from protos import worker_pb2 as pb
@@ -23,22 +21,22 @@ class Silenced:
     """Lets a router answer no credit until ``release``."""
 
     def __init__(self, view: AttachedWorker) -> None:
-        self._kept: list[pb.RouterMessage | None] = []
-        self._outbox = cast(Any, view.outbox)
-        self._put: Any = self._outbox.put_nowait
-        self._outbox.put_nowait = self._keep
+        self._kept: list[pb.RouterMessage] = []
+        self._orders = view.orders
+        self._send = view.orders.send
+        self._orders.send = self._keep  # type: ignore[method-assign]
 
-    def _keep(self, item: pb.RouterMessage | None) -> None:
-        if item is not None and item.HasField("credit_use"):
-            self._kept.append(item)
+    def _keep(self, message: pb.RouterMessage) -> None:
+        if message.HasField("credit_use"):
+            self._kept.append(message)
         else:
-            self._put(item)
+            self._send(message)
 
     def release(self) -> None:
         """Send what was kept, and keep nothing more."""
-        self._outbox.put_nowait = self._put
+        self._orders.send = self._send  # type: ignore[method-assign]
         for message in self._kept:
-            self._put(message)
+            self._send(message)
 
 
 async def attached_alone(it: Running) -> AttachedWorker:
@@ -64,7 +62,7 @@ async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) 
         assert (view.capacity.held is None) is (new is Role.PREFILL)
         assert it.worker.lifecycle.state is WorkerState.SERVING
         assert view.view().role is new
-        await it.call("Embed", pb.EmbedLegRequest(task=task()))
+        await it.order(pb.EmbedLegRequest(task=task()))
         await until_accepted(it, 0)
 
 
@@ -73,15 +71,15 @@ async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_pa
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_with_credit(it)
         hold = view.capacity.hold("", 10)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
         assert view.capacity.credit.is_unsettled and it.worker.drain.reason is None
         assert (view.capacity.num_requests, view.capacity.former.num_legs) == (0, 1)
-        await it.call("Embed", pb.EmbedLegRequest(task=task("new")))
-        await it.call("Decode", waiting_leg("late"))
+        await it.order(pb.EmbedLegRequest(task=task("new")))
+        await it.order(waiting_leg("late"))
         for request_id in ("r", "late"):
-            await it.call("Cancel", pb.CancelRequest(request_id=request_id))
+            await it.order(pb.CancelRequest(request_id=request_id))
         await until_accepted(it, 0)
         number = view.capacity.credit.number
         await asyncio.sleep(UNDISTURBED_SECONDS)
@@ -89,8 +87,8 @@ async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_pa
         hold.release()
         await until(lambda: not view.capacity.credit.is_unsettled)
         assert view.capacity.credit.number == number + 1, "the router has reported that on its own"
-        with pytest.raises(grpc.aio.AioRpcError, match="prefill worker does not serve Decode"):
-            await it.call("Decode", waiting_leg("r"))
+        with pytest.raises(InternalError, match="prefill worker does not serve Decode"):
+            await it.order(waiting_leg("r"))
 
 
 async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) -> None:
@@ -141,13 +139,13 @@ async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: 
     """The router has cancelled the leg, and the cancel is still on its way."""
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_alone(it)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await until(lambda: it.worker.engine.stats.num_fetches)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
         await asyncio.sleep(UNDISTURBED_SECONDS)
         assert it.worker.lifecycle.is_unsettled
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         await until(lambda: not view.capacity.credit.is_unsettled)
 
 

@@ -11,6 +11,7 @@ from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.legs import Placement
+from router.order_stream import OrderStream
 from router.running_shares import Held
 from router.views import WorkerView
 from router.worker_calls import WorkerCalls
@@ -77,8 +78,8 @@ class OneRouter(RouterSide):
             self.sink.ask("call", kind, session, number, attempt, num, source and boot_of(source))
         self.calls.clear()
         for worker in self.attached.values():
-            while not worker.outbox.empty():
-                message = cast(pb.RouterMessage, worker.outbox.get_nowait())
+            while taken := worker.orders.take():
+                message, _ = taken
                 self.sink.ask("to_worker", worker.session, message.SerializeToString(deterministic=True))
 
     def role_of(self, worker: str) -> Role:
@@ -92,7 +93,9 @@ class OneRouter(RouterSide):
         registration = Registration(
             worker_id=worker, boot_id=boot, role=self.role_of(worker).value, max_model_len=_MAX_LENGTH
         )
-        attached = AttachedWorker(registration, cast(WorkerCalls, None), Held(), ignore)
+        attached = AttachedWorker(
+            registration, cast(WorkerCalls, None), OrderStream(worker, 10.0), Held(), ignore
+        )
         attached.session, attached.latency, attached.capacity.held = session, WorkerLatency(no_time), None
         self.attached[worker] = attached
         self.attach(worker, session)

@@ -126,7 +126,7 @@ class SessionsSide(EngineSide):
             Offered(self.lifecycle, full),
             self._accepted,
             aborting(self.sink),
-            ignore,
+            reject_nothing,
             ignore,
         )
 
@@ -153,7 +153,8 @@ class SessionsSide(EngineSide):
 
     def receive(self, session: str, frame: bytes) -> None:
         """Take a router's message."""
-        self._sessions.received(self._sessions._streams[session], pb.RouterMessage.FromString(frame))
+        message = pb.RouterMessage.FromString(frame)
+        finish(self._sessions.received(self._sessions._streams[session], message))
 
     def take_leg(
         self,
@@ -265,6 +266,11 @@ class WorkerSide(SessionsSide):
 
 def ignore(*_: Any) -> None:
     """Do nothing."""
+
+
+async def reject_nothing(_message: pb.RouterMessage, _session: str) -> list[EngineOutput]:
+    """Carry out a message about the worker itself: there is none in these worlds."""
+    return []
 
 
 def aborting(sink: Sink) -> Callable[[EngineRequest], Awaitable[None]]:
