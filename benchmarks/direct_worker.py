@@ -17,7 +17,6 @@ from benchmarks.settings import service_environment
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
-from router.worker_calls import WorkerCalls, open_worker_calls
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
 from wire.membership import registration_from_proto
@@ -31,7 +30,7 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
 
     def __init__(self) -> None:
         self.attached: asyncio.Future[Registration] = asyncio.get_running_loop().create_future()
-        self.calls: WorkerCalls | None = None
+        self._orders: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self._heard: asyncio.Queue[tuple[float, pb.TokenEntry]] = asyncio.Queue()
         self._numbers = count()
 
@@ -43,29 +42,36 @@ class DirectWorker(worker_pb2_grpc.MembershipServicer):
         welcome = pb.Welcome(protocol=WORKER_PROTOCOL_MAX, router_id="benchmark", session=_SESSION)
         yield pb.RouterMessage(welcome=welcome)
         self.attached.set_result(registration_from_proto(first.registration))
-        async for message in request_iterator:
+        reading = asyncio.create_task(self._read(request_iterator))
+        try:
+            while message := await self._orders.get():
+                yield message
+        finally:
+            reading.cancel()
+
+    async def _read(self, messages: AsyncIterator[pb.WorkerMessage]) -> None:
+        async for message in messages:
             now = time.perf_counter()
             for entry in message.step.entries:
                 self._heard.put_nowait((now, entry))
+        self._orders.put_nowait(None)
 
     async def waits_for_first_token(self, prompt: list[int]) -> float:
         """Return the seconds to the first token, minus the worker's computation of the prompt."""
-        assert self.calls is not None
         sampling = pb.EngineSampling(top_p=1.0, max_tokens=2, ignore_eos=True)
         task = pb.Task(
             request_id=f"r{next(self._numbers)}",
             prompt_token_ids=prompt,
             sampling=sampling,
             deadline_seconds=60.0,
-            session=_SESSION,
         )
         begin = time.perf_counter()
-        asked = asyncio.create_task(self.calls.decode(pb.DecodeRequest(task=task)))
+        order = pb.Order(decode=pb.DecodeRequest(task=task))
+        self._orders.put_nowait(pb.RouterMessage(orders=pb.Orders(orders=[order])))
         end, first = await self._heard.get()
         entry = first
         while not entry.finish_reason:
             _, entry = await self._heard.get()
-        await asked
         return end - begin - first.timings.prefill_seconds
 
 
@@ -91,9 +97,8 @@ async def direct_worker(
     try:
         async with started(command, service_environment(), log) as process:
             async with in_time(process, log, time_limit):
-                registration = await _registration(worker, process)
-            async with open_worker_calls(registration, tls, time_limit) as worker.calls:
-                yield worker
+                await _registration(worker, process)
+            yield worker
     finally:
         await server.stop(None)
 

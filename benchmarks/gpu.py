@@ -31,12 +31,14 @@ from benchmarks.gpu_steps import (
 )
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "reads", "service", "handover", "fp8")
+PARTS = ("ceilings", "decode", "prefill", "long", "reads", "service", "handover", "fp8")
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each).
+
+    long: one request behind a long context: a decode, and a short chunk.
 
     fp8_shape: a shape of ``shapes`` with weights in FP8, whose steps are measured as those are.
     """
@@ -48,6 +50,7 @@ class Plan:
     batches: tuple[int, ...]
     context: int
     prefill: Work
+    long: tuple[Work, ...]
     num_rounds: int
     num_requests: int
     transports: tuple[str, ...]
@@ -56,7 +59,8 @@ class Plan:
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048), 10, 12,
+    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048),
+    (Work(1, 1, 65_535), Work(1, 20, 65_516)), 10, 12,
     ("nixl", "tcp"),
     ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
@@ -68,6 +72,7 @@ DRY = Plan(
     (1, 3),
     40,
     Work(2, 24),
+    (Work(1, 1, 4199), Work(1, 20, 4180)),
     1,
     2,
     ("shm",),
@@ -149,7 +154,7 @@ class Run:
                 yield from handovers(
                     shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports
                 )
-        if part in ("decode", "prefill"):
+        if part in ("decode", "prefill", "long"):
             for shape in self._shapes:
                 yield from self._steps(part, shape)
                 gc.collect()
@@ -167,14 +172,14 @@ class Run:
     def _steps(self, part: str, shape: ModelShape) -> Iterator[dict[str, Any]]:
         plan = self._plan
         works = [Work(batch, 1, plan.context - 1) for batch in plan.batches]
-        works = works if part == "decode" else [plan.prefill]
+        works = {"decode": works, "prefill": [plan.prefill], "long": list(plan.long)}[part]
         model = RandomModel(shape, plan.device, max(work.length for work in works))
         caches = model.caches(max(work.num_blocks for work in works))
         usable = usable_backends(plan.device, shape.head_dim, shape.num_heads // shape.num_kv_heads)
         for name in [name for name in usable if self._backends is None or name in self._backends]:
             for work in works:
                 bound = _bound_seconds(part, shape, work, self._ceilings)
-                for has_graph in self._graphs(part, name):
+                for has_graph in self._graphs(work, name):
                     forward = model.forward_pass(name, work.batch if has_graph else None, caches)
                     for sampling in self._samplings(part):
                         steps = timed_steps(model, forward, work, caches, plan.num_rounds, sampling)
@@ -185,14 +190,15 @@ class Run:
                             "temperature": sampling.temperature,
                             "batch": work.batch,
                             "length": work.length,
+                            "num_tokens": work.num_tokens,
                         }
                         row |= figures_of(steps.seconds, bound, work.batch * work.num_tokens)
                         yield row | {"kernels": steps.kernels}
                     forward.close()
 
-    def _graphs(self, part: str, backend: str) -> tuple[bool, ...]:
+    def _graphs(self, work: Work, backend: str) -> tuple[bool, ...]:
         """Return whether to measure with graphs, without, or both."""
-        if part != "decode" or backend == "torch" or self._plan.device.type != "cuda":
+        if work.num_tokens > 1 or backend == "torch" or self._plan.device.type != "cuda":
             return (False,)
         return (True,) if self._is_brief else (True, False)
 
@@ -201,7 +207,8 @@ class Run:
 
 
 def _bound_seconds(part: str, shape: ModelShape, work: Work, ceilings: Ceilings) -> float:
-    bound = shape.decode_seconds if part == "decode" else shape.prefill_seconds
+    """Return the roofline; that of a short chunk is the bytes of weights and KV, which a decode reads too."""
+    bound = shape.prefill_seconds if part == "prefill" else shape.decode_seconds
     return bound(work.batch, work.length, ceilings)
 
 

@@ -126,16 +126,8 @@ class RandomModel:
         plain = PlainForward(model, backend, BLOCK_SIZE, self.device, draw)
         if graph_size is None:
             return plain
-        graphed = GraphedForward(
-            plain,
-            model,
-            backend,
-            CudaRecorder(self.device),
-            sizes=[graph_size],
-            max_model_len=self.max_length,
-            block_size=BLOCK_SIZE,
-            device=self.device,
-        )
+        recorder = CudaRecorder(self.device)
+        graphed = GraphedForward(plain, recorder, sizes=[graph_size], max_model_len=self.max_length)
         graphed.capture(caches)
         return graphed
 
@@ -165,6 +157,8 @@ def timed_steps(
         states = forward.begin(inputs, caches)()
         assert states is not None
         logits = forward.logits(states if work.num_tokens == 1 else states[last])
+        if rows[0].takes_best and forward.best_tokens(logits) is not None:
+            return
         drawn = sample(logits, rows, forward.draw)
         if any(drawn.num_nans):
             raise AssertionError("the model's logits are not numbers")

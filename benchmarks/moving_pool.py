@@ -1,12 +1,11 @@
 """A prefill and two decode workers in processes, with a router in this one, for the measurement of moves."""
 
 import asyncio
-import gc
 import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -21,12 +20,10 @@ from router.move import MoveResult
 from router.moving import Mover
 from router.request_run import RequestRun
 from router.service import RouterService
-from router.settings import RouterSettings
-from tests.chaos.fleet import Fleet, role_of
+from tests.chaos.fleet import Fleet
 from tests.chaos.held_resources import read_states, until_free
-from tests.private_files import write_private
+from tests.chaos.local_router import running_workers
 
-_SECRET = "a secret of the benchmarks, of 32 or more characters"
 _LOOK_SECONDS = 0.001
 _ANSWER_SECONDS = 120.0
 DECODERS = ("decode-0", "decode-1")
@@ -189,29 +186,10 @@ class MovingPool:
 async def running_moving_pool(
     folder: Path, transport: TransportName, model: Path | None
 ) -> AsyncIterator[MovingPool]:
-    """Run the router and the workers, in float32, without prefix caches; model: None for the demo model."""
-    fleet = Fleet(folder)
-    write_private(fleet.secret_file, _SECRET)
-    addresses: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    """Run the router and the workers, without prefix caches; model: None for the demo model."""
     flags: dict[str, Any] = {"model": model} if model else {}
-    async with AsyncExitStack() as stack:
-        router = RouterService(RouterSettings(**addresses, secret=_SECRET))
-        await router.start()
-        stack.push_async_callback(router.stop)
-        stack.push_async_callback(fleet.stop_all)
-        async with asyncio.TaskGroup() as tasks:
-            for name in ("prefill-0", *DECODERS):
-                start = fleet.start_worker(
-                    name,
-                    role_of(name),
-                    routers=(),
-                    router=router.addresses.internal,
-                    kv_cache_bytes=128 * 2**20,
-                    transport=transport,
-                    enable_prefix_caching=False,
-                    **flags,
-                )
-                tasks.create_task(start)
-        gc.collect()
-        gc.freeze()  # as a router's process does: a full collection would look like a pause of every stream
-        yield MovingPool(router, fleet)
+    names = ("prefill-0", *DECODERS)
+    async with running_workers(
+        folder, names, transport=transport, enable_prefix_caching=False, **flags
+    ) as pool:
+        yield MovingPool(*pool)

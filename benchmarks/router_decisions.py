@@ -26,6 +26,7 @@ from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest, place
 from router.registry import Registry
 from router.running_shares import RunningShares
@@ -69,7 +70,9 @@ class Pool:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=_LENGTH,
         )
-        worker = self.registry.new_worker(registration, cast(Any, "nothing is sent"))
+        worker = self.registry.new_worker(
+            registration, cast(Any, "nothing is called"), OrderStream(registration.worker_id, 10.0)
+        )
         self.registry.attach(worker)
         worker.capacity.grant(_CREDIT)
         return worker

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
-from typing import Any
 
 import grpc.aio
 
 from contract.identity import Role, new_boot_id
 from contract.outputs import FinishReason
-from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
+from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
 from router.testing.stream import RouterStream
 from router.testing.worker import kv_layout
@@ -28,15 +28,16 @@ _Key = tuple[str, int, int]
 
 @dataclass
 class _Leg:
-    """A request that runs. end: index after the last token that this leg emits."""
+    """A request that runs. router: index of the one it is of. end: index after the last token that this leg emits."""
 
+    router: int
     task: pb.Task
     end: int
     next_index: int
 
 
 @dataclass
-class SteppingWorker(worker_pb2_grpc.WorkerServicer):
+class SteppingWorker:
     """Emits a token for each request every ``step_seconds``, all of a step in one message.
 
     token_ids: the texts of answers; each begins at a random place. idle_after: tokens after which an answer is silent until
@@ -50,31 +51,20 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
     silent: dict[_Key, _Leg] = field(default_factory=dict)
     _is_busy: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Emit the first token."""
-        return self._begin(request.task, request.task.first_index + 1)
-
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Emit all tokens from the task's first index on."""
-        return self._begin(request.task, request.task.sampling.max_tokens)
-
-    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Stop a choice."""
-        for legs in (self.legs, self.silent):
-            legs.pop((request.request_id, request.attempt, request.choice), None)
-        return pb.Accepted()
-
-    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Reject the call: nothing is moved."""
-        raise NotImplementedError
-
-    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Reject the call: no client asks for embeddings."""
-        raise NotImplementedError
-
-    def GetModelFiles(self, request: pb.GetModelFilesRequest, context: Any) -> AsyncIterator[pb.ModelFile]:  # noqa: N802
-        """Reject the call: the router has the model's folder."""
-        raise NotImplementedError
+    def carry_out(self, router: int, order: pb.Order) -> bool:
+        """Start a leg of a router, which emits one token or all of them, or stop a choice. Every order is carried out."""
+        match order.WhichOneof("order"):
+            case "prefill":
+                task = order.prefill.task
+                self._begin(router, task, task.first_index + 1)
+            case "decode":
+                task = order.decode.task
+                self._begin(router, task, task.sampling.max_tokens)
+            case "cancel":
+                cancel = order.cancel
+                for legs in (self.legs, self.silent):
+                    legs.pop((cancel.request_id, cancel.attempt, cancel.choice), None)
+        return True
 
     def resume(self) -> None:
         """Let the answers that are silent go on."""
@@ -88,19 +78,17 @@ class SteppingWorker(worker_pb2_grpc.WorkerServicer):
         while True:
             await self._is_busy.wait()
             await asyncio.sleep(self.step_seconds)
-            entries: dict[str, list[pb.TokenEntry]] = {}
+            entries: dict[int, list[pb.TokenEntry]] = {}
             for key, leg in list(self.legs.items()):
-                entries.setdefault(leg.task.session, []).append(self._emit(key, leg))
-            for stream in streams:
-                if own := entries.get(stream.session):
-                    stream.send(*own)
+                entries.setdefault(leg.router, []).append(self._emit(key, leg))
+            for router, own in entries.items():
+                streams[router].send(*own)
             if not entries:
                 self._is_busy.clear()
 
-    def _begin(self, task: pb.Task, end: int) -> pb.Accepted:
-        self.legs[task.request_id, task.attempt, task.choice] = _Leg(task, end, task.first_index)
+    def _begin(self, router: int, task: pb.Task, end: int) -> None:
+        self.legs[task.request_id, task.attempt, task.choice] = _Leg(router, task, end, task.first_index)
         self._is_busy.set()
-        return pb.Accepted()
 
     def _emit(self, key: _Key, leg: _Leg) -> pb.TokenEntry:
         task = leg.task
@@ -134,10 +122,9 @@ async def attached(
     boot_id = new_boot_id()
     tls = worker_tls(secret, worker_id, boot_id)
     server = grpc.aio.server(options=internal_server_options(_PEER_SECONDS))
-    worker_pb2_grpc.add_WorkerServicer_to_server(worker, server)
     address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', tls.server_credentials)}"
     await server.start()
-    streams = [RouterStream(router) for router in routers]
+    streams = [RouterStream(router, partial(worker.carry_out, index)) for index, router in enumerate(routers)]
     registration = pb.Registration(
         protocol_min=WORKER_PROTOCOL_MAX,
         protocol_max=WORKER_PROTOCOL_MAX,

@@ -76,7 +76,8 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     there is now. is_draining: the worker drains; drain_seconds: the time until the legs that are left are taken away from
     it. is_empty: a draining worker holds no leg and lends no KV any more. is_unsettled: the worker may lend and fetch KV at
     once, because it has changed its role or answers are moved away from it; every router has answered a credit of nothing
-    since.
+    since. next_role: the role that it takes when every router has answered this credit, unless one of them needs the present
+    role.
     """
 
     max_requests: int = 0
@@ -86,6 +87,7 @@ class Credit(msgspec.Struct, frozen=True, kw_only=True):
     drain_seconds: float = 0.0
     is_empty: bool = False
     is_unsettled: bool = False
+    next_role: str = ""
 
 
 class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,12 +95,14 @@ class CreditUse(msgspec.Struct, frozen=True, kw_only=True):
 
     number: that of the last credit that it has received. num_requests, num_tokens: bound or reserved legs, and their tokens,
     without the num_former that were bound before the worker took its role. Moves of answers away from it count as former.
+    needs_role: the worker must not take its ``next_role``.
     """
 
     number: int = 0
     num_requests: int = 0
     num_tokens: int = 0
     num_former: int = 0
+    needs_role: bool = False
 
 
 class RoleOrder(msgspec.Struct, frozen=True, kw_only=True):

@@ -69,7 +69,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     ``token_ids[0]`` in the answer. stop_reason: the stop token id that ended it (None for the model's own end token).
     num_cached_tokens: prompt tokens whose KV this engine did not compute (set on the first output). pooled: the embedding
     as float32 numbers, with ``finish_reason`` STOP. An error has ``finish_reason`` ERROR, ``error_kind`` and
-    ``error_message``; error_param: the field at fault.
+    ``error_message``; error_param: the field at fault. is_rejected: a worker has not accepted the request.
     """
 
     request_id: str
@@ -89,6 +89,7 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     error_kind: str | None = None
     error_message: str | None = None
     error_param: str | None = None
+    is_rejected: bool = False
 
     @classmethod
     def of_error(

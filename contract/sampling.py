@@ -104,27 +104,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self) -> None:
         """Raise InvalidRequestError that names the first field out of range."""
-        _in_range("temperature", self.temperature, 0.0, 2.0)
-        _in_range("top_k", self.top_k, 0, 2**31 - 1)
-        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_ranges(
+            ("temperature", self.temperature, 0.0, 2.0),
+            ("top_k", self.top_k, 0, 2**31 - 1),
+            ("seed", self.seed, -(2**63), 2**64 - 1),
+            ("max_tokens", self.max_tokens, 1, 2**31 - 1),
+            ("min_tokens", self.min_tokens, 0, self.max_tokens),
+        )
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p is {self.top_p}; it must lie in (0, 1]", param="top_p")
-        if self.logprobs is not None:
-            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.prompt_logprobs is not None:
-            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
-        _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_ranges(
+            ("logprobs", self.logprobs or 0, 0, MAX_LOGPROBS),
+            ("prompt_logprobs", self.prompt_logprobs or 0, 0, MAX_LOGPROBS),
+            ("min_p", self.min_p, 0.0, 1.0),
+            ("presence_penalty", self.presence_penalty, -2.0, 2.0),
+            ("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
+        )
         if not 0.0 < self.repetition_penalty <= MAX_REPETITION_PENALTY:
             raise InvalidRequestError(
                 f"repetition_penalty is {self.repetition_penalty}; it must lie in (0, {MAX_REPETITION_PENALTY:g}]",
                 param="repetition_penalty",
             )
         for _, bias in self.logit_bias:
-            _in_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+            _check_ranges(("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS))
         if self.grammar is not None:
             self.grammar.check()
 
@@ -137,6 +139,8 @@ def choice_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def _in_range(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)
+def _check_ranges(*ranges: tuple[str, float, float, float]) -> None:
+    """Raise InvalidRequestError for the first value out of its range. ranges: name, value, lowest and highest value."""
+    for name, value, low, high in ranges:
+        if not low <= value <= high:
+            raise InvalidRequestError(f"{name} is {value}; it must lie in {low}..{high}", param=name)

@@ -168,7 +168,6 @@ class Task(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_SECONDS_FIELD_NUMBER: _builtins.int
-    SESSION_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -185,10 +184,6 @@ class Task(_message.Message):
     """Prompts with different salts never share cached KV."""
     deadline_seconds: _builtins.float
     """Seconds until the request ends with an error, in any state."""
-    session: _builtins.str
-    """Session of the Attach stream on which the tokens are expected; a worker on which it is not open rejects the call.
-    Unset: the only open session.
-    """
     num_choices: _builtins.int
     """Number of answers to this prompt, beginning with choice; unset: one."""
     tenant: _builtins.str
@@ -218,13 +213,12 @@ class Task(_message.Message):
         priority: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
         deadline_seconds: _builtins.float = ...,
-        session: _builtins.str = ...,
         num_choices: _builtins.int = ...,
         tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session", b"session", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "choice", b"choice", "deadline_seconds", b"deadline_seconds", "eos_token_ids", b"eos_token_ids", "first_index", b"first_index", "num_choices", b"num_choices", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -232,7 +226,7 @@ Global___Task: _TypeAlias = Task  # noqa: Y015
 
 @_typing.final
 class PrefillRequest(_message.Message):
-    """The prefill leg."""
+    """The prefill leg: compute a prompt, lend its KV under transfer_id, and sample the first token. Role prefill."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -294,7 +288,7 @@ Global___TransferSource: _TypeAlias = TransferSource  # noqa: Y015
 
 @_typing.final
 class DecodeRequest(_message.Message):
-    """The decode leg."""
+    """The decode leg: fetch a prompt's KV and decode; without a source, compute the prompt on this worker too. Roles decode and both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -324,7 +318,7 @@ Global___DecodeRequest: _TypeAlias = DecodeRequest  # noqa: Y015
 
 @_typing.final
 class EmbedLegRequest(_message.Message):
-    """The embedding leg."""
+    """The embedding leg: compute a prompt and pool its hidden states. Roles prefill and both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -392,7 +386,7 @@ Global___HandOffRequest: _TypeAlias = HandOffRequest  # noqa: Y015
 
 @_typing.final
 class CancelRequest(_message.Message):
-    """The request to stop."""
+    """The order to stop a request and free everything that it holds. Unknown ids are ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -423,8 +417,66 @@ class CancelRequest(_message.Message):
 Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
 
 @_typing.final
+class Order(_message.Message):
+    """An order about one request. A leg that the worker does not accept ends with a TokenEntry that has is_rejected."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    EMBED_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def prefill(self) -> Global___PrefillRequest: ...
+    @_builtins.property
+    def decode(self) -> Global___DecodeRequest: ...
+    @_builtins.property
+    def embed(self) -> Global___EmbedLegRequest: ...
+    @_builtins.property
+    def cancel(self) -> Global___CancelRequest: ...
+    def __init__(
+        self,
+        *,
+        prefill: Global___PrefillRequest | None = ...,
+        decode: Global___DecodeRequest | None = ...,
+        embed: Global___EmbedLegRequest | None = ...,
+        cancel: Global___CancelRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "embed", b"embed", "order", b"order", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "embed", b"embed", "order", b"order", "prefill", b"prefill"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_order: _TypeAlias = _typing.Literal["prefill", "decode", "embed", "cancel"]  # noqa: Y015
+    _WhichOneofArgType_order: _TypeAlias = _typing.Literal["order", b"order"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_order) -> _WhichOneofReturnType_order | None: ...
+
+Global___Order: _TypeAlias = Order  # noqa: Y015
+
+@_typing.final
+class Orders(_message.Message):
+    """Orders, which the worker carries out in this sequence. Tokens are sent on the stream on which the order came."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def orders(self) -> _containers.RepeatedCompositeFieldContainer[Global___Order]: ...
+    def __init__(
+        self,
+        *,
+        orders: _abc.Iterable[Global___Order] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["orders", b"orders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Orders: _TypeAlias = Orders  # noqa: Y015
+
+@_typing.final
 class Accepted(_message.Message):
-    """Acceptance of a call; all results are sent on the Attach stream."""
+    """Acceptance of a call."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -716,6 +768,7 @@ class Credit(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     IS_EMPTY_FIELD_NUMBER: _builtins.int
     IS_UNSETTLED_FIELD_NUMBER: _builtins.int
+    NEXT_ROLE_FIELD_NUMBER: _builtins.int
     max_requests: _builtins.int
     """Maximum number of legs that are bound to the worker."""
     max_tokens: _builtins.int
@@ -734,6 +787,8 @@ class Credit(_message.Message):
     """The worker may lend KV and fetch KV at once: it has changed its role, or answers are moved away from it, and every router has
     answered a credit of nothing since. No hand-over is bound between two such workers, and no answer is moved to one.
     """
+    next_role: _builtins.str
+    """The role that the worker takes when every router has answered this credit, unless one of them needs the present role."""
     def __init__(
         self,
         *,
@@ -744,10 +799,11 @@ class Credit(_message.Message):
         number: _builtins.int = ...,
         is_empty: _builtins.bool = ...,
         is_unsettled: _builtins.bool = ...,
+        next_role: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "is_unsettled", b"is_unsettled", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_seconds", b"drain_seconds", "is_draining", b"is_draining", "is_empty", b"is_empty", "is_unsettled", b"is_unsettled", "max_requests", b"max_requests", "max_tokens", b"max_tokens", "next_role", b"next_role", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -763,6 +819,7 @@ class CreditUse(_message.Message):
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_FORMER_FIELD_NUMBER: _builtins.int
+    NEEDS_ROLE_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Number of the last credit received."""
     num_requests: _builtins.int
@@ -771,6 +828,8 @@ class CreditUse(_message.Message):
     """Tokens of these legs."""
     num_former: _builtins.int
     """Legs that were bound before the worker took its role, which the others leave out, and moves of answers away from it."""
+    needs_role: _builtins.bool
+    """The worker must keep its role: the others that have a role which requests need may take another one at the same time."""
     def __init__(
         self,
         *,
@@ -778,10 +837,11 @@ class CreditUse(_message.Message):
         num_requests: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         num_former: _builtins.int = ...,
+        needs_role: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_former", b"num_former", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["needs_role", b"needs_role", "num_former", b"num_former", "num_requests", b"num_requests", "num_tokens", b"num_tokens", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -890,6 +950,7 @@ class TokenEntry(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
     HANDED_OVER_FIELD_NUMBER: _builtins.int
+    IS_REJECTED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The router's id of the request."""
     choice: _builtins.int
@@ -912,6 +973,8 @@ class TokenEntry(_message.Message):
     """The invalid field of the request; empty if there is none."""
     handed_over: _builtins.bool
     """The leg's last entry after HandOff: the KV of all tokens before first_index but the last one is lent."""
+    is_rejected: _builtins.bool
+    """The worker has not accepted the leg, and holds nothing of it; with finish_reason "error"."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -951,10 +1014,11 @@ class TokenEntry(_message.Message):
         prompt_logprobs: _abc.Iterable[Global___PositionLogprobs] | None = ...,
         pooled: _abc.Iterable[_builtins.float] | None = ...,
         handed_over: _builtins.bool = ...,
+        is_rejected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "num_cached_tokens", b"num_cached_tokens", "stop_reason", b"stop_reason", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "handed_over", b"handed_over", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens", "_stop_reason", b"_stop_reason", "attempt", b"attempt", "choice", b"choice", "error_kind", b"error_kind", "error_message", b"error_message", "error_param", b"error_param", "finish_reason", b"finish_reason", "first_index", b"first_index", "handed_over", b"handed_over", "is_rejected", b"is_rejected", "logprobs", b"logprobs", "num_cached_tokens", b"num_cached_tokens", "pooled", b"pooled", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "stop_reason", b"stop_reason", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_cached_tokens: _TypeAlias = _typing.Literal["num_cached_tokens"]  # noqa: Y015
     _WhichOneofArgType__num_cached_tokens: _TypeAlias = _typing.Literal["_num_cached_tokens", b"_num_cached_tokens"]  # noqa: Y015
@@ -1024,6 +1088,11 @@ class WorkerMessage(_message.Message):
     GOODBYE_FIELD_NUMBER: _builtins.int
     CREDIT_FIELD_NUMBER: _builtins.int
     ROLE_TAKEN_FIELD_NUMBER: _builtins.int
+    NUM_ORDERS_FIELD_NUMBER: _builtins.int
+    num_orders: _builtins.int
+    """Orders of this stream that the worker has carried out so far. It is sent within a tenth of a second after an order, in a
+    message of its own if there is no other one.
+    """
     @_builtins.property
     def registration(self) -> Global___Registration: ...
     @_builtins.property
@@ -1045,10 +1114,11 @@ class WorkerMessage(_message.Message):
         goodbye: Global___Goodbye | None = ...,
         credit: Global___Credit | None = ...,
         role_taken: Global___RoleTaken | None = ...,
+        num_orders: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit", b"credit", "goodbye", b"goodbye", "load", b"load", "message", b"message", "num_orders", b"num_orders", "registration", b"registration", "role_taken", b"role_taken", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["registration", "step", "load", "goodbye", "credit", "role_taken"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
@@ -1161,6 +1231,7 @@ class RouterMessage(_message.Message):
     ROLE_CHANGE_FIELD_NUMBER: _builtins.int
     CREDIT_USE_FIELD_NUMBER: _builtins.int
     UNDRAIN_FIELD_NUMBER: _builtins.int
+    ORDERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -1173,6 +1244,8 @@ class RouterMessage(_message.Message):
     def credit_use(self) -> Global___CreditUse: ...
     @_builtins.property
     def undrain(self) -> Global___Undrain: ...
+    @_builtins.property
+    def orders(self) -> Global___Orders: ...
     def __init__(
         self,
         *,
@@ -1182,12 +1255,13 @@ class RouterMessage(_message.Message):
         role_change: Global___RoleChange | None = ...,
         credit_use: Global___CreditUse | None = ...,
         undrain: Global___Undrain | None = ...,
+        orders: Global___Orders | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "orders", b"orders", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["credit_use", b"credit_use", "drain", b"drain", "goodbye", b"goodbye", "message", b"message", "orders", b"orders", "role_change", b"role_change", "undrain", b"undrain", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "role_change", "credit_use", "undrain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "goodbye", "drain", "role_change", "credit_use", "undrain", "orders"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1207,7 +1281,7 @@ class Welcome(_message.Message):
     router_id: _builtins.str
     """Name of the router."""
     session: _builtins.str
-    """Unique name of this stream; used in Task.session."""
+    """Unique name of this stream."""
     def __init__(
         self,
         *,

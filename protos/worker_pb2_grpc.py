@@ -103,7 +103,7 @@ class Membership:
 
 
 class WorkerStub:
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here.
     """
 
     def __init__(self, channel):
@@ -112,29 +112,9 @@ class WorkerStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Prefill = channel.unary_unary(
-                '/kvbaton.v1.Worker/Prefill',
-                request_serializer=protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
-                _registered_method=True)
-        self.Decode = channel.unary_unary(
-                '/kvbaton.v1.Worker/Decode',
-                request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
-                _registered_method=True)
-        self.Embed = channel.unary_unary(
-                '/kvbaton.v1.Worker/Embed',
-                request_serializer=protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
-                _registered_method=True)
         self.HandOff = channel.unary_unary(
                 '/kvbaton.v1.Worker/HandOff',
                 request_serializer=protos_dot_worker__pb2.HandOffRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
-                _registered_method=True)
-        self.Cancel = channel.unary_unary(
-                '/kvbaton.v1.Worker/Cancel',
-                request_serializer=protos_dot_worker__pb2.CancelRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
         self.GetModelFiles = channel.unary_stream(
@@ -145,41 +125,13 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here.
     """
-
-    def Prefill(self, request, context):
-        """Compute a prompt, lend its KV under transfer_id, and sample the first token.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Decode(self, request, context):
-        """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Embed(self, request, context):
-        """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
 
     def HandOff(self, request, context):
         """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
         handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
         after any other error but UNAVAILABLE, it is left as it was.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Cancel(self, request, context):
-        """Stop a request and free everything that it holds. Unknown ids are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,29 +147,9 @@ class WorkerServicer:
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Prefill': grpc.unary_unary_rpc_method_handler(
-                    servicer.Prefill,
-                    request_deserializer=protos_dot_worker__pb2.PrefillRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
-            ),
-            'Decode': grpc.unary_unary_rpc_method_handler(
-                    servicer.Decode,
-                    request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
-            ),
-            'Embed': grpc.unary_unary_rpc_method_handler(
-                    servicer.Embed,
-                    request_deserializer=protos_dot_worker__pb2.EmbedLegRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
-            ),
             'HandOff': grpc.unary_unary_rpc_method_handler(
                     servicer.HandOff,
                     request_deserializer=protos_dot_worker__pb2.HandOffRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
-            ),
-            'Cancel': grpc.unary_unary_rpc_method_handler(
-                    servicer.Cancel,
-                    request_deserializer=protos_dot_worker__pb2.CancelRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'GetModelFiles': grpc.unary_stream_rpc_method_handler(
@@ -234,89 +166,8 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream.
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here.
     """
-
-    @staticmethod
-    def Prefill(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvbaton.v1.Worker/Prefill',
-            protos_dot_worker__pb2.PrefillRequest.SerializeToString,
-            protos_dot_worker__pb2.Accepted.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Decode(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvbaton.v1.Worker/Decode',
-            protos_dot_worker__pb2.DecodeRequest.SerializeToString,
-            protos_dot_worker__pb2.Accepted.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Embed(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvbaton.v1.Worker/Embed',
-            protos_dot_worker__pb2.EmbedLegRequest.SerializeToString,
-            protos_dot_worker__pb2.Accepted.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
 
     @staticmethod
     def HandOff(request,
@@ -334,33 +185,6 @@ class Worker:
             target,
             '/kvbaton.v1.Worker/HandOff',
             protos_dot_worker__pb2.HandOffRequest.SerializeToString,
-            protos_dot_worker__pb2.Accepted.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Cancel(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvbaton.v1.Worker/Cancel',
-            protos_dot_worker__pb2.CancelRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

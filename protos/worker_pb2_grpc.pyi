@@ -64,75 +64,35 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WorkerStub:
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream."""
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WorkerAsyncStub: ...
-    Prefill: _grpc.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.Accepted]
-    """Compute a prompt, lend its KV under transfer_id, and sample the first token."""
-    Decode: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]
-    """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
-    Embed: _grpc.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]
-    """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
     HandOff: _grpc.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]
     """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
     """
-    Cancel: _grpc.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]
-    """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream."""
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Prefill: _aio.UnaryUnaryMultiCallable[_worker_pb2.PrefillRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
-    """Compute a prompt, lend its KV under transfer_id, and sample the first token."""
-    Decode: _aio.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
-    """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
-    Embed: _aio.UnaryUnaryMultiCallable[_worker_pb2.EmbedLegRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
-    """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
     HandOff: _aio.UnaryUnaryMultiCallable[_worker_pb2.HandOffRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
     """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
     """
-    Cancel: _aio.UnaryUnaryMultiCallable[_worker_pb2.CancelRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
-    """Stop a request and free everything that it holds. Unknown ids are ignored."""
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """Served by every worker. Calls return on acceptance; tokens are sent on the worker's Attach stream."""
-
-    @_abc_1.abstractmethod
-    def Prefill(
-        self,
-        request: _worker_pb2.PrefillRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
-        """Compute a prompt, lend its KV under transfer_id, and sample the first token."""
-
-    @_abc_1.abstractmethod
-    def Decode(
-        self,
-        request: _worker_pb2.DecodeRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
-        """Fetch a prompt's KV and decode; without a source, compute the prompt on this worker too (aggregated)."""
-
-    @_abc_1.abstractmethod
-    def Embed(
-        self,
-        request: _worker_pb2.EmbedLegRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
-        """Compute a prompt and pool its hidden states; the embedding is sent on the Attach stream. Roles prefill and both."""
+    """Served by every worker. Legs are started and cancelled by orders on the Attach stream, and not here."""
 
     @_abc_1.abstractmethod
     def HandOff(
@@ -144,14 +104,6 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
         after any other error but UNAVAILABLE, it is left as it was.
         """
-
-    @_abc_1.abstractmethod
-    def Cancel(
-        self,
-        request: _worker_pb2.CancelRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
-        """Stop a request and free everything that it holds. Unknown ids are ignored."""
 
     @_abc_1.abstractmethod
     def GetModelFiles(

@@ -132,8 +132,9 @@ class AdmissionQueue:
     def _admit(self) -> None:
         """Admit the next requests of the lanes for as long as there is room."""
         self._is_due = False
-        self._role_timeouts.update(self._registry.views)
-        self._lanes.sort(self._registry.views)
+        workers = self._registry.views
+        self._role_timeouts.update(workers)
+        self._lanes.sort(workers)
         if not self._lanes:
             return
         unreachable = self._placements.blocked_pairs()

@@ -13,49 +13,45 @@ from protos import worker_pb2 as pb
 from router.capacity import WorkerCapacity
 from router.inbox import Event
 from router.leg_routes import LegKey, LegRoutes
+from router.order_stream import OrderStream
 from router.running_shares import Held
-from router.throttling import MAX_PAUSE_SECONDS, Throttle
 from router.views import UNLIMITED, WorkerView
 from router.worker_calls import WorkerCalls
 from router.worker_latency import WorkerLatency
-from wire.membership import drain_to_proto, load_from_proto, role_change_to_proto
+from wire.membership import credit_use_to_proto, drain_to_proto, load_from_proto, role_change_to_proto
 
 _ROLES = {role.value: role for role in Role}
-_MAX_CANCELS = 4
-"""Cancels that are sent to one worker at a time.
-
-A client that disconnects ends hundreds of answers at once, and the starts of other clients would wait behind their cancels.
-"""
 
 
 class AttachedWorker:
     """One incarnation of a worker, from its registration until its stream closes.
 
     Owns the routes of its stream: which leg receives which entries. gone: set when the worker is detached; whatever it
-    sends after that is dropped, even if it is still alive. session: names this incarnation's stream, so that a late call
-    for it starts nothing on the next one. is_leaving: one side has ended the stream on purpose. held: counts what clients
-    hold of all workers that decode. on_change: called when its view has changed, with True if it may have room that it did
-    not have. outbox: messages to the worker itself; None ends the stream.
+    sends after that is dropped, even if it is still alive. session: names this incarnation's stream. is_leaving: one side
+    has ended the stream on purpose. orders: what is sent to it. held: counts what clients hold of all workers that decode.
+    on_change: called when its view has changed, with True if it may have room that it did not have.
     """
 
     def __init__(
         self,
         registration: Registration,
         calls: WorkerCalls,
+        orders: OrderStream,
         held: Held,
         on_change: "Callable[[AttachedWorker, bool], None]",
     ) -> None:
         self.registration = registration
         self.calls = calls
+        self.orders = orders
         self.session = secrets.token_hex(8)
         is_counted = registration.role != Role.PREFILL
-        self.capacity = WorkerCapacity(held if is_counted else None, partial(on_change, self))
+        self.capacity = WorkerCapacity(
+            held if is_counted else None, partial(on_change, self), self.report_use
+        )
         self.gone = asyncio.Event()
-        self.outbox: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
         self.is_leaving = False
         self.latency = WorkerLatency()
         self._routes = LegRoutes()
-        self._cancels = asyncio.Semaphore(_MAX_CANCELS)
 
     @cached_property
     def name(self) -> str:
@@ -77,7 +73,7 @@ class AttachedWorker:
     def is_empty(self) -> bool:
         """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
         capacity = self.capacity
-        return capacity.credit.is_empty and not capacity.num_requests and not capacity.num_former
+        return capacity.credit.is_empty and not capacity.num_requests and not capacity.former.num_legs
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""
@@ -91,15 +87,6 @@ class AttachedWorker:
     def unbind(self, key: LegKey) -> None:
         """Drop whatever else the worker sends for a leg. Does nothing the second time."""
         self._routes.unbind(key)
-
-    async def cancel(self, key: LegKey) -> None:
-        """Cancel a leg on the worker, after earlier cancels and unless the worker is gone by then. Raises KvbatonError."""
-        async with self._cancels:
-            if self.gone.is_set():
-                return
-            throttle = Throttle(MAX_PAUSE_SECONDS)
-            await self.calls.cancel(*key)
-            await throttle.after_work()
 
     def deliver(self, step: pb.StepOutput) -> None:
         """Pass the entries of one step to their legs. Entries of older attempts and unknown requests are dropped."""
@@ -118,16 +105,25 @@ class AttachedWorker:
 
     def drain(self, order: DrainOrder) -> None:
         """Send the worker the request to drain. It answers with its credit."""
-        self.outbox.put_nowait(pb.RouterMessage(drain=drain_to_proto(order)))
+        self.orders.send(pb.RouterMessage(drain=drain_to_proto(order)))
 
     def flip(self, order: RoleOrder) -> None:
         """Send the worker the request to take another role. It reports the role when every router has answered."""
-        self.capacity.ordered_role = order.role
-        self.outbox.put_nowait(pb.RouterMessage(role_change=role_change_to_proto(order)))
+        self.capacity.ordered = order
+        self.orders.send(pb.RouterMessage(role_change=role_change_to_proto(order)))
+
+    def report_use(self) -> None:
+        """Send the worker what this router holds of its last credit, unless that has no number.
+
+        It is the answer to every credit, and is sent once more when nothing is left of the worker's former state.
+        """
+        if self.capacity.credit.number:
+            use = credit_use_to_proto(self.capacity.use())
+            self.orders.send(pb.RouterMessage(credit_use=use))
 
     def undrain(self) -> None:
         """Send the worker the request to serve again."""
-        self.outbox.put_nowait(pb.RouterMessage(undrain=pb.Undrain()))
+        self.orders.send(pb.RouterMessage(undrain=pb.Undrain()))
 
     def view(self) -> WorkerView:
         """Return the worker as a policy reads it."""
@@ -169,7 +165,7 @@ class AttachedWorker:
             "is_empty": capacity.credit.is_empty,
             "num_legs": capacity.num_requests,
             "num_leg_tokens": capacity.num_tokens,
-            "num_former_legs": capacity.num_former,
+            "num_former_legs": capacity.former.num_legs,
             "is_unsettled": capacity.credit.is_unsettled,
             "num_stale_entries": self._routes.num_stale_entries,
         }

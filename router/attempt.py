@@ -30,7 +30,6 @@ from router.leg_report import LegReport
 from router.leg_requests import AttemptTask, error_of, leg_request, transfers_of
 from router.legs import Result
 from router.reservation import Reservation
-from router.tasks import TaskSet
 from wire.tokens import output_from_proto
 
 _FAILED = (FinishReason.ERROR, FinishReason.ABORT)
@@ -193,7 +192,7 @@ class Attempt:
             self._timer.cancel()
         if self._postponed:
             self._postponed.cancel()
-        self.legs.release(self.task.request.request_id)
+        self.legs.release()
 
     def _receive(self, leg: Leg, event: Event) -> None:
         """Process an event of a leg when it arrives. Tokens that are due wait in the inbox for the client."""
@@ -205,7 +204,8 @@ class Attempt:
         try:
             self._take(leg, event)
         except KvbatonError as error:
-            self._fail(Failure(error, leg.worker, self._failed_workers(leg, error)), leg)
+            failed = frozenset({leg.worker}) if event.is_rejected else self._failed_workers(leg, error)
+            self._fail(Failure(error, leg.worker, failed), leg)
             return
         if self._output.is_complete:
             self._settle()
@@ -278,10 +278,10 @@ class Attempt:
         leg.done()
 
 
-def begin(attempts: Sequence[Attempt], reservation: Reservation, tasks: TaskSet) -> None:
-    """Begin the attempts of all choices of a prompt on the reserved workers, each of which receives one call for all.
+def begin(attempts: Sequence[Attempt], reservation: Reservation) -> None:
+    """Begin the attempts of all choices of a prompt on the reserved workers, each of which receives one order for all.
 
-    If a worker was lost meanwhile, the attempts fail, and no worker receives a call.
+    If a worker was lost meanwhile, the attempts fail, and no worker receives an order.
     """
     first = attempts[0]
     for attempt, holds in zip(attempts, reservation.take(), strict=True):
@@ -291,15 +291,10 @@ def begin(attempts: Sequence[Attempt], reservation: Reservation, tasks: TaskSet)
             attempt.fail_unstarted(lost)
         return
     request_id, number, _ = first.task.key
-    calls: list[asyncio.Task[None]] = []
-    legs_by_worker = zip(*(attempt.legs for attempt in attempts), strict=True)
+    transfers = transfers_of(first.legs, f"{request_id}.{number}")
+    on_sent = reservation.begun(num_orders=len(transfers))
     for legs, transfer in zip(
-        legs_by_worker, transfers_of(first.legs, f"{request_id}.{number}"), strict=True
+        zip(*(attempt.legs for attempt in attempts), strict=True), transfers, strict=True
     ):
-        leg = legs[0]
-        request = leg_request(first.task, leg, num_choices=len(attempts), transfer=transfer)
-        call = leg.kind.start(leg.worker.calls, request, leg.worker.session)
-        calls.append(tasks.spawn(start(legs, call), f"start {request_id} on {leg.worker.name}"))
-        for each in legs:
-            each.call = calls[-1]
-    reservation.begun(calls)
+        request = leg_request(first.task, legs[0], num_choices=len(attempts), transfer=transfer)
+        start(legs, request, on_sent)

@@ -10,7 +10,6 @@ from router.inbox import Event
 from router.leg_routes import LegKey
 from router.legs import LegKind, Transfer
 from router.reservation import Reservation
-from router.tasks import TaskSet
 
 
 class AttemptLegs:
@@ -20,18 +19,17 @@ class AttemptLegs:
     unbound.
     """
 
-    def __init__(self, legs: Sequence[Leg], tasks: TaskSet) -> None:
+    def __init__(self, legs: Sequence[Leg]) -> None:
         self._legs = tuple(legs)
         self.first = self._legs[0]
         self.last = self._legs[-1]
-        self._tasks = tasks
         self._open: list[Leg] = []
 
     @classmethod
-    def of(cls, reservation: Reservation, kinds: Mapping[str, LegKind], tasks: TaskSet) -> "AttemptLegs":
+    def of(cls, reservation: Reservation, kinds: Mapping[str, LegKind]) -> "AttemptLegs":
         """Make a leg for each leg plan of a reservation."""
         planned = zip(reservation.placement.legs, reservation.workers, strict=True)
-        return cls([Leg(plan, kinds[plan.kind], worker) for plan, worker in planned], tasks)
+        return cls([Leg(plan, kinds[plan.kind], worker) for plan, worker in planned])
 
     def __iter__(self) -> Iterator[Leg]:
         return iter(self._legs)
@@ -63,11 +61,12 @@ class AttemptLegs:
         for earlier in self._before(leg):
             earlier.done()
 
-    def drop_last(self, name: str) -> None:
+    def drop_last(self) -> None:
         """Release the last leg, which has failed, and cancel it on a worker that may still hold it."""
         if self.last in self._open:
             self._open.remove(self.last)
-            self._release(self.last, name)
+            self.last.unbind()
+            self.last.cancel()
 
     def replace_last(
         self, leg: Leg, key: LegKey, on_event: Callable[[Leg, Event], None], hold: CreditHold
@@ -93,17 +92,13 @@ class AttemptLegs:
         """Return the workers that may hold the request, and the one of ``leg``."""
         return frozenset(each.worker for each in self._open if each.may_hold or each is leg)
 
-    def release(self, name: str) -> None:
+    def release(self) -> None:
         """Release every leg, and cancel it on a worker that may still hold it. Does nothing the second time."""
         legs = self._open
         self._open = []
         for leg in legs:
-            self._release(leg, name)
-
-    def _release(self, leg: Leg, name: str) -> None:
-        leg.unbind()
-        if leg.may_hold and not leg.worker.gone.is_set():
-            self._tasks.spawn(leg.cancel(), f"cancel {name} on {leg.worker.name}")
+            leg.unbind()
+            leg.cancel()
 
     def _before(self, leg: Leg) -> tuple[Leg, ...]:
         return self._legs[: self._legs.index(leg)]

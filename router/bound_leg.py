@@ -1,29 +1,22 @@
 """One leg of an attempt on its worker."""
 
-import asyncio
-import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-from contract.errors import ErrorKind, KvbatonError
+from contract.errors import KvbatonError
+from contract.requests import EngineRequest
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.inbox import Event
 from router.leg_routes import LegKey
 from router.legs import LegKind, LegPlan, Result
-
-logger = logging.getLogger(__name__)
-
-_MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
-"""A call that fails with one of these may have started the leg all the same."""
+from wire.legs import cancel_to_proto
 
 
 class Leg:
     """The state of one leg.
 
-    next_index: index of the token that it emits next. may_hold: the worker may still have the request in memory. call:
-    starts the leg.
+    next_index: index of the token that it emits next. may_hold: the worker may still have the request in memory.
     """
 
     def __init__(self, plan: LegPlan, kind: LegKind, worker: AttachedWorker) -> None:
@@ -32,7 +25,6 @@ class Leg:
         self.first_index = plan.first_index
         self.next_index = plan.first_index
         self.may_hold = True
-        self.call: asyncio.Task[None] | None = None
         self._is_done = False
         self._keys: tuple[LegKey, LegKey] = (("", 0, 0), ("", 0, 0))
         """The key of its entries, and the one by which it is cancelled."""
@@ -89,27 +81,22 @@ class Leg:
         self.may_hold = False
 
     def reject(self, error: KvbatonError) -> None:
-        """Process that the call which starts it has failed. That does not matter if it has emitted tokens."""
+        """Process that it was not accepted in time, or that the worker is lost. Nothing follows if it has emitted tokens."""
         if not self.has_emitted:
-            self.may_hold = self.may_hold and error.kind in _MAYBE_ACCEPTED
             self._receive(error)
 
-    async def cancel(self) -> None:
-        """Cancel it on the worker, after the worker has accepted it: otherwise the cancel could arrive first."""
-        if self.call:
-            await asyncio.wait({self.call})
-        if not self.may_hold or self.worker.gone.is_set():
-            return
-        try:
-            await self.worker.cancel(self._keys[1])
-        except KvbatonError as error:
-            logger.warning("%s; the request's own deadline ends it there", error.message)
+    def cancel(self) -> None:
+        """Cancel it on the worker if that may still hold it."""
+        if self.may_hold and not self.worker.gone.is_set():
+            self.worker.orders.cancel(cancel_to_proto(*self._keys[1]))
 
 
-async def start(legs: Sequence[Leg], call: Coroutine[Any, Any, None]) -> None:
-    """Make one call that starts all these legs of one worker. If it fails, every leg is rejected."""
-    try:
-        await call
-    except KvbatonError as error:
-        for leg in legs:
-            leg.reject(error)
+def start(legs: Sequence[Leg], request: EngineRequest, on_sent: Callable[[], None]) -> None:
+    """Order the one worker of all these legs to start them. on_sent: called when the order was sent."""
+    leg = legs[0]
+
+    def reject(error: KvbatonError) -> None:
+        for each in legs:
+            each.reject(error)
+
+    leg.worker.orders.start(leg.kind.order(request), reject, on_sent)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from contract.membership import Credit, CreditUse, Load
+from contract.membership import Credit, CreditUse, Load, RoleOrder
+from router.former_work import FormerWork
 from router.running_shares import Held
 from router.views import is_full
 
@@ -32,19 +33,24 @@ class WorkerCapacity:
 
     held: counts what clients hold of all workers among which their shares are divided; None if this is none of them.
     on_change: called at every change of these, with True if the worker may have room that it did not have. num_roles: roles
-    that the worker has had. num_requests, num_tokens: held for legs of its present role; num_former: legs of former ones.
-    ordered_role: the role that this router has ordered the worker to take, and that the worker does not offer yet.
+    that the worker has had. num_requests, num_tokens: held for legs of its present role. former: legs of former ones, and
+    moves. on_nothing_left: called when there are none of these any more.
+    ordered: the last order of this router to take a role, until the worker offers the role or has kept its own. needs_role:
+    this router has answered the worker's credit that it must keep its role.
     """
 
-    def __init__(self, held: Held | None, on_change: Callable[[bool], None]) -> None:
+    def __init__(
+        self, held: Held | None, on_change: Callable[[bool], None], on_nothing_left: Callable[[], None]
+    ) -> None:
         self.credit = Credit()
         self.load = Load()
         self.held = held
         self.num_requests = 0
         self.num_tokens = 0
-        self.num_former = 0
+        self.former = FormerWork(on_nothing_left)
         self.num_roles = 1
-        self.ordered_role: str | None = None
+        self.ordered: RoleOrder | None = None
+        self.needs_role = False
         self._on_change = on_change
 
     @property
@@ -52,6 +58,11 @@ class WorkerCapacity:
         """True while the worker serves this router, but other routers hold all of its credit."""
         credit = self.credit
         return credit.number > 0 and credit.max_requests == 0 and not credit.is_draining
+
+    @property
+    def changes_role(self) -> bool:
+        """True while the worker may take another role, and this router has not answered that it must not."""
+        return bool(self.credit.next_role) and not self.needs_role
 
     def hold(self, tenant: str, num_tokens: int) -> CreditHold:
         """Count one request of a client until the hold is released."""
@@ -68,25 +79,26 @@ class WorkerCapacity:
             self.num_requests -= 1
             self.num_tokens -= num_tokens
         else:
-            self.num_former -= 1
+            self.former.leg_ended()
         self._on_change(True)
 
     def take_role(self, held: Held | None) -> None:
         """Count legs of a new role, which has no credit until the worker sends it. held: see above."""
-        self.num_former += self.num_requests
+        self.former.num_legs += self.num_requests
         self.num_requests = 0
         self.num_tokens = 0
         self.num_roles += 1
         self.held = held
         self.grant(Credit(number=self.credit.number, is_unsettled=True))
 
-    def use(self, num_moves: int) -> CreditUse:
-        """Return the answer to the last credit. num_moves: answers that are being moved away from the worker."""
+    def use(self) -> CreditUse:
+        """Return the answer to the last credit."""
         return CreditUse(
             number=self.credit.number,
             num_requests=self.num_requests,
             num_tokens=self.num_tokens,
-            num_former=self.num_former + num_moves,
+            num_former=self.former.num_left,
+            needs_role=self.needs_role,
         )
 
     def report_load(self, load: Load) -> None:

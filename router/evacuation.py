@@ -75,15 +75,12 @@ class Evacuation:
         self._drains: dict[AttachedWorker, _Drain] = {}
         self._emptied: set[AttachedWorker] = set()
 
-    def num_moves_from(self, worker: AttachedWorker) -> int:
-        """Return how many answers are being moved away from a worker."""
-        return self._mover.num_moves_from(worker)
-
     def credit_changed(self, worker: AttachedWorker) -> None:
         """Process a worker's new credit: whether it drains, until when, and whether it is empty."""
         credit = worker.capacity.credit
-        if credit.max_requests and worker.capacity.ordered_role == worker.role:
-            worker.capacity.ordered_role = None
+        ordered = worker.capacity.ordered
+        if credit.max_requests and ordered and ordered.role == worker.role:
+            worker.capacity.ordered = None
             self._changes.notify()
         if not credit.is_draining:
             self._end(worker, "undone")
@@ -109,8 +106,12 @@ class Evacuation:
         if taken.role not in WORKER_ROLES:
             logger.warning("worker %s reported the role %r; ignored", worker.name, taken.role)
             return
-        if taken.role != worker.capacity.ordered_role:
-            worker.capacity.ordered_role = None  # a later order has come from elsewhere
+        ordered = worker.capacity.ordered
+        if ordered and taken.epoch >= ordered.epoch and taken.role != ordered.role:
+            worker.capacity.ordered = (
+                None  # a router needs the former role, or a later order has come from elsewhere
+            )
+            self._changes.notify()
         if taken.role != worker.role:
             self._registry.take_role(worker, Role(taken.role))
             self._metrics.flipped(taken.role)
@@ -130,7 +131,7 @@ class Evacuation:
 
     def _begin(self, worker: AttachedWorker) -> None:
         credit = worker.capacity.credit
-        worker.capacity.ordered_role = None  # a drain ends a change that was not made yet
+        worker.capacity.ordered = None  # a drain ends a change that was not made yet
         logger.info(
             "worker %s drains: its %d legs have %.1f s",
             worker.name,
@@ -149,7 +150,7 @@ class Evacuation:
             return False
         if drain := self._drains.get(worker):
             return not (drain.were_moved or drain.is_empty)
-        return worker.capacity.num_former > 0
+        return worker.capacity.former.num_legs > 0
 
     async def _move_answers(self, worker: AttachedWorker) -> None:
         """Move what the worker decodes to other workers, until nothing is left or its legs are taken away."""

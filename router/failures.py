@@ -14,7 +14,6 @@ from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
 from router.leg_failure import Failure, WorkerDrainedError
 from router.unreachable_pairs import UnreachablePairs
-from router.worker_calls import RouterExhaustedError
 
 CURABLE = frozenset(
     {
@@ -43,7 +42,6 @@ class Failures:
         self._max_replays = max_replays
         self._num_failures = 0
         self._num_transfer_failures = 0
-        self._num_own_failures = 0
         self._failed_workers: set[AttachedWorker] = set()
         self._too_small: set[AttachedWorker] = set()
         self.prefer: str | None = None
@@ -71,15 +69,13 @@ class Failures:
     @property
     def pause_seconds(self) -> float:
         """Seconds to wait before the next attempt, so that attempts that fail at once are not used up at once."""
-        count = max(self._num_failures, self._num_own_failures + 1 if self._num_own_failures else 0)
-        return _PAUSES_SECONDS[min(count, len(_PAUSES_SECONDS) - 1)]
+        return _PAUSES_SECONDS[min(self._num_failures, len(_PAUSES_SECONDS) - 1)]
 
     def progress(self, attempt: Attempt) -> None:
         """Record that the first token of the last leg has arrived, which ends a row of failures."""
         self.proven = attempt
         self._num_failures = 0
         self._num_transfer_failures = 0
-        self._num_own_failures = 0
         if hand_over := attempt.legs.hand_over:
             self._unreachable.record_success(*hand_over)
 
@@ -92,9 +88,6 @@ class Failures:
         hand_over = attempt.legs.hand_over
         self.prefer = hand_over[0].name if hand_over else None
         if isinstance(error, WorkerDrainedError):
-            return
-        if isinstance(error, RouterExhaustedError):
-            self._num_own_failures += 1
             return
         if _is_about_size(error):
             self._too_small.add(failure.failed_worker)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from msgspec import structs
 
-from contract.errors import KvbatonError, WorkerLostError, error_from_kind
+from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
 from contract.outputs import EngineOutput, FinishReason
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from router.bound_leg import Leg
@@ -17,6 +17,8 @@ from router.legs import Result, Transfer
 from router.prepared_request import PreparedRequest
 
 _MIN_DEADLINE_SECONDS = 0.001
+_LOST = (ErrorKind.UNAVAILABLE, ErrorKind.CANCELLED)
+"""Errors with which a worker that ends rejects a leg."""
 
 
 @dataclass(frozen=True)
@@ -107,5 +109,9 @@ def error_of(output: EngineOutput, worker: str) -> KvbatonError:
     """Return the error with which a worker ended a leg."""
     if output.finish_reason is FinishReason.ABORT:
         return WorkerLostError(f"worker {worker} gave the request up")
-    message = f"worker {worker}: {output.error_message or ''}"
-    return error_from_kind(output.error_kind or "", message, output.error_param)
+    if not output.is_rejected:
+        message = f"worker {worker}: {output.error_message or ''}"
+        return error_from_kind(output.error_kind or "", message, output.error_param)
+    message = f"worker {worker} has not accepted the request: {output.error_message or ''}"
+    kind = ErrorKind.WORKER_LOST if output.error_kind in _LOST else output.error_kind
+    return error_from_kind(kind or "", message, output.error_param)

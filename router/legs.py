@@ -3,20 +3,17 @@
 A new kind of leg is a new row of ``LEG_KINDS`` and a plan that names it. Attempts and request runs name no kind.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
 
 from contract.identity import Role
 from contract.requests import EngineRequest
+from protos import worker_pb2 as pb
 from wire.legs import decode_to_proto, embed_to_proto, prefill_to_proto
-
-if TYPE_CHECKING:  # policies are pure, and need no gRPC
-    from router.worker_calls import WorkerCalls
 
 PREFILL = "prefill"
 """Computes the prompt, sends its KV, and emits the first token."""
@@ -44,38 +41,37 @@ class Result(Enum):
     EMBEDDING = auto()
 
 
-StartLeg = Callable[["WorkerCalls", EngineRequest, str], Coroutine[Any, Any, None]]
-"""Makes the call that starts a leg in a worker's session. The call returns when the worker has accepted the leg."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class LegKind:
-    """The properties of one kind of leg. num_tokens_before: tokens that earlier legs of the attempt emit."""
+    """The properties of one kind of leg. num_tokens_before: tokens that earlier legs of the attempt emit.
 
-    start: StartLeg
+    order: makes the order that starts a leg.
+    """
+
+    order: Callable[[EngineRequest], pb.Order]
     transfer: Transfer = Transfer.NONE
     result: Result = Result.TOKENS
     num_tokens_before: int = 0
 
 
-def _start_prefill(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    return calls.prefill(prefill_to_proto(request, session))
+def _prefill(request: EngineRequest) -> pb.Order:
+    return pb.Order(prefill=prefill_to_proto(request))
 
 
-def _start_decode(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    return calls.decode(decode_to_proto(request, session))
+def _decode(request: EngineRequest) -> pb.Order:
+    return pb.Order(decode=decode_to_proto(request))
 
 
-def _start_embed(calls: "WorkerCalls", request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    return calls.embed(embed_to_proto(request, session))
+def _embed(request: EngineRequest) -> pb.Order:
+    return pb.Order(embed=embed_to_proto(request))
 
 
 LEG_KINDS: Mapping[str, LegKind] = MappingProxyType(
     {
-        PREFILL: LegKind(start=_start_prefill, transfer=Transfer.SEND),
-        DECODE: LegKind(start=_start_decode, transfer=Transfer.RECEIVE, num_tokens_before=1),
-        AGGREGATED: LegKind(start=_start_decode),
-        EMBED: LegKind(start=_start_embed, result=Result.EMBEDDING),
+        PREFILL: LegKind(order=_prefill, transfer=Transfer.SEND),
+        DECODE: LegKind(order=_decode, transfer=Transfer.RECEIVE, num_tokens_before=1),
+        AGGREGATED: LegKind(order=_decode),
+        EMBED: LegKind(order=_embed, result=Result.EMBEDDING),
     }
 )
 """The kinds of leg that this router places."""

@@ -10,17 +10,17 @@ import grpc
 
 from contract.errors import KvbatonError, WorkerLostError
 from contract.identity import why_no_name
-from contract.membership import Credit, Registration, Welcome
+from contract.membership import Registration, Welcome
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.evacuation import Evacuation
+from router.order_stream import OrderStream
 from router.registry import Registry, WorkerIdTakenError
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import ClusterTls, peer_names, worker_name
 from wire.membership import (
     credit_from_proto,
-    credit_use_to_proto,
     load_from_proto,
     registration_from_proto,
     role_taken_from_proto,
@@ -65,7 +65,8 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         registration = await _first_message(request_iterator)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
-            worker = self._registry.new_worker(registration, calls)
+            orders = OrderStream(registration.worker_id, self._accept_timeout)
+            worker = self._registry.new_worker(registration, calls, orders)
             await self._wait_for_id(registration)
             try:
                 self._registry.attach(worker)
@@ -91,15 +92,16 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
     async def _orders(
         self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]
     ) -> AsyncIterator[pb.RouterMessage]:
-        """Read the worker's stream until the worker is gone, and yield what is sent to the worker meanwhile."""
+        """Read the worker's stream until the worker is gone, and yield what is sent to it meanwhile."""
         reading = asyncio.create_task(self._read(worker, messages), name=f"read the stream of {worker.name}")
         gone = asyncio.create_task(worker.gone.wait(), name=f"replacement of {worker.name}")
         for task in (reading, gone):
-            task.add_done_callback(lambda _: worker.outbox.put_nowait(None))
+            task.add_done_callback(lambda _: worker.orders.close())
         try:
-            while (message := await worker.outbox.get()) is not None:
+            async for message in worker.orders.messages():
                 yield message
         finally:
+            worker.orders.close()
             reading.cancel()
             gone.cancel()
             await asyncio.wait({reading, gone})
@@ -108,20 +110,24 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
 
     async def _read(self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]) -> None:
         async for message in messages:
+            worker.orders.carried_out(message.num_orders)
             match message.WhichOneof("message"):
                 case "step":
                     worker.deliver(message.step)
                 case "load":
                     worker.capacity.report_load(load_from_proto(message.load))
                 case "credit":
-                    num_moves = self._evacuation.num_moves_from(worker)
-                    _grant(worker, credit_from_proto(message.credit), num_moves)
+                    worker.capacity.grant(credit_from_proto(message.credit))
+                    worker.capacity.needs_role = self._registry.needs_role_of(worker)
+                    worker.report_use()
                     self._evacuation.credit_changed(worker)
                 case "role_taken":
                     self._evacuation.role_taken(worker, role_taken_from_proto(message.role_taken))
                 case "goodbye":
                     worker.leave()
                     return
+                case None:
+                    pass  # it only reports the orders that were carried out
                 case other:
                     logger.warning("worker %s sent %s on an open stream; ignored", worker.name, other)
 
@@ -165,15 +171,3 @@ async def _first_message(messages: AsyncIterator[pb.WorkerMessage]) -> Registrat
     except TimeoutError:
         first = pb.WorkerMessage()
     return registration_from_proto(first.registration)
-
-
-def _grant(worker: AttachedWorker, credit: Credit, num_moves: int = 0) -> None:
-    """Take a credit, and report what is held of it, so that the worker can give what is unused to its other routers.
-
-    num_moves: answers that are being moved away from the worker.
-    """
-    worker.capacity.grant(credit)
-    if not credit.number:
-        return
-    use = credit_use_to_proto(worker.capacity.use(num_moves))
-    worker.outbox.put_nowait(pb.RouterMessage(credit_use=use))

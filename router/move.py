@@ -18,7 +18,6 @@ from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan
 from router.move_record import MoveRecord
 from router.request_run import RequestRun
 from router.reservation import Reservation
-from router.tasks import TaskSet
 
 
 class MoveResult(StrEnum):
@@ -44,9 +43,7 @@ class Move:
     lent.
     """
 
-    def __init__(
-        self, run: RequestRun, attempt: Attempt, reservation: Reservation, order: HandOff, tasks: TaskSet
-    ) -> None:
+    def __init__(self, run: RequestRun, attempt: Attempt, reservation: Reservation, order: HandOff) -> None:
         self.over = asyncio.Event()
         self.order = order
         self.record = MoveRecord(
@@ -56,7 +53,6 @@ class Move:
         self._run = run
         self._attempt = attempt
         self._reservation = reservation
-        self._tasks = tasks
         self._may_try_again = True
 
     @property
@@ -65,11 +61,10 @@ class Move:
         return self.record.handed_over_at is not None
 
     @property
-    def progress(self) -> tuple[int, bool] | None:
+    def progress(self) -> tuple[int, int] | None:
         """A value that changes with each sign of life of the target; None before the hand-over."""
-        target = self._attempt.legs.last
-        call = target.call
-        return (target.worker.latency.num_steps, bool(call and call.done())) if self.is_handed_over else None
+        target = self._attempt.legs.last.worker
+        return (target.latency.num_steps, target.orders.counts.carried_out) if self.is_handed_over else None
 
     @property
     def result(self) -> MoveResult:
@@ -107,7 +102,7 @@ class Move:
         legs = [_lease_of(source, num_tokens), _decode_leg(target, num_tokens)]
         task = AttemptTask(self._run.request, tuple(tokens[:-1]), self.order.next_attempt)
         ((hold,),) = self._reservation.take()
-        self._attempt = attempt.continue_with(task, AttemptLegs(legs, self._tasks), hold)
+        self._attempt = attempt.continue_with(task, AttemptLegs(legs), hold)
         self._run.continue_with(self._attempt)
         self.record.handed_over_at = time.monotonic()
         self.record.target_chosen(target.name, target.latency.num_steps)
@@ -155,7 +150,7 @@ class Move:
             return False
         self._may_try_again = False
         self.failed = failure
-        self._attempt.legs.drop_last(self.order.request_id)
+        self._attempt.legs.drop_last()
         self.over.set()
         return True
 
@@ -171,9 +166,7 @@ class Move:
         (lease, leg) = self._attempt.legs
         transfer = receiving(lease, SendTransfer(self.order.transfer_id))
         request = leg_request(self._attempt.task, leg, num_choices=1, transfer=transfer)
-        call = leg.kind.start(leg.worker.calls, request, leg.worker.session)
-        leg.call = self._tasks.spawn(start([leg], call), f"move {request.request_id} to {leg.worker.name}")
-        reservation.begun([leg.call])
+        start([leg], request, reservation.begun(num_orders=1))
 
 
 def _decode_leg(target: AttachedWorker, first_index: int) -> Leg:

@@ -61,7 +61,7 @@ _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 
 
 class Mover:
-    """Moves answers between workers. Owns the number of moves from each worker."""
+    """Moves answers between workers."""
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class Mover:
         self._runs = runs
         self._metrics = metrics
         self._tokens_at_once = tokens_at_once
-        self._sources: Counter[AttachedWorker] = Counter()
 
     def can_move(self, run: RequestRun, source: AttachedWorker) -> bool:
         """Return True if the answer is decoded on this worker, can be lent, and has enough tokens left."""
@@ -97,24 +96,13 @@ class Mover:
             for worker in self._registry.workers
         )
 
-    def num_moves_from(self, source: AttachedWorker) -> int:
-        """Return how many answers are being moved away from a worker."""
-        return self._sources[source]
-
     async def move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
         """Move one answer away from a worker, and wait until it continues elsewhere or the move has failed.
 
         An answer that cannot be moved stays as it is. Cancel the task to give the move up.
         """
-        self._sources[source] += 1
-        try:
-            result = await self._move(run, source)
-        finally:
-            self._sources[source] -= 1
-            if not self._sources[source]:
-                del self._sources[source]
-        self._metrics.ended(result.value)
-        return result
+        with source.capacity.former.moving():
+            return await _counted(self._metrics, self._move(run, source))
 
     async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MoveResult]:
         """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
@@ -123,19 +111,23 @@ class Mover:
         prompt one after another.
         """
         movable = [run for run in runs if self.can_move(run, source)]
+        if not movable:
+            return Counter()
         min_at_once = max(MIN_AT_ONCE, math.ceil(SHARE_AT_ONCE * len(movable)))
         work = _Work(sorted(movable, key=_num_left, reverse=True), min_at_once, self._tokens_at_once)
-        async with asyncio.TaskGroup() as group:
+        # Between two of these moves the worker is still one that answers leave.
+        with source.capacity.former.moving():
+            async with asyncio.TaskGroup() as group:
 
-            async def move_next(run: RequestRun) -> None:
-                work.done(run, await self.move(run, source))
+                async def move_next(run: RequestRun) -> None:
+                    work.done(run, await _counted(self._metrics, self._move(run, source)))
+                    begin()
+
+                def begin() -> None:
+                    while run := work.take():
+                        group.create_task(move_next(run))
+
                 begin()
-
-            def begin() -> None:
-                while run := work.take():
-                    group.create_task(move_next(run))
-
-            begin()
         return work.results
 
     async def _move(self, run: RequestRun, source: AttachedWorker) -> MoveResult:
@@ -165,7 +157,7 @@ class Mover:
             transfer_id=f"{request_id}.{number}.{secrets.token_hex(4)}",
             next_attempt=run.take_number(),
         )
-        move = Move(run, attempt, reservation, order, self._runs.tasks)
+        move = Move(run, attempt, reservation, order)
         move.begin()
         try:
             try:
@@ -218,8 +210,15 @@ class Mover:
     def _excluded(self, source: AttachedWorker) -> frozenset[str]:
         """Return the ids of the workers to which nothing is moved from ``source``."""
         blocked = self._runs.unreachable.blocked(self._registry.workers)
-        sources = (worker.name for worker in self._sources)
+        sources = (worker.name for worker in self._registry.workers if worker.capacity.former.num_moves)
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
+
+
+async def _counted(metrics: MoveMetrics, moving: Awaitable[MoveResult]) -> MoveResult:
+    """Wait for the end of a move, and count it."""
+    result = await moving
+    metrics.ended(result.value)
+    return result
 
 
 async def _order(move: Move, source: AttachedWorker, until_over: Callable[[], Awaitable[None]]) -> None:

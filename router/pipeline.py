@@ -94,7 +94,7 @@ class Pipeline:
     ) -> ModelCard:
         """Admit and prepare the prompts of one client's request, and open a run for each answer. Return their model."""
         first = requests[0]
-        num_answers = sum(len(request.choices) for request in requests)
+        num_answers = sum([len(request.choices) for request in requests])
         await self._models.settled()
         await self._rounds.wait_turn(first.tenant)
         self._tracker.check_admission(first, num_answers)

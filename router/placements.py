@@ -71,6 +71,6 @@ class Placements:
         workers = [self._registry.get(leg.worker) for leg in placement.legs]
         if pair := placement.hand_over:
             self._unreachable.record_probe(*map(self._registry.get, pair))
-        is_alone = self._shares.is_alone(order.tenant, self._registry.decoding())
+        is_alone = self._shares.is_alone(order.tenant, self._registry.held)
         start = self._starts.start(order.tenant, is_alone=is_alone)
         return Reservation(placement, workers, request, order.tenant, start)

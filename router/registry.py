@@ -7,14 +7,16 @@ from collections.abc import Callable
 from msgspec import structs
 
 from contract.errors import IncompatiblePeerError, InvalidRequestError
-from contract.identity import Role, worker_role
+from contract.identity import WORKER_ROLES, Role, worker_role
 from contract.layout import KVLayout, weights_of
 from contract.membership import Registration
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION
+from router.order_stream import OrderStream
 from router.policy import missing_role
+from router.role_changes import is_role_needed, missing_roles
 from router.running_shares import Held, TotalCredit
 from router.views import WorkerSize, WorkerViews, longest
 from router.worker_calls import WorkerCalls
@@ -66,6 +68,11 @@ class Registry:
             self._stale.clear()
         return self._views
 
+    @property
+    def held(self) -> Held:
+        """The requests and tokens that clients hold of all workers that decode."""
+        return self._held
+
     def decoding(self) -> TotalCredit:
         """Return the limits of all workers that decode, and who holds how much of them."""
         credits = self.views.decoding
@@ -96,9 +103,11 @@ class Registry:
         self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
         return longest([*self.views.sizes, *(size for _, size in self._gone.values())]) or otherwise
 
-    def new_worker(self, registration: Registration, calls: WorkerCalls) -> AttachedWorker:
+    def new_worker(
+        self, registration: Registration, calls: WorkerCalls, orders: OrderStream
+    ) -> AttachedWorker:
         """Make the record of a worker that is not attached yet."""
-        return AttachedWorker(registration, calls, self._held, self._on_change)
+        return AttachedWorker(registration, calls, orders, self._held, self._on_change)
 
     def holder(self, registration: Registration) -> AttachedWorker | None:
         """Return the attached worker that has this worker id and is another process; None if there is none."""
@@ -139,6 +148,21 @@ class Registry:
         worker.registration = structs.replace(worker.registration, role=role.value)
         worker.capacity.take_role(None if role is Role.PREFILL else self._held)
         self._changes.notify()
+
+    def missing_with(self, worker: AttachedWorker, role: Role) -> frozenset[Role]:
+        """Return the roles that no worker would be left for if this one took ``role``."""
+        others = (other for other in self._workers.values() if other is not worker and other.has_credit)
+        stay = (each for each in others if not (each.capacity.ordered or each.capacity.changes_role))
+        return missing_roles({role, *(other.role for other in stay)}, embeds_only=self._embeds_only)
+
+    def needs_role_of(self, worker: AttachedWorker) -> bool:
+        """Return True if a worker must not take its next role; see ``role_changes.py``."""
+        next_role = worker.capacity.credit.next_role
+        if next_role not in WORKER_ROLES:
+            return False
+        others = (other for other in self._workers.values() if other is not worker and other.has_credit)
+        known = [(other.role, other.capacity.changes_role) for other in others]
+        return is_role_needed(worker.role, Role(next_role), known, embeds_only=self._embeds_only)
 
     def detach(self, worker: AttachedWorker, reason: str) -> None:
         """Detach a worker whose stream has closed. Does nothing for an incarnation that was replaced."""

@@ -183,7 +183,7 @@ class RequestRun:
             queue = self._parts.queue
             with await queue.reserve(request, self._order(request), self.request.deadline) as reservation:
                 attempts = {run: run.new_attempt(reservation) for run in runs}
-                begin(list(attempts.values()), reservation, self._parts.tasks)
+                begin(list(attempts.values()), reservation)
         except TimeoutError:
             raise deadline_error(len(self._delivered)) from None
         except UnavailableError as error:
@@ -232,7 +232,7 @@ class RequestRun:
     def new_attempt(self, reservation: Reservation) -> Attempt:
         """Make the run's next attempt, which is to begin on the reserved workers now."""
         task = AttemptTask(self.request, tuple(self._delivered), self.take_number())
-        legs = AttemptLegs.of(reservation, self._parts.kinds, self._parts.tasks)
+        legs = AttemptLegs.of(reservation, self._parts.kinds)
         output = AttemptOutput(len(self._delivered), self._unread, self._parts.unread.max_of_answer)
         self._attempt = Attempt(task, legs, self.report, output)
         if legs.last.worker.role is Role.DECODE and not legs.hand_over:

@@ -1,7 +1,6 @@
 """Credit that is held for a request between the decision to admit it and the beginning of its legs."""
 
-import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
@@ -30,13 +29,10 @@ class Reservation:
     ) -> None:
         self.placement = placement
         self.workers = tuple(workers)
-        self._holds = [
-            [
-                worker.capacity.hold(tenant, num_tokens)
-                for worker, num_tokens in zip(workers, tokens, strict=True)
-            ]
-            for tokens in _tokens_of_choices(request, len(self.workers))
-        ]
+        self._holds: list[list[CreditHold]] = []
+        for tokens in _tokens_of_choices(request, len(self.workers)):
+            legs = zip(workers, tokens, strict=True)
+            self._holds.append([worker.capacity.hold(tenant, num_tokens) for worker, num_tokens in legs])
         self._start: Start | None = start
 
     def __enter__(self) -> "Reservation":
@@ -56,11 +52,13 @@ class Reservation:
         self._holds = []
         return holds
 
-    def begun(self, calls: Collection[asyncio.Task[None]]) -> None:
-        """Count the start until the calls that start the legs are done."""
-        if self._start:
-            self._start.follow(calls)
-            self._start = None
+    def begun(self, num_orders: int) -> Callable[[], None]:
+        """Count the start until the orders that start the legs were sent. Return a function to call for each of them."""
+        assert self._start is not None, "begun twice"
+        start = self._start
+        self._start = None
+        start.num_orders = num_orders
+        return start.sent
 
     def release(self) -> None:
         """Give back the credit that no leg has taken, and end a start that was not begun. Does nothing the second time."""

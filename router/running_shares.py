@@ -57,7 +57,7 @@ class RunningShares:
         That is always true if it holds none, or if it is alone.
         """
         held_requests = use.held.num_requests[tenant]
-        if not held_requests or self.is_alone(tenant, use):
+        if not held_requests or self.is_alone(tenant, use.held):
             return True
         held_tokens = use.held.num_tokens[tenant]
         return (
@@ -65,6 +65,6 @@ class RunningShares:
             and held_tokens + num_tokens <= self._max_share * use.max_tokens
         )
 
-    def is_alone(self, tenant: str, use: TotalCredit) -> bool:
+    def is_alone(self, tenant: str, held: Held) -> bool:
         """Return True if no other client has sent a request lately, or holds one."""
-        return self._recent.names <= {tenant} and use.held.num_requests.keys() <= {tenant}
+        return self._recent.names <= {tenant} and held.num_requests.keys() <= {tenant}

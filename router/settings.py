@@ -113,7 +113,7 @@ class RouterSettings(DrainOptions, Settings):
     request_timeout_seconds: float = Field(default=600.0, gt=0)
     """Time from a request's arrival to its last token; then it ends with an error."""
     accept_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Time for a worker to accept a request, a cancellation or another call of the router."""
+    """Time for a worker to carry out an order or a call of the router."""
     worker_wait_seconds: float = Field(default=30.0, ge=0)
     """Time that requests wait for a role without any worker (one may be restarting); then they get status 503."""
     max_replays: int = Field(default=5, ge=0)

@@ -1,14 +1,13 @@
 """A limit on how many requests of one client are being started at workers at the same time.
 
-A start is one call to each worker of the request, which takes the router and the worker about a millisecond each. If a
-client's hundred requests were sent at once, the requests of other clients would wait behind all of these calls. Therefore
-the next ones are sent when the first ones have been accepted, and beside other clients only after a pause.
+A start is an order to each worker of the request, which takes the router and the worker a part of a millisecond each. If a
+client's hundred requests were sent at once, the requests of other clients would wait behind all of these orders. Therefore
+the next ones are sent when the first ones have left the router, and beside other clients only after a pause.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable
 
 from router.throttling import pause_seconds
 
@@ -19,20 +18,23 @@ _TIMEOUT_SECONDS = 0.05
 
 
 class Start:
-    """The start of one request. It counts until its calls are done, until it is given up, or for ``_TIMEOUT_SECONDS``."""
+    """The start of one request. It counts until its orders were sent, until it is given up, or for ``_TIMEOUT_SECONDS``.
+
+    num_orders: orders that are still to be sent.
+    """
 
     def __init__(self, on_end: Callable[[float], None]) -> None:
         loop = asyncio.get_running_loop()
         self._on_end = on_end
         self._began = loop.time()
-        self._open_calls: set[asyncio.Task[Any]] = set()
+        self.num_orders = 0
         self._timer: asyncio.TimerHandle | None = loop.call_later(_TIMEOUT_SECONDS, self.end)
 
-    def follow(self, calls: Collection[asyncio.Task[Any]]) -> None:
-        """Count the start until all of ``calls`` are done."""
-        self._open_calls = set(calls)
-        for call in calls:
-            call.add_done_callback(self._on_call_done)
+    def sent(self) -> None:
+        """Record that one of the orders was sent."""
+        self.num_orders -= 1
+        if not self.num_orders:
+            self.end()
 
     def end(self) -> None:
         """Stop counting. Does nothing the second time."""
@@ -41,21 +43,16 @@ class Start:
             self._timer = None
             self._on_end(asyncio.get_running_loop().time() - self._began)
 
-    def _on_call_done(self, call: asyncio.Task[Any]) -> None:
-        self._open_calls.discard(call)
-        if not self._open_calls:
-            self.end()
-
 
 class StartLimiter:
-    """Owns the number of starts, by client. on_accepted: called when a client may start requests again.
+    """Owns the number of starts, by client. on_free: called when a client may start requests again.
 
     num_workers: workers that decode.
     """
 
-    def __init__(self, on_accepted: Callable[[], None]) -> None:
+    def __init__(self, on_free: Callable[[], None]) -> None:
         self.num_workers = 1
-        self._on_accepted = on_accepted
+        self._on_free = on_free
         self._starting: Counter[str] = Counter()
 
     def may_start(self, client: str) -> bool:
@@ -80,4 +77,4 @@ class StartLimiter:
         if not self._starting[client]:
             del self._starting[client]
         if was_full:
-            self._on_accepted()
+            self._on_free()

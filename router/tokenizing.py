@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from contract.errors import OverloadedError
@@ -39,7 +40,7 @@ class TokenizerThreads:
         """Return the prompt as token ids. Raises InvalidRequestError, OverloadedError."""
         if isinstance(request.prompt, tuple):
             return tokenize(request, card, max_model_len)
-        return await self.run(size_of(request.prompt), lambda: tokenize(request, card, max_model_len))
+        return await self.run(size_of(request.prompt), partial(tokenize, request, card, max_model_len))
 
     async def run(self, size: int, work: Callable[[], _T]) -> _T:
         """Return the result of ``work`` on a text of ``size`` characters. Raises OverloadedError if too many wait."""

@@ -62,7 +62,10 @@ class WorkerAdmin:
         return web.json_response(worker_facts(worker))
 
     async def _flip(self, request: web.Request) -> web.Response:
-        """Send the order to take a role: 200 once the worker has it, 202 if it has not within ``wait`` seconds."""
+        """Send the order to take a role: 200 once the worker has it, 202 if it has not within ``wait`` seconds.
+
+        Raises UnavailableError if the worker has kept its role.
+        """
         worker = self._worker_of(request)
         role = worker_role(request.query.get("role", ""))
         wait = seconds_in(request, "wait") or 0.0
@@ -71,10 +74,15 @@ class WorkerAdmin:
         capacity = worker.capacity
 
         def is_done() -> bool:
-            has_role = worker.role is role and not capacity.ordered_role
-            return worker.gone.is_set() or (has_role and capacity.credit.max_requests > 0)
+            is_over = not capacity.ordered and (worker.role is not role or capacity.credit.max_requests > 0)
+            return worker.gone.is_set() or is_over
 
         is_taken = await self._within(wait, is_done)
+        if is_taken and worker.role is not role and not worker.gone.is_set():
+            raise UnavailableError(
+                f"worker {worker.name} keeps the role {worker.role.value}: it drains, has received another order, "
+                "or is needed, because others change their roles too"
+            )
         return web.json_response(worker_facts(worker), status=200 if is_taken else 202)
 
     def _worker_of(self, request: web.Request) -> AttachedWorker:
@@ -112,10 +120,7 @@ def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:
     """Raise InvalidRequestError if the worker drains, or requests could not be answered when it has this role."""
     if worker.capacity.credit.is_draining:
         raise InvalidRequestError(f"worker {worker.name} drains; undo that first", param="role")
-    stay = [other for other in registry.workers if other.has_credit and not other.capacity.ordered_role]
-    roles = {other.role for other in stay if other is not worker} | {role}
-    needed = {Role.PREFILL} if registry.embeds_only else {Role.PREFILL, Role.DECODE}
-    if Role.AGGREGATED not in roles and (missing := needed - roles):
+    if missing := registry.missing_with(worker, role):
         names = " and no ".join(sorted(each.value for each in missing))
         raise InvalidRequestError(
             f"worker {worker.name} is needed: no {names} worker would be left", param="role"

@@ -1,10 +1,8 @@
-"""The router's calls to one worker. They return when the worker has accepted; results come on the worker's stream."""
+"""The router's calls to one worker, beside the orders on the worker's stream (``router/order_stream.py``)."""
 
 import asyncio
-import errno
-import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 import grpc
 import grpc.aio
@@ -24,7 +22,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import ClusterTls, worker_name
 from serving.grpc_options import internal_channel_options
-from wire.legs import cancel_to_proto
+from serving.waiting import is_being_cancelled
 from wire.model_files import piece_from_proto
 
 _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
@@ -36,10 +34,6 @@ _ERRORS: dict[grpc.StatusCode, type[KvbatonError]] = {
     grpc.StatusCode.CANCELLED: WorkerLostError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineError,
 }
-
-
-class RouterExhaustedError(OverloadedError):
-    """This router lacks resources of its own for a call. No worker is at fault."""
 
 
 class WorkerCalls:
@@ -62,72 +56,33 @@ class WorkerCalls:
                 "is its host or advertise_host right?"
             ) from None
 
-    async def prefill(self, request: pb.PrefillRequest) -> None:
-        """Start a prefill leg."""
-        try:
-            await self._stub.Prefill(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("Prefill", error) from error
-
-    async def decode(self, request: pb.DecodeRequest) -> None:
-        """Start a decode leg."""
-        try:
-            await self._stub.Decode(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("Decode", error) from error
-
-    async def embed(self, request: pb.EmbedLegRequest) -> None:
-        """Start an embedding."""
-        try:
-            await self._stub.Embed(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("Embed", error) from error
-
     async def hand_off(self, request: pb.HandOffRequest) -> None:
         """Order a choice to be handed off. NotFoundError: the worker does not have it (any more)."""
-        try:
+        with self._own_errors("HandOff"):
             await self._stub.HandOff(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("HandOff", error) from error
-
-    async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Cancel one choice of a request, in all attempts up to this one."""
-        request = cancel_to_proto(request_id, attempt, choice)
-        try:
-            await self._stub.Cancel(request, timeout=self._timeout)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("Cancel", error) from error
 
     async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""
-        try:
-            call = self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout)
-            async for piece in call:
+        with self._own_errors("GetModelFiles"):
+            async for piece in self._stub.GetModelFiles(pb.GetModelFilesRequest(), timeout=self._timeout):
                 yield piece_from_proto(piece)
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._error("GetModelFiles", error) from error
 
-    def _error(self, call: str, error: grpc.aio.AioRpcError | grpc.aio.UsageError) -> KvbatonError:
-        if isinstance(error, grpc.aio.UsageError):
-            return WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent")
-        if error.code() is grpc.StatusCode.UNAVAILABLE and not _has_descriptor():
-            return RouterExhaustedError(
-                f"the router has no file descriptor left to reach worker {self._worker_id}; try again later, or raise "
-                "its limit (ulimit -n)"
-            )
-        error_class = _ERRORS.get(error.code(), InternalError)
-        return error_class(
-            f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
-        )
-
-
-def _has_descriptor() -> bool:
-    """Return True if this process can open one more file."""
-    try:
-        os.close(os.open(os.devnull, os.O_RDONLY))
-    except OSError as error:
-        return error.errno not in (errno.EMFILE, errno.ENFILE)
-    return True
+    @contextmanager
+    def _own_errors(self, call: str) -> Iterator[None]:
+        """Raise the library's errors as a KvbatonError. A channel that is closed meanwhile cancels its calls."""
+        try:
+            yield
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            raise WorkerLostError(f"worker {self._worker_id} had gone before it answered {call}") from error
+        except grpc.aio.UsageError as error:
+            raise WorkerLostError(f"worker {self._worker_id} had gone before {call} was sent") from error
+        except grpc.aio.AioRpcError as error:
+            error_class = _ERRORS.get(error.code(), InternalError)
+            raise error_class(
+                f"worker {self._worker_id} did not accept {call}: {error.code().name}: {error.details()}"
+            ) from error
 
 
 @asynccontextmanager

@@ -29,7 +29,7 @@ def state_of(worker: AttachedWorker) -> ShownState:
         return ShownState.LEAVING
     if worker.capacity.credit.is_draining:
         return ShownState.EMPTY if worker.is_empty else ShownState.DRAINING
-    if worker.capacity.ordered_role:
+    if worker.capacity.ordered:
         return ShownState.CHANGING
     return ShownState.SERVING if worker.has_credit else ShownState.STARTING
 

@@ -163,9 +163,9 @@ class HttpConnection(web.RequestHandler):
 
     def _enter(self, phase: _Phase, seconds: float | None) -> None:
         self._phase = phase
-        self._stop_timer()
-        if seconds is not None:
-            self._timer = self._loop.call_later(seconds, self._on_deadline)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if seconds is None else self._loop.call_later(seconds, self._on_deadline)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

@@ -1,4 +1,4 @@
-"""A wait that a time limit or an event may end."""
+"""Waits that a time limit, an event or a cancel may end."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -19,3 +19,9 @@ async def ends_within(waiting: Coroutine[Any, Any, Any], seconds: float, at_once
     if has_ended:
         ending.result()
     return has_ended
+
+
+def is_being_cancelled() -> bool:
+    """Return True if the running task is being cancelled. gRPC raises the same error for a call that was cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -29,13 +29,9 @@ class Rig:
         self.plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
         self.graphed = GraphedForward(
             PlainForward(model, backend, CASE.block_size, CPU),
-            model,
-            backend,
             self.recorder,
             sizes=capture_sizes(6),
             max_model_len=MAX_LEN,
-            block_size=CASE.block_size,
-            device=CPU,
         )
         self.pools = [
             torch.full((NUM_BLOCKS, *CASE.pool(CASE.inputs()).shape[1:]), torch.nan) for _ in range(2)
@@ -51,7 +47,13 @@ class Rig:
         with torch.inference_mode():
             expected = self.plain.forward(inputs, self.caches[0])
             states = self.graphed.forward(inputs, self.caches[1])
+            expected_logits = self.plain.logits(expected)
+            logits = self.graphed.logits(states)
         torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(logits, expected_logits, atol=1e-4, rtol=1e-4)
+        best = self.graphed.best_tokens(logits)
+        assert best is None or best == expected_logits.argmax(dim=-1).tolist()
+        assert (best is None) == (inputs.max_query_len > 1 or inputs.num_reqs > 8)
         torch.testing.assert_close(*self.pools, atol=1e-5, rtol=1e-4, equal_nan=True)
 
     def replays(self) -> dict[int, int]:

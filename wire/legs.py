@@ -1,4 +1,4 @@
-"""Converts the calls that start a leg on a worker, hand one off, or cancel a request.
+"""Converts the orders that start a leg on a worker or cancel a request, and the call that hands a leg off.
 
 A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both.
 """
@@ -9,11 +9,11 @@ from protos import worker_pb2 as pb
 from wire.tasks import task_from_proto, task_to_proto
 
 
-def prefill_to_proto(request: EngineRequest, session: str) -> pb.PrefillRequest:
+def prefill_to_proto(request: EngineRequest) -> pb.PrefillRequest:
     """Translate a prefill leg. Raises TypeError for a request that sends no KV."""
     if not isinstance(request.transfer, SendTransfer):
         raise TypeError(f"a prefill leg has a SendTransfer, not {request.transfer!r}")
-    return pb.PrefillRequest(task=task_to_proto(request, session), transfer_id=request.transfer.transfer_id)
+    return pb.PrefillRequest(task=task_to_proto(request), transfer_id=request.transfer.transfer_id)
 
 
 def prefill_from_proto(message: pb.PrefillRequest) -> EngineRequest:
@@ -23,12 +23,12 @@ def prefill_from_proto(message: pb.PrefillRequest) -> EngineRequest:
     return task_from_proto(message.task, SendTransfer(message.transfer_id))
 
 
-def decode_to_proto(request: EngineRequest, session: str) -> pb.DecodeRequest:
+def decode_to_proto(request: EngineRequest) -> pb.DecodeRequest:
     """Translate a decode leg. Raises TypeError for a request that sends KV."""
     if isinstance(request.transfer, SendTransfer):
         raise TypeError(f"a decode leg has a ReceiveTransfer or none, not {request.transfer!r}")
     source = None if request.transfer is None else source_to_proto(request.transfer)
-    return pb.DecodeRequest(task=task_to_proto(request, session), source=source)
+    return pb.DecodeRequest(task=task_to_proto(request), source=source)
 
 
 def decode_from_proto(message: pb.DecodeRequest) -> EngineRequest:
@@ -62,9 +62,9 @@ def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
     )
 
 
-def embed_to_proto(request: EngineRequest, session: str) -> pb.EmbedLegRequest:
+def embed_to_proto(request: EngineRequest) -> pb.EmbedLegRequest:
     """Translate an embedding. The pooling is not sent: the worker reads it from its model's folder."""
-    return pb.EmbedLegRequest(task=task_to_proto(request, session))
+    return pb.EmbedLegRequest(task=task_to_proto(request))
 
 
 def embed_from_proto(message: pb.EmbedLegRequest, pooling: PoolingParams) -> EngineRequest:

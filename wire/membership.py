@@ -135,6 +135,7 @@ def credit_to_proto(credit: Credit) -> pb.Credit:
         drain_seconds=credit.drain_seconds,
         is_empty=credit.is_empty,
         is_unsettled=credit.is_unsettled,
+        next_role=credit.next_role,
     )
 
 
@@ -148,6 +149,7 @@ def credit_from_proto(message: pb.Credit) -> Credit:
         drain_seconds=message.drain_seconds,
         is_empty=message.is_empty,
         is_unsettled=message.is_unsettled,
+        next_role=message.next_role,
     )
 
 
@@ -190,6 +192,7 @@ def credit_use_to_proto(use: CreditUse) -> pb.CreditUse:
         num_requests=use.num_requests,
         num_tokens=use.num_tokens,
         num_former=use.num_former,
+        needs_role=use.needs_role,
     )
 
 
@@ -200,4 +203,5 @@ def credit_use_from_proto(message: pb.CreditUse) -> CreditUse:
         num_requests=message.num_requests,
         num_tokens=message.num_tokens,
         num_former=message.num_former,
+        needs_role=message.needs_role,
     )

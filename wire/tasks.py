@@ -7,8 +7,8 @@ from protos import worker_pb2 as pb
 from wire.sampling import sampling_from_proto, sampling_to_proto
 
 
-def task_to_proto(request: EngineRequest, session: str) -> pb.Task:
-    """Translate a request. ``session`` names the stream on which the router expects the tokens.
+def task_to_proto(request: EngineRequest) -> pb.Task:
+    """Translate a request.
 
     The leg's own message contains the transfer. An embedding's task has no sampling, and its pooling is not sent either,
     since the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
@@ -27,7 +27,6 @@ def task_to_proto(request: EngineRequest, session: str) -> pb.Task:
         cache_salt=request.cache_salt,
         tenant=request.tenant,
         deadline_seconds=request.deadline_seconds,
-        session=session,
     )
 
 

@@ -38,6 +38,7 @@ def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
         error_param=output.error_param or "",
         pooled=output.pooled or (),
         handed_over=output.handed_over,
+        is_rejected=output.is_rejected,
     )
 
 
@@ -63,6 +64,7 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         error_param=entry.error_param or None,
         pooled=entry.pooled[:] if entry.pooled else None,
         handed_over=entry.handed_over,
+        is_rejected=entry.is_rejected,
     )
 
 

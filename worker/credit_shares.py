@@ -31,7 +31,7 @@ class CreditShares:
         self._tokens = DividedLimit(total.max_tokens)
         self._numbers: dict[str, int] = {}
         self._seen: dict[str, int] = {}
-        self._former: dict[str, int] = {}
+        self._reports: dict[str, CreditUse] = {}
 
     @property
     def sessions(self) -> frozenset[str]:
@@ -51,7 +51,12 @@ class CreditShares:
     @property
     def num_former(self) -> int:
         """Legs of the worker's former role, and moves away from it, by the routers' last reports."""
-        return sum(self._former.values())
+        return sum(report.num_former for report in self._reports.values())
+
+    @property
+    def need_role(self) -> bool:
+        """True if a router has answered that the worker must keep its role."""
+        return any(report.needs_role for report in self._reports.values())
 
     def share_of(self, session: str) -> Use:
         """Return what a router was given last."""
@@ -64,14 +69,14 @@ class CreditShares:
             limit.open(session)
         self._numbers[session] = 0
         self._seen[session] = 0
-        self._former[session] = 0
+        self._reports[session] = CreditUse()
         return self._planned(used, always=frozenset({session}), is_new=True)
 
     def close(self, session: str, used: Mapping[str, Use]) -> dict[str, Credit]:
         """Remove a session, whose legs are bound no more; return the credits to send to the others."""
         for limit in (self._requests, self._tokens):
             limit.close(session)
-        del self._numbers[session], self._seen[session], self._former[session]
+        del self._numbers[session], self._seen[session], self._reports[session]
         return self._planned(used, is_new=True)
 
     def set_total(self, total: Credit, used: Mapping[str, Use]) -> dict[str, Credit]:
@@ -90,7 +95,7 @@ class CreditShares:
     def report(self, session: str, use: CreditUse) -> dict[str, Credit]:
         """Take a router's report of what it holds; return the credits to send, now that more may be free."""
         self._seen[session] = max(self._seen[session], use.number)
-        self._former[session] = use.num_former
+        self._reports[session] = use
         self.num_overdrawn += use.num_requests > self._requests.most_of(session)
         has_seen_all = self._has_seen_all(session)
         self._requests.report(session, use.num_requests, has_seen_all=has_seen_all)

@@ -2,6 +2,7 @@
 
 1. ``begin``: the worker sends its routers a credit of nothing, and waits until each of them has answered it. That takes one
    message in each direction. No leg is bound by the former role after that.
+   A router that needs the present role answers that, and the worker keeps it (``router/role_changes.py``).
 2. It takes the role and reports it with the credit of the role. Routers bind legs by it at once. Legs of the former role
    continue, also one that arrives now; the router moves answers away from a worker that decodes no more.
 3. Until nothing is left of the former role the worker is unsettled (``worker/settling.py``), and takes no further role.
@@ -56,6 +57,10 @@ class Flip:
         if self._change is None:
             self._change = asyncio.create_task(self._carry_out(), name="change the role")
 
+    def note_engine_report(self) -> None:
+        """Record that the engine has reported its state: it may have nothing of the former role any more."""
+        self._settling.note_report()
+
     def close(self) -> None:
         """End a change that was not made yet, since the worker leaves. Does nothing the second time."""
         self._settling.close()
@@ -63,7 +68,7 @@ class Flip:
             self._change.cancel()
             self._change = None
         self._order = None
-        self._lifecycle.is_closing = False
+        self._lifecycle.next_role = None
 
     async def _carry_out(self) -> None:
         """Carry out the newest order, and those that come meanwhile."""
@@ -75,10 +80,9 @@ class Flip:
                 case FlipStep.WAIT_ANSWERED:
                     await self._settling.wait_answered()
                 case FlipStep.CLOSE:
-                    self._lifecycle.is_closing = True
-                    self._announce_credit()
-                case FlipStep.TAKE:
-                    self._take()
+                    self._close()
+                case FlipStep.TAKE | FlipStep.KEEP:
+                    self._take(is_kept=step is FlipStep.KEEP)
         if self._lifecycle.num_drains != num_drains:
             logger.info("a drain has ended the change of the role")
         self._end()
@@ -88,10 +92,21 @@ class Flip:
             return FlipStep.END
         return next_flip_step(self._lifecycle, self._order, num_drains, self._settling.answers)
 
-    def _take(self) -> None:
-        """Take the role now. Every router has answered that it binds no leg by the former one."""
+    def _close(self) -> None:
+        """Send a credit of nothing, with the role that is to be taken when every router has answered."""
         assert self._order is not None, "the change is under way"
-        role = worker_role(self._order.role)
+        self._lifecycle.next_role = worker_role(self._order.role)
+        self._announce_credit()
+
+    def _take(self, *, is_kept: bool) -> None:
+        """Take the role now: every router has answered that it binds no leg by the former one.
+
+        is_kept: keep the present role, because a router needs it. That is reported like a role that was taken.
+        """
+        assert self._order is not None, "the change is under way"
+        if is_kept:
+            logger.warning("the order to become a %s worker is refused by a router", self._order.role)
+        role = self._lifecycle.role if is_kept else worker_role(self._order.role)
         self._lifecycle.take_role(role, self._order.epoch)
         self._settling.watch()
         self._announce_role()
@@ -102,6 +117,6 @@ class Flip:
         """End the change; a worker that offers nothing because of it offers its credit again."""
         self._order = None
         self._change = None
-        if self._lifecycle.is_closing:
-            self._lifecycle.is_closing = False
+        if self._lifecycle.next_role:
+            self._lifecycle.next_role = None
             self._announce_credit()

@@ -46,8 +46,9 @@ class Lifecycle:
     """Owns the state and the role of one worker: STARTING → SERVING ⇄ DRAINING → LEFT.
 
     is_stopping: the worker's process is to end, so that a drain cannot be undone. num_drains: drains that were begun.
-    role_epoch: that of the last change of the role; 0 while the worker has the role in which it started. is_closing: the
-    worker takes another role as soon as every router binds no leg by this one. is_unsettled: it may lend and fetch at once.
+    role_epoch: that of the last change of the role; 0 while the worker has the role in which it started. next_role: the
+    role that the worker is to take as soon as every router binds no leg by this one. is_unsettled: it may lend and fetch at
+    once.
     """
 
     def __init__(self, role: Role) -> None:
@@ -56,7 +57,7 @@ class Lifecycle:
         self.state = WorkerState.STARTING
         self.is_stopping = False
         self.num_drains = 0
-        self.is_closing = False
+        self.next_role: Role | None = None
         self.is_unsettled = False
         self._former_role = role
 
@@ -94,13 +95,15 @@ class Lifecycle:
         self._former_role = self.role
         self.role = role
         self.role_epoch = epoch
-        self.is_closing = False
+        self.next_role = None
 
     def credit(self, full: Credit) -> Credit:
         """Return the credit to offer: that of one role at a time (law 4), or nothing while the worker closes or drains."""
         if self.is_draining:
             return Credit(is_draining=True, is_unsettled=self.is_unsettled)
-        return Credit() if self.is_closing else replace(full, is_unsettled=self.is_unsettled)
+        if self.next_role:
+            return Credit(next_role=self.next_role.value)
+        return replace(full, is_unsettled=self.is_unsettled)
 
     def serves(self, call: LegCall) -> bool:
         """Return True if the role serves this call, or the former one did and may have legs on their way."""

@@ -27,8 +27,8 @@ class RouterSessions:
 
     A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
     stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
-    request in the engine. on_order: receives the routers' messages about the worker itself. on_report: called when a router
-    has reported what it holds, or is lost.
+    request in the engine. on_order: carries out a message of the router of a session, and returns the outputs of legs that
+    are rejected. on_report: called when a router has reported what it holds, or is lost.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class RouterSessions:
         credit: Callable[[], Credit],
         accepted: AcceptedRequests,
         abort: Callable[[EngineRequest], Awaitable[None]],
-        on_order: Callable[[pb.RouterMessage], None],
+        on_order: Callable[[pb.RouterMessage, str], Awaitable[list[EngineOutput]]],
         *on_report: Callable[[], None],
     ) -> None:
         self._lifecycle = lifecycle
@@ -71,23 +71,19 @@ class RouterSessions:
         """Legs of the worker's former role, and moves away from it, by the routers' last reports."""
         return self._shares.num_former
 
+    @property
+    def need_role(self) -> bool:
+        """True if a router needs the worker in its role, by its last report."""
+        return self._shares.need_role
+
     async def wait_open(self) -> None:
         """Block until a router has accepted this worker."""
         await self._is_open.wait()
 
-    def find(self, session: str) -> str:
-        """Return an open session; an empty one stands for the only open one. Raises UnavailableError if it is not open."""
-        if not self._streams:
-            raise UnavailableError("the worker is not attached to a router")
-        if session in self._streams:
-            return session
-        if session:
+    def check_open(self, session: str) -> None:
+        """Raise UnavailableError if this session has ended."""
+        if session not in self._streams:
             raise UnavailableError("the worker has lost the stream on which this request was sent")
-        if len(self._streams) > 1:
-            raise UnavailableError(
-                "the worker has several routers, and the request does not name its session"
-            )
-        return next(iter(self._streams))
 
     def opened(self, stream: RouterStream) -> None:
         """See StreamListener."""
@@ -98,14 +94,14 @@ class RouterSessions:
             stream.send(self._role())
         self._send(self._shares.open(stream.session, self._credit(), self._accepted.take_uses()))
 
-    def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """See StreamListener."""
         if message.HasField("credit_use"):
             use = credit_use_from_proto(message.credit_use)
             self._send(self._shares.report(stream.session, use))
             self._note_report()
-        else:
-            self._on_order(message)
+        elif rejected := await self._on_order(message, stream.session):
+            stream.send(pb.WorkerMessage(step=step_to_proto(rejected, None)))
 
     async def lost(self, session: str) -> None:
         """Abort the requests of a lost stream, and only those; give its share of the credit to the others."""

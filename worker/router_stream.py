@@ -18,6 +18,7 @@ from contract.errors import IncompatiblePeerError
 from protos import worker_pb2 as pb
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
+from serving.waiting import is_being_cancelled
 from worker.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -51,8 +52,8 @@ class StreamListener(Protocol):
     def opened(self, stream: "RouterStream") -> None:
         """Handle that a router has accepted this worker. ``stream.session`` names the stream until it is lost."""
 
-    def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
-        """Handle a message of a router on an open stream."""
+    async def received(self, stream: "RouterStream", message: pb.RouterMessage) -> None:
+        """Handle a message of a router on an open stream. The next one is read when this returns."""
 
     async def lost(self, session: str) -> None:
         """Handle that a stream that was open has ended. The worker registers again when this returns."""
@@ -174,8 +175,7 @@ class RouterStream:
                     channel, self._on_accepted, lambda message: self._listener.received(self, message)
                 )
         except asyncio.CancelledError:
-            # A cancelled call raises the same error as a cancelled task.
-            if not self._attachment.is_overfull or _is_cancelled():
+            if not self._attachment.is_overfull or is_being_cancelled():
                 raise
             return f"it leaves more than {self._max_unread_bytes} bytes unread"
         except grpc.aio.AioRpcError as error:
@@ -215,9 +215,3 @@ class RouterStream:
 
 def _reason(error: grpc.aio.AioRpcError) -> str:
     return f"{error.code().name}: {error.details()}"
-
-
-def _is_cancelled() -> bool:
-    """Return True if the running task itself is being cancelled."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

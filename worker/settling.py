@@ -7,7 +7,8 @@ last fetches end. Routers bind by what they have received, so each change has th
    the worker's former state.
 2. It is unsettled, and reports that with the role, or the drain, that lets it lend and fetch at once. No router sees the new
    state without this report.
-3. It is settled when every router has answered that nothing of the former state is left, and the engine has nothing either.
+3. It is settled when every router has reported that nothing of the former state is left, and the engine has nothing either.
+   A router reports that in its answer to a credit, or later on its own.
 
 Routers bind no hand-over between two unsettled workers, and move no answer to one (``router/policy.py``,
 ``router/moving.py``).
@@ -19,9 +20,6 @@ from typing import Protocol
 
 from worker.lifecycle import Lifecycle
 from worker.transitions import RouterAnswers, SettlingStep, next_settling_step
-
-_ASK_AGAIN_SECONDS = 0.1
-"""The time after which routers are asked again what is left of the worker's former state."""
 
 
 class Routers(RouterAnswers, Protocol):
@@ -54,7 +52,7 @@ class Settling:
         return self._routers()
 
     def note_report(self) -> None:
-        """Record that a router has answered a credit, or is gone."""
+        """Record that a router has reported what it holds, or is gone, or that the engine has reported its state."""
         self._reported.set()
 
     async def wait_settled(self) -> None:
@@ -64,8 +62,7 @@ class Settling:
     async def wait_answered(self) -> None:
         """Wait until every router has answered the last credit. Send that first."""
         while not self._routers().are_answered:
-            self._reported.clear()
-            await self._reported.wait()
+            await self._next_report()
 
     def watch(self) -> None:
         """Follow what is to be done: a drain has begun, or the worker has become unsettled."""
@@ -83,12 +80,10 @@ class Settling:
             self._watch = None
 
     async def _until_settled(self) -> None:
-        """Ask the routers again and again until nothing is left of the former state."""
+        """Decide again after each report until nothing is left of the former state."""
         lifecycle = self._lifecycle
         while (step := self._next_step()) is not SettlingStep.END:
             match step:
-                case SettlingStep.WAIT_ANSWERED:
-                    await self.wait_answered()
                 case SettlingStep.UNSETTLE:
                     lifecycle.is_unsettled = True
                     self._settled.clear()
@@ -98,10 +93,12 @@ class Settling:
                     self._settled.set()
                     self._routers().send_credit()
                 case _:
-                    await asyncio.sleep(_ASK_AGAIN_SECONDS)
-                    if self._next_step() is SettlingStep.ASK:
-                        self._routers().send_credit()
+                    await self._next_report()
         self._watch = None
+
+    async def _next_report(self) -> None:
+        self._reported.clear()
+        await self._reported.wait()
 
     def _next_step(self) -> SettlingStep:
         return next_settling_step(self._lifecycle, self._routers(), self._has_mixed_kv)

@@ -21,6 +21,10 @@ class RouterAnswers(Protocol):
         """True if every router has answered its last credit."""
 
     @property
+    def need_role(self) -> bool:
+        """True if a router needs the worker in its present role, by the last answers."""
+
+    @property
     def num_former(self) -> int:
         """Legs and moves of the worker's former state, by the last answers."""
 
@@ -29,13 +33,15 @@ class FlipStep(StrEnum):
     """The next step of a change of the role.
 
     WAIT_SETTLED: nothing can be done before the worker is settled. CLOSE: offer a credit of nothing. WAIT_ANSWERED: nothing
-    can be done before every router has answered it. TAKE: take the role. END: there is nothing to change any more.
+    can be done before every router has answered it. TAKE: take the role. KEEP: keep the present
+    role. END: there is nothing to change any more.
     """
 
     WAIT_SETTLED = "wait_settled"
     CLOSE = "close"
     WAIT_ANSWERED = "wait_answered"
     TAKE = "take"
+    KEEP = "keep"
     END = "end"
 
 
@@ -43,14 +49,14 @@ class SettlingStep(StrEnum):
     """The next step of a worker that drains or is unsettled.
 
     WAIT_ANSWERED: nothing can be done before every router has answered the last credit. UNSETTLE: count as unsettled.
-    STAY: the worker stays unsettled until its drain is undone. ASK: ask the routers again what is left of the former state.
-    SETTLE: count as settled. END: there is nothing to follow.
+    STAY: the worker stays unsettled until its drain is undone. WAIT_FORMER: something is left of the former
+    state; the routers and the engine report when that changes. SETTLE: count as settled. END: there is nothing to follow.
     """
 
     WAIT_ANSWERED = "wait_answered"
     UNSETTLE = "unsettle"
     STAY = "stay"
-    ASK = "ask"
+    WAIT_FORMER = "wait_former"
     SETTLE = "settle"
     END = "end"
 
@@ -66,11 +72,14 @@ def next_flip_step(
         return FlipStep.END
     if lifecycle.is_unsettled:
         return FlipStep.WAIT_SETTLED
-    if worker_role(order.role) is lifecycle.role:
+    role = worker_role(order.role)
+    if role is lifecycle.role:
         return FlipStep.TAKE
-    if not lifecycle.is_closing:
+    if lifecycle.next_role is not role:
         return FlipStep.CLOSE
-    return FlipStep.TAKE if routers.are_answered else FlipStep.WAIT_ANSWERED
+    if not routers.are_answered:
+        return FlipStep.WAIT_ANSWERED
+    return FlipStep.KEEP if routers.need_role else FlipStep.TAKE
 
 
 def next_settling_step(
@@ -85,7 +94,7 @@ def next_settling_step(
         return SettlingStep.UNSETTLE
     if lifecycle.is_draining:
         return SettlingStep.STAY
-    return SettlingStep.ASK if routers.num_former or has_mixed_kv() else SettlingStep.SETTLE
+    return SettlingStep.WAIT_FORMER if routers.num_former or has_mixed_kv() else SettlingStep.SETTLE
 
 
 def has_mixed_kv(role: Role, *, num_leases: int, num_fetches: int) -> bool:

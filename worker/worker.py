@@ -21,7 +21,7 @@ from worker.early_cancels import EarlyCancels
 from worker.emptiness import Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
-from worker.orders import carry_out
+from worker.orders import Orders
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
@@ -54,11 +54,7 @@ class Worker:
             self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine.stats)
         )
         self.drain = Drain(
-            self.lifecycle,
-            emptiness,
-            settling,
-            lambda: self._sessions.send_credit(),
-            settings.drain_seconds,
+            self.lifecycle, emptiness, settling, lambda: self._sessions.send_credit(), settings.drain_seconds
         )
         self.flip = Flip(
             self.lifecycle,
@@ -72,7 +68,7 @@ class Worker:
             lambda: self.drain.credit(credit_of(self.lifecycle.role, settings, engine)),
             self._accepted,
             self._abort_request,
-            lambda message: carry_out(message, self.drain, self.flip),
+            Orders(self, self.drain, self.flip).carry_out,
             emptiness.note_report,
             settling.note_report,
         )
@@ -149,13 +145,13 @@ class Worker:
                 async with asyncio.timeout(GOODBYE_SECONDS):
                     await self._links.leave()
 
-    async def accept(self, request: EngineRequest, session: str = "") -> None:
-        """Give a request to the engine; its tokens are sent on the stream of this session (empty: on the only open one).
+    async def accept(self, request: EngineRequest, session: str) -> None:
+        """Give a request to the engine; its tokens are sent on the stream of this session.
 
         Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
         """
         self.lifecycle.check_open()
-        session = self._sessions.find(session)
+        self._sessions.check_open(session)
         cancelled = [
             choice
             for choice in request.choices
@@ -227,6 +223,7 @@ class Worker:
             if self.engine.died.is_set():
                 break
             self._sessions.send_step(outputs, self.engine.stats)
+            self.flip.note_engine_report()
         raise UnavailableError(f"the engine of worker {self.identity.worker_id} has stopped")
 
     async def _report_load(self) -> None:
@@ -235,6 +232,7 @@ class Worker:
             await self.engine.idled.wait()
             self.engine.idled.clear()
             self._sessions.send_load(self.engine.stats, is_idle=True)
+            self.flip.note_engine_report()
 
 
 def _has_mixed_kv(role: Role, stats: SchedulerStats) -> bool:

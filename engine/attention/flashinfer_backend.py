@@ -22,7 +22,7 @@ from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_store import NO_SLOT, num_cleared_behind, store_kv
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import profile_inputs
-from engine.compute.staging import on_device, padded
+from engine.compute.staging import copy_into, on_device, padded
 from engine.kv_cache.memory import TORCH_DTYPES
 
 _WORKSPACE_BYTES = 256 * 2**20
@@ -135,15 +135,11 @@ class FlashInferDecode:
 
     def refill(self, inputs: PreparedInputs) -> None:
         """See StaticDecode. Plans every kind of layer that has attended, outside the graph."""
-        slots, cleared = on_device(
-            [
-                padded(inputs.slot_mapping, self._num_reqs, NO_SLOT),
-                padded(num_cleared_behind(inputs, self._block_size), self._num_reqs),
-            ],
-            self._slots.device,
-        )
-        self._slots.copy_(slots)
-        self._num_cleared.copy_(cleared)
+        vectors = [
+            padded(inputs.slot_mapping, self._num_reqs, NO_SLOT),
+            padded(num_cleared_behind(inputs, self._block_size), self._num_reqs),
+        ]
+        copy_into([self._slots, self._num_cleared], vectors)
         self._pages = pages_of(inputs, self._block_size, self._num_reqs)
         for shape, (wrapper, query, cache) in self._planned.items():
             plan_decode(wrapper, self._pages, shape, query, cache)
@@ -172,7 +168,7 @@ class FlashInferDecode:
                 )
             )
             plan_decode(wrapper, self._pages, shape, query, cache)
-            self._planned[shape] = (wrapper, query[:0].clone(), cache)
+            self._planned[shape] = (wrapper, query[:0].clone(), cache[:0].clone())
         return self._planned[shape][0].run(query.contiguous(), cache)
 
 

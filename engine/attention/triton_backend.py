@@ -69,7 +69,7 @@ class TritonStep(PagedAttention):
         if packing not in self._planned:
             item_bytes = 4 * cache.shape[2] * packing.rows * (cache.shape[-1] + 1)
             splits = _splits_of(self._inputs, requests, packing)
-            passes = passes_of(splits, max(1, _PASS_BYTES // item_bytes))
+            passes = passes_of(splits, max(1, self._workspace.pass_bytes // item_bytes))
             self._planned[packing] = [_pass_on(query.device, each) for each in passes]
         for each in self._planned[packing]:
             self.attend_splits(shape, query, cache, output, packing, each)
@@ -121,8 +121,8 @@ def _step_tensors(
 class TritonBackend:
     """Owns the memory of the splits' results, shared by layers, steps and captured graphs."""
 
-    def __init__(self) -> None:
-        self._workspace = Workspace()
+    def __init__(self, pass_bytes: int = _PASS_BYTES) -> None:
+        self._workspace = Workspace(pass_bytes)
 
     @property
     def workspace_bytes(self) -> int:

@@ -27,31 +27,34 @@ def store_kernel(
     block_stride,
     kv_stride,
     head_stride,
+    num_kv_heads: tl.constexpr,
+    heads: tl.constexpr,
     block_size: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
 ):
-    """Write key and value of one token and KV head, then zero ``num_cleared`` slots. A slot below 0 is skipped.
+    """Write key and value of one token, all heads together, then zero ``num_cleared`` slots. A slot below 0 is skipped.
 
-    key_stride, value_stride: elements from one token's heads to the next token's.
+    key_stride, value_stride: elements from one token's heads to the next token's. heads: ``num_kv_heads``, padded.
     """
     token = tl.program_id(0)
-    head = tl.program_id(1)
     slot = tl.load(slots + token)
     if slot >= 0:
         block = (slot // block_size).to(tl.int64)
+        head = tl.arange(0, heads)
         dim = tl.arange(0, dims)
-        is_dim = dim < head_dim
-        source = head * head_dim + dim
+        mask = (head < num_kv_heads)[:, None] & (dim < head_dim)[None, :]
+        source = head[:, None] * head_dim + dim[None, :]
         from_key = key + token.to(tl.int64) * key_stride + source
         from_value = value + token.to(tl.int64) * value_stride + source
-        place = cache + block * block_stride + head * head_stride + (slot % block_size) * head_dim + dim
-        tl.store(place, tl.load(from_key, mask=is_dim), mask=is_dim)
-        tl.store(place + kv_stride, tl.load(from_value, mask=is_dim), mask=is_dim)
-        zeros = tl.zeros([dims], dtype=cache.dtype.element_ty)
+        within = head[:, None] * head_stride + (slot % block_size) * head_dim + dim[None, :]
+        place = cache + block * block_stride + within
+        tl.store(place, tl.load(from_key, mask=mask), mask=mask)
+        tl.store(place + kv_stride, tl.load(from_value, mask=mask), mask=mask)
+        zeros = tl.zeros([heads, dims], dtype=cache.dtype.element_ty)
         for behind in range(1, tl.load(num_cleared + token) + 1):
-            tl.store(place + behind * head_dim, zeros, mask=is_dim)
-            tl.store(place + kv_stride + behind * head_dim, zeros, mask=is_dim)
+            tl.store(place + behind * head_dim, zeros, mask=mask)
+            tl.store(place + kv_stride + behind * head_dim, zeros, mask=mask)
 
 
 @triton.jit

@@ -53,9 +53,14 @@ class Pass:
 
 
 class Workspace:
-    """Float32 memory that only grows; memory that a captured graph uses stays."""
+    """Float32 memory that only grows; memory that a captured graph uses stays.
 
-    def __init__(self) -> None:
+    pass_bytes: the results of one pass of a step without a graph. The first buffer holds them, so only graphs, or one unit
+    with more, make it grow.
+    """
+
+    def __init__(self, pass_bytes: int) -> None:
+        self.pass_bytes = pass_bytes
         self._buffers: list[Tensor] = []
 
     @property
@@ -67,7 +72,8 @@ class Workspace:
         """Return ``[num_rows]`` and ``[num_rows, width]``, valid until the next call."""
         needed = num_rows * (width + 1)
         if not self._buffers or len(self._buffers[-1]) < needed:
-            self._buffers.append(torch.empty(needed, dtype=torch.float32, device=device))
+            size = max(needed, self.pass_bytes // 4)
+            self._buffers.append(torch.empty(size, dtype=torch.float32, device=device))
         buffer = self._buffers[-1]
         return buffer[:num_rows], buffer[num_rows:needed].view(num_rows, width)
 

@@ -37,6 +37,13 @@ def split_launch(dims: int) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": _STAGES_AHEAD if dims <= 128 else 3}
 
 
+def store_launch(num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return padded sizes and warps of the kernel that stores KV: eight elements per thread, within 1 to 8 warps."""
+    heads = 1 << (num_kv_heads - 1).bit_length()
+    dims = power_of_two(head_dim)
+    return {"heads": heads, "dims": dims, "num_warps": min(8, max(1, heads * dims // 256))}
+
+
 def chunk_rows(dtype: torch.dtype, head_dim: int) -> int:
     """Return the packed rows of a unit of a short chunk."""
     sizes = sizes_of(dtype, head_dim)

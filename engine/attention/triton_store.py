@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import triton_kernels
-from engine.attention.triton_sizes import power_of_two
+from engine.attention.triton_sizes import store_launch
 from engine.compute.inputs import PreparedInputs
 
 NO_SLOT = -1
@@ -17,7 +17,8 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_clear
     """Write a step's KV into a layer's part of the pool; the vectors as in ``triton_paged.StepTensors``."""
     key = _with_heads_together(key)
     value = _with_heads_together(value)
-    triton_kernels.store_kernel[key.shape[0], key.shape[1]](
+    num_tokens, num_kv_heads, head_dim = key.shape
+    triton_kernels.store_kernel[(num_tokens,)](
         key,
         value,
         cache,
@@ -26,9 +27,10 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_clear
         key.stride(0),
         value.stride(0),
         *cache.stride()[:3],
+        num_kv_heads=num_kv_heads,
         block_size=cache.shape[3],
-        head_dim=cache.shape[4],
-        dims=power_of_two(cache.shape[4]),
+        head_dim=head_dim,
+        **store_launch(num_kv_heads, head_dim),
     )
 
 

@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, create_backend
+from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend, is_installed
-from engine.compute.forward_graphs import CudaRecorder, GraphedForward, capture_sizes
+from engine.compute.forward_graphs import CudaRecorder, GraphedForward, Recorder, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
@@ -19,6 +19,7 @@ from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.draw import KernelDraw
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
+from engine.models.info import ModelInfo
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
 from engine.sampling.sampler import Draw, draw_by_torch
@@ -66,6 +67,12 @@ class ForwardPass(Protocol):
         None if that is unknown, or a row has a value that is not a number.
         """
 
+    def reserve(self, caches: Sequence[Tensor]) -> None:
+        """Take the memory that steps take beside weights and KV, before the pool's size is chosen.
+
+        caches: those of a pool that has only the null block.
+        """
+
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Prepare for steps on these caches; called once, after they are allocated."""
 
@@ -83,12 +90,13 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     name = choose_backend(settings.attention_backend, device, _needs_of(loaded))
     backend = create_backend(name)
     draw = _draw_on(device, settings, loaded.info.vocab_size)
-    plain = PlainForward(model, backend, settings.block_size, device, draw)
-    if not isinstance(model, CausalLM) or not isinstance(config, DecoderConfig):
-        return plain
-    if device.type == "cuda":
-        return _on_cuda(fused(model, config, name), backend, loaded.info.max_model_len, settings, device)
-    return _by_kernels(loaded, model, config, settings, device) or plain
+    if isinstance(model, CausalLM) and isinstance(config, DecoderConfig):
+        if device.type == "cuda":
+            plain = PlainForward(fused(model, config, name), backend, settings.block_size, device, draw)
+            return _with_graphs(plain, loaded.info, settings, CudaRecorder(device))
+        if (kernels := _by_kernels(loaded, model, config, settings, device)) is not None:
+            return kernels
+    return PlainForward(model, backend, settings.block_size, device, draw)
 
 
 def fused(model: CausalLM, config: DecoderConfig, attention_backend: str) -> LanguageModel:
@@ -109,33 +117,26 @@ def _needs_of(loaded: LoadedModel) -> Needs:
     return Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
 
 
-def _on_cuda(
-    model: LanguageModel,
-    backend: AttentionBackend,
-    max_model_len: int,
-    settings: EngineSettings,
-    device: torch.device,
+def _with_graphs(
+    plain: PlainForward, info: ModelInfo, settings: EngineSettings, recorder: Recorder
 ) -> ForwardPass:
-    draw = draw_on_cuda(settings.attention_backend)
-    plain = PlainForward(model, backend, settings.block_size, device, draw)
     if (reason := _why_eager(settings)) is not None:
         logger.info("no CUDA graphs: %s", reason)
         return plain
+    sizes = capture_sizes(settings.max_num_seqs)
     return GraphedForward(
-        plain,
-        model,
-        backend,
-        CudaRecorder(device),
-        sizes=capture_sizes(settings.max_num_seqs),
-        max_model_len=max_model_len,
-        block_size=settings.block_size,
-        device=device,
+        plain, recorder, sizes=sizes, max_model_len=info.max_model_len, has_head=info.has_head
     )
 
 
 def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:
-    """Return sampling by the kernels on the host, even if torch computes the model, for large vocabularies."""
-    may_take_kernels = device.type == "cpu" and settings.attention_backend == "auto"
+    """Return sampling by Triton on CUDA, and on the host by the kernels for large vocabularies.
+
+    The kernels draw even if torch computes the model.
+    """
+    if device.type == "cuda":
+        return draw_on_cuda(settings.attention_backend)
+    may_take_kernels = settings.attention_backend == "auto"
     kernels = load_kernels() if may_take_kernels and vocab_size >= _LARGE_VOCABULARY else None
     return draw_by_torch if kernels is None else KernelDraw(kernels)
 

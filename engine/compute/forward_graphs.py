@@ -1,5 +1,7 @@
 """CUDA graphs: decode steps of some batch sizes are captured once and replayed, so that a step costs one launch.
 
+A graph computes logits and each row's best token too, so a greedy step copies nothing but its tokens.
+
 A step with other than one token a request, with more requests than the largest graph, or with a watch runs as it is.
 """
 
@@ -13,12 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, StaticDecode
+from engine.attention.backend import StaticDecode
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
-from engine.compute.staging import on_device, padded
+from engine.compute.staging import copy_into, padded
 from engine.connector import LayerWatch
-from engine.models.language_model import LanguageModel
 from engine.sampling.sampler import Draw
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,37 @@ class _StaticTokens:
     def fill(self, inputs: PreparedInputs) -> int:
         """Write the tokens of a step, padded with zeros; return the size of the graph that holds them."""
         size = next(size for size in self.sizes if size >= inputs.num_reqs)
-        vectors = on_device([padded(inputs.input_ids, size), padded(inputs.positions, size)], self.device)
-        for row, vector in zip(self._tokens, vectors, strict=True):
-            row[:size].copy_(vector)
+        copy_into(list(self._tokens), [padded(inputs.input_ids, size), padded(inputs.positions, size)])
         return size
+
+
+class StaticLogits:
+    """The logits that all graphs write, and the best token of each row with 1 if it is a number, else 0."""
+
+    def __init__(self) -> None:
+        self._logits: Tensor | None = None
+        self._best: Tensor | None = None
+
+    def write(self, logits: Tensor) -> None:
+        """Keep the logits of a step. The first call, before any capture, has the most rows."""
+        if self._logits is None or self._best is None:
+            self._logits = torch.empty_like(logits)
+            self._best = torch.zeros(2, len(logits), dtype=torch.int64, device=logits.device)
+        self._logits[: len(logits)].copy_(logits)
+        top = logits.max(dim=-1)
+        self._best[0, : len(logits)].copy_(top.indices)
+        self._best[1, : len(logits)].copy_(top.values.isfinite())
+
+    def first(self, num_rows: int) -> Tensor:
+        """Return the logits of the first rows."""
+        assert self._logits is not None
+        return self._logits[:num_rows]
+
+    def best_of(self, num_rows: int) -> list[int] | None:
+        """Wait for the step; return the best tokens of the first rows, or None if one is not a number."""
+        assert self._best is not None
+        tokens, is_number = self._best[:, :num_rows].tolist()
+        return tokens if all(is_number) else None
 
 
 @dataclass(frozen=True)
@@ -111,56 +139,95 @@ class _Graph:
     recording: Recording
 
 
+@dataclass(frozen=True)
+class _Replayed:
+    """The results of the newest step; only these very tensors are recognized."""
+
+    states: Tensor
+    logits: Tensor
+
+
 class GraphedForward:
     """Replays graphs where it can, else asks ``plain``; see ForwardPass."""
 
     def __init__(
         self,
         plain: PlainForward,
-        model: LanguageModel,
-        backend: AttentionBackend,
         recorder: Recorder,
         *,
         sizes: Sequence[int],
         max_model_len: int,
-        block_size: int,
-        device: torch.device,
+        has_head: bool = True,
     ) -> None:
+        self.draw: Draw = plain.draw
         self._plain = plain
-        self._model = model
-        self._backend = backend
         self._recorder = recorder
-        self._static = _StaticTokens(sizes, device)
-        self._max_blocks = -(-max_model_len // block_size)
-        self._block_size = block_size
+        self._static = _StaticTokens(sizes, plain.device)
+        self._max_blocks = -(-max_model_len // plain.block_size)
+        self._logits = StaticLogits() if has_head else None
+        self._steps: dict[int, StaticDecode] = {}
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
-        self.draw: Draw = plain.draw
+        self._replayed: _Replayed | None = None
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
-        """See ForwardPass."""
-        return None
+        """See ForwardPass. They are known of a replayed step."""
+        if self._logits is None or self._replayed is None or logits is not self._replayed.logits:
+            return None
+        return self._logits.best_of(len(logits))
+
+    def reserve(self, caches: Sequence[Tensor]) -> None:
+        """See ForwardPass. Every static step runs once, and the largest is captured: the others find room in its memory."""
+        self._plain.reserve(caches)
+        if not self._plan_steps():
+            return
+        largest = self._static.sizes[-1]
+        for size in reversed(self._static.sizes):
+            self._run(size, caches)
+        recording = self._recorder.record(partial(self._run, largest, caches))
+        self._graphs[largest] = _Graph(self._steps[largest], recording)
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """See ForwardPass. The largest first: the others find room in its memory."""
         start = time.monotonic()
         sizes = self._static.sizes
+        if not self._plan_steps():
+            logger.info("no CUDA graphs: the attention backend cannot be captured")
+            return
+        reserved = self._graphs  # its memory is used again while it is there
+        self._graphs = {}
         for size in reversed(sizes):
-            step = self._backend.plan_static(size, self._max_blocks, self._block_size, self._static.device)
-            if step is None:
-                logger.info("no CUDA graphs: the attention backend cannot be captured")
-                return
-            run = partial(self._model, *self._static.views(size), step, caches)
             with torch.inference_mode():
-                self._graphs[size] = _Graph(step, self._recorder.record(run))
+                recording = self._recorder.record(partial(self._run, size, caches))
+            self._graphs[size] = _Graph(self._steps[size], recording)
+        reserved.clear()
         self._caches = caches
         seconds = time.monotonic() - start
         logger.info("%d CUDA graphs of 1..%d requests: %.1f s", len(sizes), sizes[-1], seconds)
+
+    def _plan_steps(self) -> bool:
+        """Make the static step of each size, the largest first; return False if the backend has none."""
+        plain = self._plain
+        for size in reversed(self._static.sizes):
+            if size in self._steps:
+                continue
+            step = plain.backend.plan_static(size, self._max_blocks, plain.block_size, plain.device)
+            if step is None:
+                return False
+            self._steps[size] = step
+        return True
+
+    def _run(self, size: int, caches: Sequence[Tensor]) -> Tensor:
+        states: Tensor = self._plain.model(*self._static.views(size), self._steps[size], caches)
+        if self._logits is not None:
+            self._logits.write(self._plain.logits(states))
+        return states
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
         """Return the final hidden states; on a GPU, a tensor that will hold them."""
+        self._replayed = None
         is_captured = caches is not None and caches is self._caches
         if (
             not is_captured
@@ -172,7 +239,10 @@ class GraphedForward:
         graph = self._graphs[self._static.fill(inputs)]
         graph.step.refill(inputs)
         graph.recording.replay()
-        return graph.recording.output[: inputs.num_reqs]
+        states = graph.recording.output[: inputs.num_reqs]
+        if self._logits is not None:
+            self._replayed = _Replayed(states, self._logits.first(inputs.num_reqs))
+        return states
 
     def begin(
         self,
@@ -190,10 +260,15 @@ class GraphedForward:
         """See ForwardPass. Do nothing: the pass runs to its end."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """See ForwardPass."""
+        """See ForwardPass. Those of a replayed step are there already, and valid until the next step."""
+        if self._replayed is not None and states is self._replayed.states:
+            return self._replayed.logits
         return self._plain.logits(states)
 
     def close(self) -> None:
         """Give the graphs' memory back."""
         self._graphs.clear()
+        self._steps.clear()
+        self._logits = None
+        self._replayed = None
         self._caches = None

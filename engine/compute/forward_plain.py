@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.compute.inputs import PreparedInputs
+from engine.compute.profiling import reserving_steps
 from engine.compute.staging import on_device
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
@@ -25,19 +26,19 @@ class PlainForward:
         device: torch.device,
         draw: Draw = draw_by_torch,
     ) -> None:
-        self._model = model
-        self._backend = backend
-        self._block_size = block_size
-        self._device = device
+        self.model = model
+        self.backend = backend
+        self.block_size = block_size
+        self.device = device
         self.draw = draw
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
     ) -> Tensor:
         """Return the final hidden states; on a GPU they may still be computed."""
-        step = self._backend.plan(inputs, self._block_size, self._device)
-        input_ids, positions = on_device([inputs.input_ids, inputs.positions], self._device)
-        states: Tensor = self._model(input_ids, positions, step, caches, watch)
+        step = self.backend.plan(inputs, self.block_size, self.device)
+        input_ids, positions = on_device([inputs.input_ids, inputs.positions], self.device)
+        states: Tensor = self.model(input_ids, positions, step, caches, watch)
         return states
 
     def begin(
@@ -49,7 +50,7 @@ class PlainForward:
         may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass. On the host the pass runs when the result is called: the caller may do other work before."""
-        if self._device.type == "cpu":
+        if self.device.type == "cpu":
             return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)
         return lambda: states
@@ -59,11 +60,18 @@ class PlainForward:
 
     def logits(self, states: Tensor) -> Tensor:
         """See ForwardPass."""
-        return self._model.logits(states)
+        return self.model.logits(states)
 
     def best_tokens(self, logits: Tensor) -> list[int] | None:
         """See ForwardPass."""
         return None
+
+    def reserve(self, caches: Sequence[Tensor]) -> None:
+        """See ForwardPass. Some steps in the null block take the backend's workspaces; the host has none."""
+        if self.device.type == "cpu":
+            return
+        for inputs in reserving_steps(self.block_size):
+            self.forward(inputs, caches)
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Do nothing: there is nothing to prepare."""

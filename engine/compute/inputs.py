@@ -71,7 +71,7 @@ class PreparedInputs(Outline):
     """The inputs and attention metadata of one step: its outline and the tables' contents.
 
     Token level: input_ids, block_numbers, slot_mapping (block number × block size + offset: the slot of the token's KV).
-    Request level: block_table ``[num_reqs, max_blocks]`` (zero padded).
+    Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded).
     """
 
     input_ids: IntVector
@@ -88,13 +88,14 @@ def prepare_inputs(
     ``batch`` must have been updated with the same ``scheduled``. ahead: an outline that may be this step's.
     """
     outline = ahead if ahead and _is_of(ahead, batch, scheduled) else _of_step(batch, scheduled)
+    num_used = -(-int(outline.seq_lens.max(initial=1)) // batch.block_size)
     block_numbers = batch.block_table.ravel()[outline.block_table_indices]
     return PreparedInputs(
         **vars(outline),
         input_ids=batch.token_table.ravel()[outline.token_indices],
         block_numbers=block_numbers,
         slot_mapping=block_numbers.astype(np.int64) * batch.block_size + outline.block_offsets,
-        block_table=batch.block_table[outline.rows],
+        block_table=np.take(batch.block_table[:, :num_used], outline.rows, axis=0),
     )
 
 

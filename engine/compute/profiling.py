@@ -1,11 +1,18 @@
 """Dummy batches: one that takes the memory of a full step, to measure it, and one for warm-up."""
 
+from dataclasses import replace
+
 import numpy as np
+import torch
+from torch import Tensor
 
 from contract.requests import PoolingParams
 from contract.sampling import SamplingParams
+from engine.attention.splits import LONG_CONTEXT
 from engine.compute.inputs import PreparedInputs
+from engine.kv_cache.memory import TORCH_DTYPES
 from engine.models.info import ModelInfo
+from engine.models.loading import LoadedModel
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
 
 _WARM_UP_ID = "warm-up"
@@ -37,6 +44,25 @@ def profile_inputs(lengths: list[int]) -> PreparedInputs:
         query_start_loc=query_start_loc,
         block_table=np.zeros((len(lengths), longest), dtype=np.int32),
     )
+
+
+def reserving_steps(block_size: int) -> list[PreparedInputs]:
+    """Return steps in the null block that take all of a backend's workspaces, and have its kernels compiled.
+
+    They are a chunk, a decode, and a short chunk behind a long context. Positions stay small: a model may have few.
+    """
+    chunk = profile_inputs([2])
+    behind = np.full_like(chunk.seq_lens, LONG_CONTEXT)
+    table = np.zeros((1, -(-(LONG_CONTEXT + 2) // block_size)), dtype=np.int32)
+    long = replace(chunk, num_computed_tokens=behind, seq_lens=behind + chunk.seq_lens, block_table=table)
+    return [chunk, profile_inputs([1]), long]
+
+
+def null_layers(loaded: LoadedModel, block_size: int, device: torch.device) -> list[Tensor]:
+    """Return the layers of a pool with the null block only, which they share."""
+    config = loaded.config
+    size = (1, 2, config.num_kv_heads, block_size, config.head_dim)
+    return [torch.zeros(size, dtype=TORCH_DTYPES[loaded.info.dtype], device=device)] * config.num_layers
 
 
 def warm_up_steps(model: ModelInfo, max_num_batched_tokens: int, max_length: int) -> list[SchedulerOutput]:

@@ -20,7 +20,7 @@ from engine.compute.batch import InputBatch
 from engine.compute.forward import ForwardPass, forward_pass
 from engine.compute.inputs import Outline, PreparedInputs, outline_next, prepare_inputs
 from engine.compute.pooling import pool
-from engine.compute.profiling import profile_inputs, warm_up_steps
+from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
 from engine.compute.rank_sampler import RankSampler
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
@@ -130,6 +130,8 @@ class ModelRunner:
         """
         self._probe.start()  # what only loading took does not count
         settings = self._settings
+        with torch.inference_mode():
+            self._model.forward.reserve(null_layers(self._model.loaded, settings.block_size, self.device))
         most = self._settings.max_num_batched_tokens
         num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
         lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)

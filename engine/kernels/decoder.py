@@ -134,6 +134,9 @@ class KernelDecoder:
         """Return the best token of each row; see ForwardPass."""
         return self._head.best_tokens(logits)
 
+    def reserve(self, caches: Sequence[Tensor]) -> None:
+        """Do nothing: on the host nothing is measured."""
+
     def capture(self, caches: Sequence[Tensor]) -> None:
         """Do nothing: the kernels have no graphs."""
 

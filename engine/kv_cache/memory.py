@@ -6,10 +6,10 @@ layer's tensor is a view. Block 0 is the null block; it stays zero.
 
 import mmap
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -162,6 +162,7 @@ class StagedKVMemory(PagedKVMemory):
         self._computed: Computed = _AT_ONCE
         self._writing: deque[tuple[Any, Sequence[PinnedRow]]] = deque()
         """The rows that are being copied to the device, and the event of the end."""
+        self._lock = threading.Lock()
         self._fold = find_fold(self.pool)
 
     @property
@@ -210,7 +211,9 @@ class StagedKVMemory(PagedKVMemory):
             for row, block_id in zip(rows, block_ids, strict=True):
                 part = self._rows[self._check(block_id), start : start + len(row.content)]
                 part.copy_(row.content, non_blocking=True)
-            self._writing.append((self._launched(), rows))
+            done = self._launched()
+        with self._lock:
+            self._writing.append((done, rows))
         self._forget_written()
 
     def wait_until_unused(self) -> None:
@@ -219,7 +222,9 @@ class StagedKVMemory(PagedKVMemory):
 
     def commit(self, block_ids: list[int]) -> None:
         """See PagedKVMemory. Returns when the device has the bytes."""
-        for done, _ in list(self._writing):
+        with self._lock:
+            writing = list(self._writing)
+        for done, _ in writing:
             done.synchronize()
         self._forget_written()
 
@@ -242,8 +247,8 @@ class StagedKVMemory(PagedKVMemory):
 
     def _forget_written(self) -> None:
         """Release the memory of copies that are over, the oldest first. From any thread."""
-        with suppress(IndexError):
-            while self._writing[0][0].query():
+        with self._lock:
+            while self._writing and self._writing[0][0].query():
                 self._writing.popleft()
 
 

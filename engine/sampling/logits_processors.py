@@ -56,61 +56,105 @@ class SamplingRow:
 
 
 def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a copy of ``raw [num_rows, vocab_size]`` with every row's changes, or ``raw`` itself if there are none."""
-    scores = raw
-    for i, row in enumerate(rows):
-        if not row.changes_scores:
-            continue
-        sampling = row.sampling
-        forbidden = row.forbidden_token_ids
-        scores = raw.clone() if scores is raw else scores
-        _mask(scores[i], row.bitmask)
-        _allow(scores[i], sampling.allowed_token_ids)
-        _add_biases(scores[i], sampling.logit_bias)
-        if sampling.counts_tokens:
-            _penalize(scores[i], row)
-        if known := [token for token in forbidden if token < len(scores[i])]:
-            scores[i].index_fill_(0, to_device(np.array(known), scores.device), -torch.inf)
+    """Return a copy of ``raw [num_rows, vocab_size]`` with every row's changes, or ``raw`` itself if there are none.
+
+    Each kind of change is one operation on all rows that require it: a step's launches do not grow with its rows.
+    """
+    changed = [(i, row) for i, row in enumerate(rows) if row.changes_scores]
+    if not changed:
+        return raw
+    scores = raw.clone()
+    _mask(scores, [(i, row.bitmask) for i, row in changed if row.bitmask is not None])
+    _allow(scores, _cells([(i, row.sampling.allowed_token_ids) for i, row in changed]))
+    _add_biases(scores, [(i, row.sampling.logit_bias) for i, row in changed])
+    _penalize(scores, [(i, row) for i, row in changed if row.sampling.counts_tokens])
+    width = scores.shape[1]
+    forbidden = [(i, [token for token in row.forbidden_token_ids if token < width]) for i, row in changed]
+    _fill(scores, _cells(forbidden), -torch.inf)
     return scores
 
 
-def _mask(scores: Tensor, bitmask: NDArray[np.int32] | None) -> None:
-    if bitmask is None:
+@dataclass(frozen=True)
+class _Cells:
+    """Some tokens of some rows, side by side."""
+
+    rows: NDArray[np.int64]
+    tokens: NDArray[np.int64]
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return an index into scores on this device."""
+        rows, tokens = to_device(np.stack([self.rows, self.tokens]), device)
+        return rows, tokens
+
+
+def _cells(parts: Sequence[tuple[int, Sequence[int] | NDArray[np.int32]]]) -> _Cells:
+    """Return the cells of (row, its tokens)."""
+    counts = [len(tokens) for _, tokens in parts]
+    rows = np.repeat(np.array([i for i, _ in parts], dtype=np.int64), counts)
+    tokens = [np.asarray(tokens, dtype=np.int64) for _, tokens in parts if len(tokens)]
+    return _Cells(rows, np.concatenate(tokens) if tokens else rows)
+
+
+def _fill(scores: Tensor, cells: _Cells, value: float) -> None:
+    if len(cells.rows):
+        scores[cells.on(scores.device)] = value
+
+
+def _mask(scores: Tensor, masks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
+    if not masks:
         return
+    width = scores.shape[1]
     if scores.device.type == "cpu":
-        octets = bitmask.astype("<i4", copy=False).view(np.uint8)
-        allowed = np.unpackbits(octets, bitorder="little", count=len(scores)).astype(np.float32)
-        own = scores.numpy()
-        np.minimum(own, (allowed - 0.5) * np.inf, out=own)  # selecting bit by bit takes ten times as long
+        for i, bitmask in masks:
+            octets = bitmask.astype("<i4", copy=False).view(np.uint8)
+            allowed = np.unpackbits(octets, bitorder="little", count=width).astype(np.float32)
+            own = scores[i].numpy()
+            np.minimum(own, (allowed - 0.5) * np.inf, out=own)  # selecting bit by bit takes ten times as long
         return
-    words = to_device(bitmask, scores.device)
-    places = torch.arange(32, device=scores.device, dtype=torch.int32)
-    is_allowed = (words[:, None] >> places) & 1
-    scores.masked_fill_(is_allowed.flatten()[: len(scores)] == 0, -torch.inf)
+    places = to_device(np.array([i for i, _ in masks]), scores.device)
+    words = to_device(np.stack([bitmask for _, bitmask in masks]), scores.device)
+    scores[places] = scores[places].masked_fill(~allowed_of(words, width), -torch.inf)
 
 
-def _allow(scores: Tensor, token_ids: tuple[int, ...]) -> None:
-    if token_ids:
-        allowed = to_device(np.array(token_ids), scores.device)
-        kept = scores[allowed]
-        scores.fill_(-torch.inf)
-        scores[allowed] = kept
+def allowed_of(words: Tensor, width: int) -> Tensor:
+    """Return which of ``width`` tokens the bits of ``words [num_rows, num_words]`` allow."""
+    places = torch.arange(32, device=words.device, dtype=torch.int32)
+    return (((words[:, :, None] >> places) & 1) == 1).flatten(1)[:, :width]
 
 
-def _add_biases(scores: Tensor, biases: tuple[tuple[int, float], ...]) -> None:
-    if biases:
-        token_ids, values = zip(*biases, strict=True)
-        places = to_device(np.array(token_ids), scores.device)
-        scores[places] += to_device(np.array(values, dtype=np.float32), scores.device)
+def _allow(scores: Tensor, cells: _Cells) -> None:
+    if len(cells.rows):
+        places = cells.on(scores.device)
+        kept = scores[places]
+        scores[to_device(np.unique(cells.rows), scores.device)] = -torch.inf
+        scores[places] = kept
 
 
-def _penalize(scores: Tensor, row: SamplingRow) -> None:
-    sampling = row.sampling
-    answered, counts = np.unique(row.answer_tokens, return_counts=True)
-    if sampling.repetition_penalty != 1.0:
-        there = to_device(np.union1d(answered, row.prompt_tokens), scores.device)
-        found = scores[there]
-        penalty = sampling.repetition_penalty
-        scores[there] = torch.where(found > 0, found / penalty, found * penalty)
-    taken = counts * sampling.frequency_penalty + sampling.presence_penalty
-    scores[to_device(answered, scores.device)] -= to_device(taken.astype(np.float32), scores.device)
+def _add_biases(scores: Tensor, biases: Sequence[tuple[int, tuple[tuple[int, float], ...]]]) -> None:
+    cells = _cells([(i, [token for token, _ in own]) for i, own in biases])
+    if len(cells.rows):
+        values = np.array([value for _, own in biases for _, value in own], dtype=np.float32)
+        scores[cells.on(scores.device)] += to_device(values, scores.device)
+
+
+def _penalize(scores: Tensor, rows: Sequence[tuple[int, SamplingRow]]) -> None:
+    answered = [np.unique(row.answer_tokens, return_counts=True) for _, row in rows]
+    repeated = [
+        (i, row.sampling.repetition_penalty, np.union1d(own, row.prompt_tokens))
+        for (i, row), (own, _) in zip(rows, answered, strict=True)
+        if row.sampling.repetition_penalty != 1.0
+    ]
+    cells = _cells([(i, tokens) for i, _, tokens in repeated])
+    if len(cells.rows):
+        places = cells.on(scores.device)
+        found = scores[places]
+        penalties = [np.full(len(tokens), penalty, dtype=np.float32) for _, penalty, tokens in repeated]
+        penalty = to_device(np.concatenate(penalties), scores.device)
+        scores[places] = torch.where(found > 0, found / penalty, found * penalty)
+    cells = _cells([(i, own) for (i, _), (own, _) in zip(rows, answered, strict=True)])
+    if len(cells.rows):
+        taken = [
+            counts * row.sampling.frequency_penalty + row.sampling.presence_penalty
+            for (_, row), (_, counts) in zip(rows, answered, strict=True)
+        ]
+        scores[cells.on(scores.device)] -= to_device(np.concatenate(taken).astype(np.float32), scores.device)

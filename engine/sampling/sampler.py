@@ -216,27 +216,34 @@ def token_logprobs(
 
     A row without a token or without a k is empty.
     """
-    found = [
-        _row_logprobs(row, token_id, k) if token_id is not None and k is not None else None
-        for row, token_id, k in zip(logits.to(torch.float32), token_ids, num_alternatives, strict=True)
+    asking: dict[int, list[int]] = {}
+    for row, (token_id, k) in enumerate(zip(token_ids, num_alternatives, strict=True)):
+        if token_id is not None and k is not None:
+            asking.setdefault(min(k, logits.shape[1]), []).append(row)
+    at_once = max(1, _MAX_ELEMENTS_AT_ONCE[logits.device.type] // logits.shape[1])
+    parts = [
+        (k, rows[start : start + at_once])
+        for k, rows in asking.items()
+        for start in range(0, len(rows), at_once)
     ]
-    there = [row for row in found if row is not None]
-    numbers = iter(torch.cat(there).tolist() if there else [])
-    lists = LogprobsLists([], [], [])
-    for row in found:
-        width = 0 if row is None else len(row) // 2
-        lists.logprob_token_ids.append([int(token) for token in islice(numbers, width)])
-        lists.logprobs.append(list(islice(numbers, width)))
-        lists.sampled_token_ranks.append(0 if row is None else int(next(numbers)))
+    found = [_logprobs_of(logits, rows, [token_ids[row] for row in rows], k) for k, rows in parts]
+    numbers = iter(torch.cat(found).tolist() if found else [])
+    lists = LogprobsLists([[] for _ in token_ids], [[] for _ in token_ids], [0] * len(token_ids))
+    for k, rows in parts:
+        for row in rows:
+            lists.logprob_token_ids[row] = [int(token) for token in islice(numbers, 1 + k)]
+            lists.logprobs[row] = list(islice(numbers, 1 + k))
+            lists.sampled_token_ranks[row] = int(next(numbers))
     return lists
 
 
-def _row_logprobs(raw: Tensor, token_id: int, num_alternatives: int) -> Tensor:
-    """Return token ids, their log probabilities and the first one's rank in one tensor that represents all exactly."""
-    logprobs = raw.log_softmax(dim=-1)
-    best = logprobs.topk(min(num_alternatives, len(raw)))
-    own = logprobs[token_id]
-    rank = (logprobs > own).sum() + 1
-    first = torch.full_like(rank, token_id)
-    parts = (first[None], best.indices, own[None], best.values, rank[None])
-    return torch.cat([part.to(torch.float64) for part in parts])
+def _logprobs_of(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int | None], k: int) -> Tensor:
+    """Return token ids, their log probabilities and the first one's rank, row after row; float64 holds all exactly."""
+    places = to_device(np.array([rows, token_ids], dtype=np.int64), logits.device)
+    tokens = places[1][:, None]
+    logprobs = logits[places[0]].to(torch.float32).log_softmax(dim=-1)
+    best = logprobs.topk(k)
+    own = logprobs.gather(1, tokens)
+    ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1
+    parts = (tokens, best.indices, own, best.values, ranks)
+    return torch.cat([part.to(torch.float64) for part in parts], dim=1).flatten()

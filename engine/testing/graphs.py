@@ -62,7 +62,9 @@ class StaticTorchDecode:
         unused = (0, len(self._slots) - inputs.num_reqs)
         self._slots.copy_(torch.from_numpy(np.pad(inputs.slot_mapping, unused, constant_values=-1)))
         self._seq_lens.copy_(torch.from_numpy(np.pad(inputs.seq_lens, unused, constant_values=1)))
-        self._tables.copy_(torch.from_numpy(np.pad(inputs.block_table, (unused, (0, 0)))))
+        self._tables.zero_()
+        num_reqs, num_used = inputs.block_table.shape
+        self._tables[:num_reqs, :num_used] = torch.from_numpy(inputs.block_table)
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""

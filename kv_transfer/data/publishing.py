@@ -15,7 +15,7 @@ from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import FOLD64, XXH3_64, RunningDigests, digests_of, running_digests
 from kv_transfer.protocol.orders import PublishOrder
-from kv_transfer.protocol.reads import BlockPart, blocks_per_piece
+from kv_transfer.protocol.reads import MAX_PIECE_BLOCKS, BlockPart, blocks_per_piece
 from kv_transfer.transports.block_views import read_views
 from kv_transfer.transports.transport import Senders
 
@@ -117,7 +117,10 @@ class Publisher:
         unfinished.digests.go_on(read_views(self._memory, block_ids, part), start)
 
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
+        """Cut an order into ranges. On a device each one costs a launch, and reading it too, and none stays in a cache."""
         step = blocks_per_piece(self._memory.layout.block_bytes)
+        if self.digest == FOLD64:
+            step = MAX_PIECE_BLOCKS
         num_blocks = len(order.block_ids)
         return ((start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))
 

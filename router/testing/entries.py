@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from contract.errors import KvbatonError
 from contract.outputs import FinishReason
 from protos import worker_pb2 as pb
 from router.testing.script import Script
@@ -47,17 +48,24 @@ def handed_over_entry(order: pb.HandOffRequest, next_index: int) -> pb.TokenEntr
     )
 
 
-def error_entry(task: pb.Task, script: Script) -> pb.TokenEntry:
-    """Return the entry that ends a leg with the script's error."""
+def error_entry(task: pb.Task, error: KvbatonError) -> pb.TokenEntry:
+    """Return the entry that ends a leg with an error."""
     return pb.TokenEntry(
         request_id=task.request_id,
         attempt=task.attempt,
         choice=task.choice,
         finish_reason=FinishReason.ERROR.value,
-        error_kind=script.error.kind.value,
-        error_message=script.error.message,
-        error_param=script.error.param or "",
+        error_kind=error.kind.value,
+        error_message=error.message,
+        error_param=error.param or "",
     )
+
+
+def rejection_entry(task: pb.Task, error: KvbatonError) -> pb.TokenEntry:
+    """Return the entry with which a leg is rejected."""
+    entry = error_entry(task, error)
+    entry.is_rejected = True
+    return entry
 
 
 def _prompt_logprobs(task: pb.Task, script: Script) -> list[pb.PositionLogprobs]:

@@ -98,6 +98,6 @@ class ScriptPlayer:
             await self._stream.close()
             return True
         if script.fail_at == index:
-            self._stream.send(error_entry(task, script))
+            self._stream.send(error_entry(task, script.error))
             return True
         return False

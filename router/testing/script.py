@@ -14,8 +14,9 @@ class Script:
 
     tokens: cut at the request's max_tokens. finish_reason, stop_reason: of the last token, unless the tokens were cut.
     stall_at: wait for ever before the token with this index. fail_at: end with ``error`` there. die_at: close the worker's
-    stream there. gap_at: leave this token out. refuse: reject the leg with this error. is_mute: play the leg, but never
-    answer the call that started it. token_delay_seconds: before each token. tokens_per_step: tokens in one message.
+    stream there. gap_at: leave this token out. refuse: reject the leg with this error. is_mute: play the leg, but do not
+    acknowledge the order that started it, nor any later one. token_delay_seconds: before each token. tokens_per_step: tokens
+    in one message.
     refuse_hand_off: answer HandOff with this error. dies_at_hand_off: close the worker's stream instead.
     prompt_logprobs: of the prompt's tokens from the second one on. embedding: the answer to an embedding leg.
     """

@@ -1,7 +1,7 @@
 """The stream of a scripted worker to its router."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -12,13 +12,24 @@ from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_channel_options
 
+_ACKNOWLEDGE_SECONDS = 0.05
+
 
 class RouterStream:
-    """Owns the connection to the router at ``address`` between ``open`` and ``close``. session: the router's name for it."""
+    """Owns the connection to the router at ``address`` between ``open`` and ``close``.
 
-    def __init__(self, address: str) -> None:
-        self.session = ""
+    carry_out: takes the router's orders about requests, one after the other; after one for which it returns False, none is
+    acknowledged any more.
+    """
+
+    def __init__(self, address: str, carry_out: Callable[[pb.Order], bool]) -> None:
         self._address = address
+        self._carry_out = carry_out
+        self._num_orders = 0
+        self._num_reported = 0
+        self._is_mute = False
+        self._about_worker: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
+        self._reading: asyncio.Task[None] | None = None
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
         self._channel: grpc.aio.Channel | None = None
         self._call: Any = None
@@ -36,7 +47,7 @@ class RouterStream:
         self._call = stub.Attach(self._messages())
         first = await self._call.read()
         if first is not grpc.aio.EOF:
-            self.session = str(first.welcome.session)
+            self._reading = asyncio.create_task(self._read(), name=f"read the stream of {self._address}")
         else:
             raise grpc.aio.AioRpcError(
                 await self._call.code(),
@@ -47,8 +58,7 @@ class RouterStream:
 
     async def next_order(self) -> pb.RouterMessage:
         """Return the router's next message about the worker itself."""
-        message: pb.RouterMessage = await self._call.read()
-        return message
+        return await self._about_worker.get()
 
     async def close(self) -> None:
         """Close the connection at once, as a crash does. Does nothing if it is closed."""
@@ -56,6 +66,8 @@ class RouterStream:
             channel = self._channel
             self._channel = None
             self._call.cancel()
+            if self._reading and self._reading is not asyncio.current_task():
+                self._reading.cancel()
             await channel.close()
 
     def send(self, *entries: pb.TokenEntry, load: pb.Load | None = None) -> None:
@@ -74,6 +86,28 @@ class RouterStream:
         """Report another role."""
         self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
 
+    async def _read(self) -> None:
+        try:
+            while (message := await self._call.read()) is not grpc.aio.EOF:
+                if message.HasField("orders"):
+                    for order in message.orders.orders:
+                        self._take(order)
+                else:
+                    self._about_worker.put_nowait(message)
+        except grpc.aio.AioRpcError:
+            pass  # the router has ended the stream
+
+    def _take(self, order: pb.Order) -> None:
+        self._is_mute |= not self._carry_out(order)
+        if not self._is_mute:
+            self._num_orders += 1
+            asyncio.get_running_loop().call_later(_ACKNOWLEDGE_SECONDS, self._acknowledge)
+
+    def _acknowledge(self) -> None:
+        if self._num_reported < self._num_orders:
+            self._outbox.put_nowait(pb.WorkerMessage())
+
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         while message := await self._outbox.get():
+            message.num_orders = self._num_reported = self._num_orders
             yield message

@@ -12,6 +12,7 @@ from contract.errors import KvbatonError
 from contract.identity import Role, new_boot_id
 from protos import WORKER_PROTOCOL_MAX, worker_pb2_grpc
 from protos import worker_pb2 as pb
+from router.testing.entries import rejection_entry
 from router.testing.player import ScriptPlayer
 from router.testing.script import Writer
 from router.testing.stream import RouterStream
@@ -22,24 +23,24 @@ from serving.grpc_options import internal_server_options
 
 @dataclass
 class ReceivedCalls:
-    """The requests that a worker has received, in order."""
+    """The legs, cancels and calls that a worker has received, in order."""
 
     prefills: list[pb.PrefillRequest] = field(default_factory=list)
     decodes: list[pb.DecodeRequest] = field(default_factory=list)
     embeds: list[pb.EmbedLegRequest] = field(default_factory=list)
     hand_offs: list[pb.HandOffRequest] = field(default_factory=list)
     cancels: list[pb.CancelRequest] = field(default_factory=list)
-    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_for(self, is_true: Callable[["ReceivedCalls"], bool]) -> None:
-        """Block until ``is_true``; it is called again after every call that the worker receives."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_true(self))
+        """Block until ``is_true``; it is called again after every order and call that the worker receives."""
+        while not is_true(self):
+            self._changed.clear()
+            await self._changed.wait()
 
-    async def notify(self) -> None:
+    def notify(self) -> None:
         """Let waiters check again."""
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
 
 
 class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
@@ -62,7 +63,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> None:
         self.worker_id = worker_id or f"{role.value}-0"
         self.received = ReceivedCalls()
-        self.stream = RouterStream(router)
+        self.stream = RouterStream(router, self._carry_out)
         self.player = ScriptPlayer(self.worker_id, script, self.stream)
         self.may_give_files = asyncio.Event()
         """Clear it to delay the model's files."""
@@ -114,36 +115,14 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         """Close the stream to the router at once, as a crash does."""
         await self.stream.close()
 
-    async def Prefill(self, request: pb.PrefillRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Play the token at the task's first index."""
-        self.received.prefills.append(request)
-        return await self._accept(request.task, context, end=request.task.first_index + 1)
-
-    async def Decode(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Play the tokens from the task's first index on."""
-        self.received.decodes.append(request)
-        return await self._accept(request.task, context)
-
-    async def Embed(self, request: pb.EmbedLegRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Play the embedding."""
-        self.received.embeds.append(request)
-        return await self._accept(request.task, context, is_embedding=True)
-
     async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """End a leg behind the tokens that it has emitted."""
         self.received.hand_offs.append(request)
-        await self.received.notify()
+        self.received.notify()
         try:
             await self.player.hand_off(request)
         except KvbatonError as error:
             await context.abort(grpc_code(error.kind), error.message)
-        return pb.Accepted()
-
-    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
-        """Stop a choice's attempts up to the given one."""
-        self.received.cancels.append(request)
-        self.player.cancel(request)
-        await self.received.notify()
         return pb.Accepted()
 
     async def GetModelFiles(  # noqa: N802
@@ -156,22 +135,35 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             yield pb.ModelFile(name=name, data=data[:half])
             yield pb.ModelFile(name=name, data=data[half:])
 
-    async def _accept(
-        self, task: pb.Task, context: Any, *, end: int | None = None, is_embedding: bool = False
-    ) -> pb.Accepted:
-        """Begin every choice of a task. end: see ``ScriptPlayer.begin``."""
+    def _carry_out(self, order: pb.Order) -> bool:
+        """Play a leg, or stop a choice's attempts; return False for one whose script is mute."""
+        is_answered = True
+        match order.WhichOneof("order"):
+            case "prefill":
+                self.received.prefills.append(order.prefill)
+                is_answered = self._begin(order.prefill.task, end=order.prefill.task.first_index + 1)
+            case "decode":
+                self.received.decodes.append(order.decode)
+                is_answered = self._begin(order.decode.task)
+            case "embed":
+                self.received.embeds.append(order.embed)
+                is_answered = self._begin(order.embed.task, is_embedding=True)
+            case "cancel":
+                self.received.cancels.append(order.cancel)
+                self.player.cancel(order.cancel)
+        self.received.notify()
+        return is_answered
+
+    def _begin(self, task: pb.Task, *, end: int | None = None, is_embedding: bool = False) -> bool:
+        """Begin every choice of a task; return False if its script is mute. end: see ``ScriptPlayer.begin``."""
         for choice in range(task.choice, task.choice + max(1, task.num_choices)):
             own = pb.Task()
             own.CopyFrom(task)
             own.choice = choice
             script = self.player.begin(own, end, is_embedding=is_embedding)
             if script.refuse:
-                await self.received.notify()
-                await context.abort(grpc_code(script.refuse.kind), script.refuse.message)
-        await self.received.notify()
-        if script.is_mute:
-            await asyncio.Event().wait()
-        return pb.Accepted()
+                self.stream.send(rejection_entry(own, script.refuse))
+        return not script.is_mute
 
 
 def _default_registration(worker_id: str, role: Role) -> dict[str, Any]:

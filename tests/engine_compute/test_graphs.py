@@ -3,18 +3,22 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from engine.attention.backend import create_backend
-from engine.compute import runner
-from engine.compute.forward_graphs import GraphedForward, capture_sizes
+from engine.compute import rank_sampler, runner
+from engine.compute.forward_graphs import GraphedForward, StaticLogits, capture_sizes
 from engine.compute.forward_plain import PlainForward
+from engine.executors.executor import InProcessExecutor
+from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
+from engine.sampling.sampler import Samples, sample
 from engine.settings import EngineSettings
-from engine.testing.graphs import RerunRecorder, StaticTorchBackend
+from engine.testing.graphs import RerunRecorder, StaticTorchBackend, StaticTorchDecode
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
@@ -85,12 +89,60 @@ def test_a_rank_captures_graphs_on_its_pool_and_replays_them(
 
     monkeypatch.setattr(runner, "forward_pass", partial(graphed_forward, recorder))
     driver = Driver(folder, max_num_seqs=6)
-    assert len(recorder.recordings) == len(capture_sizes(6))
+    assert len(recorder.recordings) == 1 + len(capture_sizes(6)), (
+        "the largest is captured before, to be measured"
+    )
     assert not driver.runner.memory.pool.any()
     for name, prompt in prompts.items():
         driver.add(name, prompt)
+    sampled = []
+
+    def count(logits: Tensor, *rest: Any) -> Samples:
+        sampled.append(logits)
+        return sample(logits, *rest)
+
+    monkeypatch.setattr(rank_sampler, "sample", count)
     assert driver.generate(list(prompts), 8) == expected
-    assert [recording.num_replays for recording in recorder.recordings] == [0, 7, 0, 0]
+    assert len(sampled) == 1, "a replayed greedy step has its tokens, only the prompts' step samples"
+    assert [recording.num_replays for recording in recorder.recordings] == [0, 0, 7, 0, 0]
+
+
+def test_memory_of_graphs_is_taken_before_memory_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size of the pool is chosen with every static step, the logits and the largest graph in memory."""
+    folder, recorder, seen = make_checkpoint(tmp_path, "llama"), RerunRecorder(), list[str]()
+    planned = list[int]()
+    plan_static = StaticTorchBackend.plan_static
+
+    def plan(self: StaticTorchBackend, num_reqs: int, *rest: Any) -> StaticTorchDecode:
+        planned.append(num_reqs)
+        return plan_static(self, num_reqs, *rest)
+
+    class Probe:
+        def start(self) -> None:
+            seen.append(f"start {planned} {len(recorder.recordings)}")
+
+        def read(self) -> MemoryReading:
+            seen.append(f"read {planned} {[len(each.output) for each in recorder.recordings]}")
+            return MemoryReading(1 << 30, 0, 0, is_host=False)
+
+    monkeypatch.setattr(StaticTorchBackend, "plan_static", plan)
+    monkeypatch.setattr(runner, "forward_pass", partial(graphed_forward, recorder))
+    settings = EngineSettings(model=folder, max_num_seqs=6, block_size=4)
+    executor = InProcessExecutor(settings, Probe())
+    executor.collective_rpc("determine_available_memory")
+    assert seen == ["start [] 0", "read [8, 4, 2, 1] [8]"]
+    executor.shutdown()
+
+
+def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
+    """The step is then sampled row by row, which counts what is wrong."""
+    logits = StaticLogits()
+    logits.write(torch.zeros(4, 5))
+    logits.write(torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
+    assert logits.best_of(1) == [1]
+    assert logits.best_of(2) is None
 
 
 def graphed_forward(
@@ -100,19 +152,14 @@ def graphed_forward(
     assert isinstance(loaded.model, CausalLM)
     backend = StaticTorchBackend()
     plain = PlainForward(loaded.model, backend, settings.block_size, device)
-    return GraphedForward(
-        plain, loaded.model, backend, recorder,
-        sizes=capture_sizes(settings.max_num_seqs), max_model_len=loaded.info.max_model_len,
-        block_size=settings.block_size, device=device,
-    )  # fmt: skip
+    sizes = capture_sizes(settings.max_num_seqs)
+    return GraphedForward(plain, recorder, sizes=sizes, max_model_len=loaded.info.max_model_len)
 
 
 def test_nothing_is_captured_if_the_backend_has_no_static_steps(rig: Rig) -> None:
     recorder = RerunRecorder()
-    graphed = GraphedForward(
-        rig.plain, rig.loaded.model, create_backend("torch"), recorder,
-        sizes=capture_sizes(6), max_model_len=MAX_LEN, block_size=CASE.block_size, device=CPU,
-    )  # fmt: skip
+    graphed = GraphedForward(rig.plain, recorder, sizes=capture_sizes(6), max_model_len=MAX_LEN)
+    graphed.reserve(rig.caches[0])
     graphed.capture(rig.caches[0])
     assert not recorder.recordings
     inputs = CASE.inputs(MAX_LEN)

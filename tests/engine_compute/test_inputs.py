@@ -169,20 +169,20 @@ def test_tokens_fill_blocks_of_sixteen(num_tokens: int, num_blocks: int) -> None
     assert len(set(prepare_inputs(batch, scheduled).block_numbers.tolist())) == num_blocks
 
 
-def test_block_table_is_int32_and_zero_padded() -> None:
-    """A39: one row per sequence; shorter rows and unused rows are padded with 0."""
+@pytest.mark.parametrize(("num_tokens", "num_columns"), [(1, 1), (16, 1), (17, 2), (32, 2)])
+def test_block_table_is_int32_and_zero_padded(num_tokens: int, num_columns: int) -> None:
+    """A39: one row per sequence; shorter rows and unused rows are padded with 0. A step has the columns that it reads."""
     batch = InputBatch(4, 48, 16)
     rows = {"0": [13058, 13056], "1": [13057, 13055], "2": [13054]}
     scheduled = SchedulerOutput(
         [new_request(name, [1] * (16 * len(blocks)), blocks) for name, blocks in rows.items()],
-        num_scheduled_tokens=dict.fromkeys(rows, 1),
+        num_scheduled_tokens=dict.fromkeys(rows, num_tokens),
     )
     batch.update(scheduled)
     assert batch.block_table.dtype == batch.token_table.dtype == np.int32
     assert equal(batch.block_table, [[13058, 13056, 0], [13057, 13055, 0], [13054, 0, 0], [0, 0, 0]])
-    assert equal(
-        prepare_inputs(batch, scheduled).block_table, [[13058, 13056, 0], [13057, 13055, 0], [13054, 0, 0]]
-    )
+    whole = [[13058, 13056], [13057, 13055], [13054, 0]]
+    assert equal(prepare_inputs(batch, scheduled).block_table, [row[:num_columns] for row in whole])
 
 
 def test_block_table_covers_a_partly_filled_last_block() -> None:

@@ -59,19 +59,22 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
     parts = {
         part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "reads", "service", "handover", "fp8")
+        for part in ("decode", "prefill", "long", "reads", "service", "handover", "fp8")
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
     decodes = [(row["batch"], row["temperature"]) for row in parts["decode"]["rows"]]
     assert decodes == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
     assert all(
-        row["share_of_bound"] > 0 for part in ("decode", "prefill", "fp8") for row in parts[part]["rows"]
+        row["share_of_bound"] > 0
+        for part in ("decode", "prefill", "long", "fp8")
+        for row in parts[part]["rows"]
     )
     assert [(row["model"], row["batch"]) for row in parts["fp8"]["rows"]] == [
         ("tiny, FP8", 1),
         ("tiny, FP8", 3),
     ]
+    assert [(row["num_tokens"], row["length"]) for row in parts["long"]["rows"]] == [(1, 4200), (20, 4200)]
     (read,) = parts["reads"]["rows"]
     assert read["is_right"], read
     (service,) = parts["service"]["rows"]

@@ -2,16 +2,19 @@
 
 import gc
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from contract.layout import KVLayout
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.orders import CommitJob
-from kv_transfer.protocol.reads import Read
+from kv_transfer.protocol.digests import digests_of
+from kv_transfer.protocol.orders import CommitJob, PublishOrder, TransferMetadata
+from kv_transfer.protocol.reads import LeaseName, Read
 from kv_transfer.transports.block_views import read_views
 from kv_transfer.transports.tcp.socket_blocks import socket_blocks
 from tests.kv_transfer.device_memory import FakeDevice
+from tests.kv_transfer.fakes import ByteMemory, FilledMemory
 from tests.kv_transfer.test_pieces import LAYOUT, PlayedReceiver, PlayedSender, data_half, pull
 
 
@@ -87,3 +90,20 @@ def test_the_next_piece_is_copied_to_the_host_while_one_is_sent(device: FakeDevi
         ("reading", 1), ("reading", 5), ("read", 1), ("reading", 9), ("read", 5), ("read", 9),
     ]  # fmt: skip
     assert device.num_out == 11
+
+
+@pytest.mark.parametrize(("memory", "sizes"), [(FakeDevice, [20]), (ByteMemory, [8, 8, 4])])
+def test_a_device_publishes_many_blocks_at_once(
+    memory: Callable[[KVLayout, int], FilledMemory], sizes: list[int]
+) -> None:
+    """It digests them by one launch; on the host a range is small enough to stay in a cache."""
+    layout = KVLayout(num_layers=4, num_kv_heads=8, head_dim=128, block_size=16, dtype="float32")
+    pool = memory(layout, 24)
+    name = LeaseName("t", 0, "lease")
+    with data_half(PlayedSender(), PlayedReceiver(4), pool) as (data, reports):
+        data.execute(TransferMetadata([PublishOrder("r", name, 0, list(range(1, 21)), list(range(20)))]))
+        ranges = [reports.next() for _ in sizes]
+    assert [len(each.digests) for each in ranges if isinstance(each, ev.BlockRange)] == sizes
+    views = [memoryview(bytearray(pool.read_view(block))) for block in range(1, 21)]
+    found = tuple(digest for each in ranges if isinstance(each, ev.BlockRange) for digest in each.digests)
+    assert found == digests_of(data.digest, views, range(20))

@@ -4,7 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from contract.identity import Role
+from contract.membership import Credit
 from router.policy import decodes_no_more
+from router.role_changes import missing_roles
+from tests.protocol.flip_router import (
+    is_needed,
+    num_left,
+    placements,
+    received,
+    reported,
+    targets,
+)
 from tests.protocol.flip_world import (
     Action,
     FlipScenario,
@@ -12,19 +22,15 @@ from tests.protocol.flip_world import (
     Part,
     Request,
     Worker,
-    answer_to_credit,
     first_world,
     flip_step,
     lifecycle_of,
     num_free,
     order_of,
-    placements,
-    received,
     refuse_unserved,
     sent,
     settling_step,
     source_of,
-    targets,
     with_lifecycle,
 )
 from tests.protocol.sink import LawBrokenError
@@ -124,16 +130,12 @@ class FlipExplorer:
             yield from self._actions_of(world, number, request)
 
     def _steps_of(self, world: FlipWorld, index: int, worker: Worker) -> Iterator[Action]:
-        """Return what a worker does next by production's decisions. It asks only if another answer would come."""
+        """Return what a worker does next by production's decisions."""
         if worker.order and (step := flip_step(self.rules, worker)) not in _WAITS:
             yield step.value, index, 0
-        match settling := settling_step(self.rules, world, index):
-            case SettlingStep.UNSETTLE | SettlingStep.SETTLE:
-                yield settling.value, index, 0
-            case SettlingStep.ASK:
-                routers = range(self.scenario.num_routers)
-                if worker.former != tuple(answer_to_credit(world, router, index) for router in routers):
-                    yield settling.value, index, 0
+        settling = settling_step(self.rules, world, index)
+        if settling in (SettlingStep.UNSETTLE, SettlingStep.SETTLE):
+            yield settling.value, index, 0
 
     def _changes_of(self, world: FlipWorld, index: int) -> Iterator[Action]:
         """Return the next change of a worker, if it can be made now. A drain and its end may come during a change."""
@@ -186,6 +188,16 @@ class FlipExplorer:
         """Return the world after an action. Raises LawBrokenError."""
         kind, first, second = action
         after: FlipWorld = getattr(self, f"_{kind}")(world, first, second)
+        return self._with_reports(world, after)
+
+    def _with_reports(self, before: FlipWorld, after: FlipWorld) -> FlipWorld:
+        """Add what the routers report on their own: nothing is left; see ``WorkerCapacity``."""
+        if before.requests == after.requests or not self.rules.reports_end:
+            return after
+        for index in range(len(after.workers)):
+            for router in range(self.scenario.num_routers):
+                if num_left(before, router, index) and not num_left(after, router, index):
+                    after = reported(after, router, index, is_answer=False)
         return after
 
     def _change(self, world: FlipWorld, index: int, place: int) -> FlipWorld:
@@ -202,22 +214,32 @@ class FlipExplorer:
         if not self.rules.waits_for_answers:
             return self._take(world._replace(workers=with_item(world.workers, index, worker)), index, 0)
         if flip_step(self.rules, worker) is FlipStep.CLOSE:
-            return sent(world, index, worker._replace(is_closing=True))
+            return sent(world, index, worker._replace(next_role=worker.order))
         return world._replace(workers=with_item(world.workers, index, worker))
 
     def _close(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
-        return sent(world, index, world.workers[index]._replace(is_closing=True))
+        worker = world.workers[index]
+        return sent(world, index, worker._replace(next_role=worker.order))
 
     def _take(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         order = order_of(world.workers[index])
         worker = _changed(world.workers[index], lambda one: one.take_role(Role(order.role), order.epoch))
-        return sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
+        world = sent(world, index, worker._replace(order=None, num_drains=0), has_role=True)
+        roles = [one.role for one in world.workers]
+        if self.scenario.keeps_roles and missing_roles(roles, embeds_only=False):
+            raise LawBrokenError("no worker is left for a role")
+        return world
+
+    def _keep(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
+        """Keep the role; see ``worker.flipping.Flip._take``. The epoch, which counts roles here, is left as it is."""
+        kept = world.workers[index]._replace(order=None, num_drains=0, next_role=None)
+        return sent(world, index, kept)
 
     def _end(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         """End a change; see ``worker.flipping.Flip._end``."""
         worker = world.workers[index]
-        ended = worker._replace(order=None, num_drains=0, is_closing=False)
-        if worker.is_closing and self.rules.offers_again:
+        ended = worker._replace(order=None, num_drains=0, next_role=None)
+        if worker.next_role and self.rules.offers_again:
             return sent(world, index, ended)
         return world._replace(workers=with_item(world.workers, index, ended))
 
@@ -227,26 +249,26 @@ class FlipExplorer:
     def _settle(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
         return sent(world, index, world.workers[index]._replace(is_unsettled=False))
 
-    def _ask(self, world: FlipWorld, index: int, _: int) -> FlipWorld:
-        return sent(world, index, world.workers[index])
-
     def _seen(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
         (message, *rest) = world.down[index][router]
         seen = received(world.seen[router][index], message)
         down = with_item(world.down, index, with_item(world.down[index], router, tuple(rest)))
-        known = with_item(world.seen, router, with_item(world.seen[router], index, seen))
-        world = world._replace(seen=known, down=down)
+        known = with_item(world.seen[router], index, seen)
+        if self.scenario.keeps_roles and self.rules.keeps_roles and isinstance(message, Credit):
+            seen = seen._replace(needs_role=is_needed(known, index))
+            known = with_item(known, index, seen)
+        world = world._replace(seen=with_item(world.seen, router, known), down=down)
         if isinstance(message, Role):
             return world
-        answers = (*world.up[index][router], answer_to_credit(world, router, index))
-        return world._replace(up=with_item(world.up, index, with_item(world.up[index], router, answers)))
+        return reported(world, router, index, is_answer=True)
 
     def _answered(self, world: FlipWorld, index: int, router: int) -> FlipWorld:
-        (answer, *rest) = world.up[index][router]
+        (report, *rest) = world.up[index][router]
         worker = world.workers[index]
         worker = worker._replace(
-            former=with_item(worker.former, router, answer),
-            unanswered=with_item(worker.unanswered, router, worker.unanswered[router] - 1),
+            former=with_item(worker.former, router, report.num_former),
+            needing=with_item(worker.needing, router, report.needs_role),
+            unanswered=with_item(worker.unanswered, router, worker.unanswered[router] - report.is_answer),
         )
         up = with_item(world.up, index, with_item(world.up[index], router, tuple(rest)))
         return world._replace(up=up, workers=with_item(world.workers, index, worker))

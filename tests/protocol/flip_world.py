@@ -2,26 +2,19 @@
 
 Production decides: which workers are chosen, and between which nothing is handed over or moved (``router.policy``); which
 calls and credits a role has (``worker.lifecycle``); what a worker does next (``worker.transitions``); what a router makes of
-a role and a credit, and what it answers (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
+a role and a credit, and what it reports (``router.attached_worker``, ``router.capacity``). A pool is a number of blocks, and
 each leg takes one. Messages between a worker and a router keep their order; each of them arrives at any later moment.
 Nothing fails and no deadline passes, so a request that does not end in a quiet world is in a deadlock.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from contract.identity import Role
-from contract.membership import Credit, Registration, RoleOrder
-from router.attached_worker import AttachedWorker
-from router.legs import CONTINUATION, Placement
-from router.policy import Pairs, PlacementRequest, never_bound, never_moved_to, place
-from router.running_shares import Held
-from router.views import WorkerView, WorkerViews
-from router.worker_calls import WorkerCalls
+from contract.membership import Credit, RoleOrder
 from tests.protocol.sink import LawBrokenError
 from tests.protocol.world import with_item
 from worker.lifecycle import LegCall, Lifecycle
@@ -48,7 +41,8 @@ class FlipRules:
     never_binds: no hand-over is bound between two unsettled workers (law 4 b). never_moves: no answer is moved to an
     unsettled worker (law 4 c). waits_for_answers: a worker changes only after every router has answered a credit of nothing.
     waits_for_former: it is settled only when no router has anything left of its former state. flips_settled: it takes a role
-    only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again.
+    only when it is settled. offers_again: a worker whose change was ended by a drain offers its credit again. reports_end: a
+    router reports on its own that nothing is left of a worker's former state. keeps_roles: see the scenario.
     """
 
     never_binds: bool = True
@@ -57,6 +51,8 @@ class FlipRules:
     waits_for_former: bool = True
     flips_settled: bool = True
     offers_again: bool = True
+    reports_end: bool = True
+    keeps_roles: bool = True
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,8 @@ class FlipScenario:
     """One world. roles: of the workers in the beginning; blocks: of each pool. requests: the router of each one.
 
     decoded: the workers on which the first requests are decoded in the beginning. changes: (worker, role), (worker, "drain")
-    and (worker, "undrain") that happen at any moment; those of one worker happen one after the other.
+    and (worker, "undrain") that happen at any moment; those of one worker happen one after the other. keeps_roles: routers
+    refuse changes that together leave no worker of a role. Without it the other laws are checked for any changes.
     """
 
     name: str
@@ -73,6 +70,7 @@ class FlipScenario:
     changes: tuple[tuple[int, str], ...]
     blocks: int = 1
     decoded: tuple[int, ...] = ()
+    keeps_roles: bool = False
     rules: FlipRules = FlipRules()
 
     @property
@@ -82,23 +80,25 @@ class FlipScenario:
 
 
 class Seen(NamedTuple):
-    """A worker as a router has received it. num_roles: that it has had."""
+    """A worker as a router has received it. num_roles: that it has had. needs_role: the router's answer to its credit."""
 
     role: Role
     credit: Credit
     num_roles: int = 1
+    needs_role: bool = False
 
 
 class Worker(NamedTuple):
-    """A worker. order: the role that it is to take. num_drains: begun since that order. unanswered, former: by router."""
+    """A worker. order: the role that it is to take. num_drains: begun since then. unanswered, former, needing: by router."""
 
     role: Role
     former_role: Role
     unanswered: tuple[int, ...]
     former: tuple[int, ...]
+    needing: tuple[bool, ...]
     order: Role | None = None
     num_drains: int = 0
-    is_closing: bool = False
+    next_role: Role | None = None
     is_draining: bool = False
     is_unsettled: bool = False
     num_roles: int = 1
@@ -109,6 +109,18 @@ class Answers(NamedTuple):
 
     are_answered: bool
     num_former: int
+    need_role: bool
+
+
+class Report(NamedTuple):
+    """A router's report of legs and moves of a worker's former state. is_answer: to a credit, and not on its own.
+
+    needs_role: the worker must keep its role.
+    """
+
+    num_former: int
+    is_answer: bool = True
+    needs_role: bool = False
 
 
 class Part(NamedTuple):
@@ -144,7 +156,7 @@ class FlipWorld(NamedTuple):
     workers: tuple[Worker, ...]
     seen: tuple[tuple[Seen, ...], ...]
     down: tuple[tuple[tuple[Role | Credit, ...], ...], ...]
-    up: tuple[tuple[tuple[int, ...], ...], ...]
+    up: tuple[tuple[tuple[Report, ...], ...], ...]
     requests: tuple[Request, ...]
     changes: tuple[tuple[int, str], ...]
 
@@ -153,8 +165,9 @@ def first_world(scenario: FlipScenario) -> FlipWorld:
     """Return the world in which every router has received the credit of every worker."""
     routers = range(scenario.num_routers)
     none = (0,) * scenario.num_routers
+    nobody = (False,) * scenario.num_routers
     return FlipWorld(
-        tuple(Worker(role, role, none, none) for role in scenario.roles),
+        tuple(Worker(role, role, none, none, nobody) for role in scenario.roles),
         tuple(tuple(Seen(role, FULL) for role in scenario.roles) for _ in routers),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
@@ -178,7 +191,7 @@ def lifecycle_of(worker: Worker) -> Lifecycle:
     if worker.is_draining:
         lifecycle.drain()
     lifecycle.num_drains = worker.num_drains
-    lifecycle.is_closing = worker.is_closing
+    lifecycle.next_role = worker.next_role
     lifecycle.is_unsettled = worker.is_unsettled
     return lifecycle
 
@@ -189,7 +202,7 @@ def with_lifecycle(worker: Worker, lifecycle: Lifecycle) -> Worker:
         role=lifecycle.role,
         former_role=lifecycle._former_role,
         num_drains=lifecycle.num_drains if worker.order else 0,
-        is_closing=lifecycle.is_closing,
+        next_role=lifecycle.next_role,
         is_draining=lifecycle.is_draining,
         is_unsettled=lifecycle.is_unsettled,
         num_roles=lifecycle.role_epoch + 1,
@@ -219,7 +232,8 @@ def settling_step(rules: FlipRules, world: "FlipWorld", index: int) -> SettlingS
 
 
 def _answers(rules: FlipRules, worker: Worker) -> Answers:
-    return Answers(not any(worker.unanswered), sum(worker.former) if rules.waits_for_former else 0)
+    num_former = sum(worker.former) if rules.waits_for_former else 0
+    return Answers(not any(worker.unanswered), num_former, any(worker.needing))
 
 
 def _num_leases(world: "FlipWorld", index: int) -> int:
@@ -234,79 +248,6 @@ def _num_bound(index: int, parts: "Iterator[Part | None]") -> int:
     return sum(part is not None and part.worker == index and part.state != "call" for part in parts)
 
 
-def attached(name: str, seen: Seen) -> AttachedWorker:
-    """Return production's record of a worker in a router, without the legs that are bound to it."""
-    registration = Registration(worker_id=name, role=seen.role.value, max_model_len=64)
-    worker = AttachedWorker(registration, cast(WorkerCalls, None), Held(), ignore)
-    worker.capacity.num_roles = seen.num_roles
-    worker.capacity.credit = seen.credit
-    return worker
-
-
-@cache
-def received(seen: Seen, message: Role | Credit) -> Seen:
-    """Return a worker as a router has received it, after one more message."""
-    capacity = attached("worker", seen).capacity
-    if isinstance(message, Role):
-        capacity.take_role(None)
-        return Seen(message, capacity.credit, capacity.num_roles)
-    capacity.grant(message)
-    return seen._replace(credit=message)
-
-
-@cache
-def _views(seen: tuple[Seen, ...], only: tuple[int, ...]) -> WorkerViews:
-    return WorkerViews.of(_view(str(index), seen[index]) for index in only)
-
-
-@cache
-def _view(name: str, seen: Seen) -> WorkerView:
-    return attached(name, seen).view()
-
-
-@cache
-def placements(rules: FlipRules, seen: tuple[Seen, ...]) -> tuple[Placement, ...]:
-    """Return all placements of a new request that production may choose, whatever the load is."""
-    everybody = tuple(range(len(seen)))
-    never: Pairs = never_bound(_views(seen, everybody)) if rules.never_binds else frozenset()
-    wish = PlacementRequest(num_prompt_tokens=1, num_answer_tokens=1)
-    pairs = [(a, b) for a in everybody for b in everybody if a < b]
-    found = {place(_views(seen, pair), wish, 0, never) for pair in pairs}
-    found |= {place(_views(seen, everybody), wish, turn, never) for turn in everybody}
-    by_legs = {
-        each.legs: each for each in found if each and (each.hand_over or _is_alone(seen, wish, never, each))
-    }
-    return tuple(by_legs[legs] for legs in sorted(by_legs, key=str))
-
-
-def _is_alone(seen: tuple[Seen, ...], wish: PlacementRequest, never: Pairs, placement: Placement) -> bool:
-    """Return whether production computes a prompt where it is decoded, with all these workers."""
-    whole = place(_views(seen, tuple(range(len(seen)))), wish, 0, never)
-    return whole is not None and whole.hand_over is None and placement.end == whole.end
-
-
-@cache
-def targets(
-    rules: FlipRules, seen: tuple[Seen, ...], source: int, sources: frozenset[str]
-) -> tuple[int, ...]:
-    """Return the workers to which an answer may be moved. sources: workers that the router moves other answers from."""
-    known = _views(seen, tuple(range(len(seen))))
-    views = (
-        known if rules.never_moves else WorkerViews.of(replace(each, is_unsettled=False) for each in known)
-    )
-    wish = PlacementRequest(
-        num_prompt_tokens=1,
-        num_answer_tokens=1,
-        plan=CONTINUATION,
-        too_small=never_moved_to(views, str(source), sources, frozenset()),
-    )
-    return tuple(index for index in range(len(seen)) if place(_views(seen, (index,)), wish, 0) is not None)
-
-
-def ignore(*_: Any) -> None:
-    """Do nothing."""
-
-
 def call_of(part_is_sending: bool) -> LegCall:
     """Return the call that starts a leg."""
     return LegCall.PREFILL if part_is_sending else LegCall.DECODE
@@ -314,7 +255,7 @@ def call_of(part_is_sending: bool) -> LegCall:
 
 def sent(world: FlipWorld, index: int, worker: Worker, *, has_role: bool = False) -> FlipWorld:
     """Return the world in which a worker has changed, and sends every router its credit, behind a role that it has taken."""
-    credit = lifecycle_of(worker).credit(FULL)
+    credit = replace(lifecycle_of(worker).credit(FULL), number=1)
     messages = (worker.role, credit) if has_role else (credit,)
     down = with_item(world.down, index, tuple((*queue, *messages) for queue in world.down[index]))
     worker = worker._replace(unanswered=tuple(count + 1 for count in worker.unanswered))
@@ -336,26 +277,6 @@ def source_of(request: Request) -> int | None:
     """Return the worker that an answer is being moved away from, None without a move; see ``router.moving.Mover``."""
     part = request.receive if request.target else request.send if request.is_moved else None
     return part.worker if part else None
-
-
-def answer_to_credit(world: FlipWorld, router: int, index: int) -> int:
-    """Return what a router answers to a worker's credit: how many legs and moves it has of the former state."""
-    own = [one for one in world.requests if one.router == router and one.phase != "done"]
-    held = tuple(sorted(part.num_roles for one in own for part in one.parts if part.worker == index))
-    num_moves = sum(source_of(one) == index for one in own)
-    return _answer(held, world.seen[router][index].num_roles, num_moves)
-
-
-@cache
-def _answer(held: tuple[int, ...], num_roles: int, num_moves: int) -> int:
-    """held: of each leg that is bound, how many roles the worker had had then."""
-    capacity = attached("worker", Seen(Role.DECODE, FULL)).capacity
-    for count in range(1, num_roles + 1):
-        for _ in range(held.count(count)):
-            capacity.hold("client", 1)
-        if count < num_roles:
-            capacity.take_role(None)
-    return capacity.use(num_moves).num_former
 
 
 def refuse_unserved(worker: Worker, *, is_sending: bool) -> None:

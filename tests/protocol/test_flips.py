@@ -37,6 +37,13 @@ ENDED = FlipScenario(
     ((0, "prefill"), (0, "drain"), (0, "undrain")),
     decoded=(0,),
 )
+OPPOSITE = FlipScenario(
+    "all that prefill are to decode, two routers",
+    (P, B),
+    (0, 1),
+    ((0, "decode"), (1, "decode")),
+    keeps_roles=True,
+)
 WORLDS = [
     SWAP,
     BACK,
@@ -59,6 +66,7 @@ WORLDS = [
         decoded=(1,),
     ),
     ENDED,
+    OPPOSITE,
     FlipScenario("decode and both", (D, B), (0, 0), ((0, "both"), (1, "prefill")), decoded=(0,)),
 ]
 LARGE = [
@@ -75,6 +83,8 @@ MISSING = [
     pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 10, id="former legs"),
     pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 13, id="settled before"),
     pytest.param(ENDED, FlipRules(offers_again=False), "offers its credit", 17, id="offered again"),
+    pytest.param(OPPOSITE, FlipRules(keeps_roles=False), "no worker is left", 12, id="roles kept"),
+    pytest.param(SWAP, FlipRules(reports_end=False), "never settled", 26, id="reports of the end"),
 ]
 
 

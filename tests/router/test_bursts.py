@@ -1,19 +1,15 @@
 """M3: a burst of one client's requests lets others in between: in the event loop, in the queue, at the workers."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.identity import Role
-from contract.membership import Registration
 from router import start_limiter, throttling
-from router.attached_worker import AttachedWorker
 from router.round_robin import RoundRobin
-from router.running_shares import Held
 from router.start_limiter import StartLimiter
 from router.tasks import cooperatively
 from router.testing.script import Script
@@ -93,138 +89,95 @@ async def test_long_work_yields_to_other_tasks() -> None:
     assert items == list(range(100)) and others >= 20
 
 
-class Calls:
-    """Calls to workers that end when a test ends them."""
+class Orders:
+    """Orders to workers that are sent when a test sends them."""
 
     def __init__(self) -> None:
-        self.num_accepted = 0
+        self.num_free = 0
         self.starts = StartLimiter(self.count)
-        self.ends: list[asyncio.Event] = []
+        self.sent: list[Callable[[], None]] = []
 
     def count(self) -> None:
-        self.num_accepted += 1
+        self.num_free += 1
 
     def start(self, client: str, count: int = 2, *, is_alone: bool = True) -> None:
-        ends = [asyncio.Event() for _ in range(count)]
-        self.ends += ends
-        calls = [asyncio.create_task(self._until(end)) for end in ends]
-        self.starts.start(client, is_alone=is_alone).follow(calls)
-
-    @staticmethod
-    async def _until(end: asyncio.Event) -> None:
-        await end.wait()
+        start = self.starts.start(client, is_alone=is_alone)
+        start.num_orders = count
+        self.sent += [start.sent] * count
 
 
 @pytest.fixture
-async def calls() -> AsyncIterator[Calls]:
-    made = Calls()
-    yield made
-    for end in made.ends:
-        end.set()
-    await asyncio.sleep(0)
+async def orders() -> Orders:
+    return Orders()
 
 
-async def test_the_next_request_starts_when_one_was_accepted_by_both_workers(calls: Calls) -> None:
-    while calls.starts.may_start("m"):
-        calls.start("m")
-    assert calls.starts.may_start("a")
-    calls.ends[0].set()
-    await asyncio.sleep(0.001)
-    assert not calls.starts.may_start("m")
-    assert not calls.num_accepted
-    calls.ends[1].set()
-    await asyncio.sleep(0.001)
-    assert calls.starts.may_start("m")
-    assert [calls.num_accepted] == [1]
+async def test_the_next_request_starts_when_the_orders_of_one_were_sent(orders: Orders) -> None:
+    while orders.starts.may_start("m"):
+        orders.start("m")
+    assert orders.starts.may_start("a")
+    orders.sent[0]()
+    assert not orders.starts.may_start("m")
+    assert not orders.num_free
+    orders.sent[1]()
+    assert orders.starts.may_start("m")
+    assert [orders.num_free] == [1]
 
 
-async def test_with_more_workers_more_requests_start(calls: Calls) -> None:
-    calls.starts.num_workers = 3
-    while calls.starts.may_start("m"):
-        calls.start("m", 1)
-    assert len(calls.ends) == 12
+async def test_with_more_workers_more_requests_start(orders: Orders) -> None:
+    orders.starts.num_workers = 3
+    while orders.starts.may_start("m"):
+        orders.start("m", 1)
+    assert len(orders.sent) == 12
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
 async def test_a_client_that_is_not_alone_rests_between_starts(
-    calls: Calls, monkeypatch: pytest.MonkeyPatch, is_alone: bool
+    orders: Orders, monkeypatch: pytest.MonkeyPatch, is_alone: bool
 ) -> None:
     monkeypatch.setattr(start_limiter, "pause_seconds", lambda _: 3600.0)
-    while calls.starts.may_start("m"):
-        calls.start("m", is_alone=is_alone)
-    for end in calls.ends:
-        end.set()
-    await asyncio.sleep(0.001)
-    assert calls.starts.may_start("m") is is_alone and calls.starts.may_start("a")
+    while orders.starts.may_start("m"):
+        orders.start("m", is_alone=is_alone)
+    for sent in orders.sent:
+        sent()
+    assert orders.starts.may_start("m") is is_alone and orders.starts.may_start("a")
 
 
-async def test_a_worker_that_does_not_answer_holds_up_its_client_for_a_moment_only(calls: Calls) -> None:
-    while calls.starts.may_start("m"):
-        calls.start("m")
+async def test_a_worker_that_does_not_read_holds_up_its_client_for_a_moment_only(orders: Orders) -> None:
+    while orders.starts.may_start("m"):
+        orders.start("m")
     async with asyncio.timeout(5):
-        while not calls.starts.may_start("m"):
+        while not orders.starts.may_start("m"):
             await asyncio.sleep(0.01)
-    assert calls.num_accepted
-    for end in calls.ends:  # a late answer must not be counted again
-        end.set()
-    await asyncio.sleep(0.01)
+    assert orders.num_free
+    for sent in orders.sent:  # a late one must not be counted again
+        sent()
     num_started = 0
-    while calls.starts.may_start("m"):
-        calls.start("m")
+    while orders.starts.may_start("m"):
+        orders.start("m")
         num_started += 1
     assert num_started == 4
 
 
-@given(st.lists(st.sampled_from(["start", "end", "late"]), max_size=40))
+@given(st.lists(st.sampled_from(["start", "sent", "late"]), max_size=40))
 def test_starts_are_counted_to_zero(events: list[str]) -> None:
     async def run() -> None:
-        calls = Calls()
+        orders = Orders()
         for event in events:
-            if event == "start" and calls.starts.may_start("m"):
-                calls.start("m", 1)
-            elif event == "end" and calls.ends:
-                calls.ends.pop().set()
-                await asyncio.sleep(0)
+            if event == "start" and orders.starts.may_start("m"):
+                orders.start("m", 1)
+            elif event == "sent" and orders.sent:
+                orders.sent.pop()()
             else:
                 await asyncio.sleep(0)
-        for end in calls.ends:
-            end.set()
-        await asyncio.sleep(0.001)
-        assert not calls.starts._starting
+        for sent in orders.sent:
+            sent()
+        assert not orders.starts._starting
 
     asyncio.run(run())
 
 
-class Cancelled:
-    """A worker that receives only cancels, which end when a test ends them."""
-
-    def __init__(self) -> None:
-        self.num_begun = 0
-        self.may_end = asyncio.Event()
-
-    async def cancel(self, *_: object) -> None:
-        self.num_begun += 1
-        await self.may_end.wait()
-
-
-@pytest.mark.parametrize("is_gone", [True, False])
-async def test_answers_that_end_together_are_cancelled_a_few_at_a_time(is_gone: bool) -> None:
-    """Hundreds of cancels must not delay other clients' starts; a worker that leaves meanwhile receives no more cancels."""
-    calls: Any = Cancelled()
-    worker = AttachedWorker(Registration(worker_id="d"), calls, Held(), lambda *_: None)
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(20):
-            tasks.create_task(worker.cancel((f"r{number}", 0, 0)))
-        await asyncio.sleep(0.001)
-        assert calls.num_begun == 4
-        if is_gone:
-            worker.gone.set()
-        calls.may_end.set()
-    assert calls.num_begun == (4 if is_gone else 20)
-
-
 async def test_a_burst_of_one_client_is_answered_whole() -> None:
-    """Sixty requests at once, in a cluster whose workers take their time to accept: all are bound, none is lost."""
+    """Sixty requests at once: all are bound, none is lost."""
     async with running_cluster(Script(tokens=[END]), (Role.PREFILL, Role.DECODE)) as cluster:
         answers = await asyncio.gather(
             *(cluster.post("/v1/completions", {"prompt": "hello"}) for _ in range(60))

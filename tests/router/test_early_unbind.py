@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 
@@ -21,34 +22,25 @@ from router.inbox import UnreadBytes
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import DECODE, LEG_KINDS, PREFILL, LegPlan, placed
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
 from router.running_shares import Held
 from router.start_limiter import StartLimiter
-from router.tasks import TaskSet
 
 
-class _Calls:
-    """Accepts everything."""
-
-    def __init__(self) -> None:
-        self.cancelled: list[str] = []
-
-    async def prefill(self, request: pb.PrefillRequest) -> None:
-        """Accept."""
-
-    async def decode(self, request: pb.DecodeRequest) -> None:
-        """Accept."""
-
-    async def cancel(self, request_id: str, attempt: int, choice: int) -> None:
-        """Record it."""
-        self.cancelled.append(request_id)
+def orders_to(worker: AttachedWorker) -> list[str]:
+    """Return the kinds of the orders that are on their way to the worker, in order."""
+    taken = worker.orders.take()
+    return [str(order.WhichOneof("order")) for order in taken[0].orders.orders] if taken else []
 
 
 def attached(role: Role) -> AttachedWorker:
     registration = Registration(worker_id=role.value, role=role.value, max_model_len=100)
-    return AttachedWorker(registration, _Calls(), Held(), lambda *_: None)  # type: ignore[arg-type]
+    return AttachedWorker(
+        registration, cast(Any, None), OrderStream(role.value, 10.0), Held(), lambda *_: None
+    )
 
 
 def reservation_on(*workers: AttachedWorker) -> Reservation:
@@ -60,9 +52,7 @@ def reservation_on(*workers: AttachedWorker) -> Reservation:
 
 
 @contextmanager
-def begun_on(
-    prefill: AttachedWorker, decode: AttachedWorker, tasks: TaskSet, seconds: float
-) -> Iterator[Attempt]:
+def begun_on(prefill: AttachedWorker, decode: AttachedWorker, seconds: float) -> Iterator[Attempt]:
     """Begin an attempt on two workers, which has so many seconds until its deadline."""
     request = PreparedRequest(
         request_id="r",
@@ -79,9 +69,9 @@ def begun_on(
             Leg(LegPlan(DECODE, decode.name, 1), LEG_KINDS[DECODE], decode),
         ]
         attempt = Attempt(
-            AttemptTask(request), AttemptLegs(legs, tasks), LegReport(), AttemptOutput(0, account, 1000)
+            AttemptTask(request), AttemptLegs(legs), LegReport(), AttemptOutput(0, account, 1000)
         )
-        begin([attempt], reservation_on(prefill, decode), tasks)
+        begin([attempt], reservation_on(prefill, decode))
         assert (prefill.view().num_requests, decode.view().num_requests) == (1, 1)
         yield attempt
         attempt.close()
@@ -89,13 +79,13 @@ def begun_on(
 
 async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at_once() -> None:
     """H5: the decode leg, which is not needed any more, is unbound and cancelled before the client has read a token."""
-    prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
-    with begun_on(prefill, decode, tasks, seconds=60.0) as attempt:
+    prefill, decode = attached(Role.PREFILL), attached(Role.DECODE)
+    with begun_on(prefill, decode, seconds=60.0) as attempt:
         entry = pb.TokenEntry(request_id="r", first_index=0, token_ids=[7], finish_reason="stop")
         prefill.deliver(pb.StepOutput(entries=[entry]))
         assert (prefill.view().num_requests, decode.view().num_requests) == (0, 0)
-        await tasks.close(5.0)
-        assert decode.calls.cancelled == ["r"]  # type: ignore[attr-defined]
+        assert orders_to(decode) == ["decode", "cancel"]
+        assert orders_to(prefill) == ["prefill"]
         async with asyncio.timeout(5):
             arrival = await attempt.next()
         assert [token.token_id for token in arrival.tokens] == [7]
@@ -103,14 +93,13 @@ async def test_an_answer_that_ends_with_its_first_token_releases_both_workers_at
 
 async def test_the_deadline_releases_both_workers_however_slowly_the_client_reads() -> None:
     """The client still receives the tokens that arrived in time, and the error after them."""
-    prefill, decode, tasks = attached(Role.PREFILL), attached(Role.DECODE), TaskSet()
-    with begun_on(prefill, decode, tasks, seconds=0.1) as attempt:
+    prefill, decode = attached(Role.PREFILL), attached(Role.DECODE)
+    with begun_on(prefill, decode, seconds=0.1) as attempt:
         prefill.deliver(pb.StepOutput(entries=[pb.TokenEntry(request_id="r", first_index=0, token_ids=[7])]))
         async with asyncio.timeout(5):
             while decode.view().num_requests or prefill.view().num_requests:
                 await asyncio.sleep(0.01)
-            await tasks.close(5.0)
-            assert decode.calls.cancelled == ["r"]  # type: ignore[attr-defined]
+            assert orders_to(decode) == ["decode", "cancel"]
             assert [token.token_id for token in (await attempt.next()).tokens] == [7]
             with pytest.raises(DeadlineError, match="with 1 tokens delivered"):
                 await attempt.next()

@@ -23,10 +23,8 @@ from router.bound_leg import Leg
 from router.failures import Failures
 from router.leg_failure import Failure
 from router.legs import DECODE, LEG_KINDS, LegPlan
-from router.tasks import TaskSet
 from router.testing.script import Script
 from router.unreachable_pairs import UnreachablePairs
-from router.worker_calls import RouterExhaustedError
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
@@ -133,7 +131,7 @@ class _FailedAttempt(Attempt):
     def __init__(self, failure: Failure) -> None:
         no_worker: Any = None  # it is not called: the attempt is over
         self.failure = failure
-        self.legs = AttemptLegs([Leg(LegPlan(DECODE, "w", 0), LEG_KINDS[DECODE], no_worker)], TaskSet())
+        self.legs = AttemptLegs([Leg(LegPlan(DECODE, "w", 0), LEG_KINDS[DECODE], no_worker)])
 
 
 def _noted(*errors: KvbatonError) -> Failures:
@@ -152,14 +150,6 @@ def test_replays_in_a_row_are_spread_over_time() -> None:
     assert sum(pauses) > 1
 
 
-def test_a_failure_of_the_router_blames_no_worker() -> None:
-    """P2: it uses up no replay and blames no worker, however often it happens."""
-    failures = _noted(*[RouterExhaustedError("no descriptor")] * 50)
-    assert failures.avoid == frozenset()
-    assert failures.pause_seconds > 0
-    assert not failures.is_local
-
-
 @contextmanager
 def no_descriptors() -> Iterator[None]:
     """Leave this process unable to open another file until the block ends."""
@@ -170,23 +160,12 @@ def no_descriptors() -> Iterator[None]:
         yield
 
 
-async def test_a_router_without_descriptors_waits_and_tries_again() -> None:
-    """P2: the call fails as one to a worker that cannot be dialled; the worker is not blamed, and tried again."""
-    refused = asyncio.Event()
-
-    def script(task: pb.Task) -> Script:
-        if not refused.is_set():
-            return Script(refuse=WorkerLostError("cannot be dialled"))
-        return Script(tokens=TOKENS)
-
-    async with running_cluster(script, (Role.AGGREGATED,), max_replays=0) as cluster:
-        worker = cluster.workers["both-0"]
+async def test_a_router_without_descriptors_starts_requests() -> None:
+    """P2: orders are sent on a stream that is open."""
+    async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,), max_replays=0) as cluster:
         async with cluster.session.get(cluster.url("/health")):
             pass  # the session's connection is open now
         with no_descriptors():
-            asking = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
-            await worker.received.wait_for(lambda each: len(each.decodes) >= 3)
-            refused.set()
-            status, answer = await asking
+            status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 200, answer
         assert answer["choices"][0]["text"] == "abcdef"

@@ -23,8 +23,8 @@ TEXT = "/v1/completions"
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        ({"protocol_min": 3, "protocol_max": 4}, "speaks protocol 3..4, this router 2..2"),
-        ({"protocol_min": 1, "protocol_max": 1}, "speaks protocol 1..1, this router 2..2"),
+        ({"protocol_min": 4, "protocol_max": 5}, "speaks protocol 4..5, this router 3..3"),
+        ({"protocol_min": 1, "protocol_max": 1}, "speaks protocol 1..1, this router 3..3"),
         ({"protocol_min": 0, "protocol_max": 0}, "speaks protocol 0..0"),
         ({"model_fingerprint": "model-b@float32"}, "model-b@float32, this router serves model-a@float32"),
         ({"kv_layout": kv_layout(block_size=24)}, "(the peer): block_size: ours is 24, the peer's is 16"),

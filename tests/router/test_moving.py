@@ -160,10 +160,10 @@ async def test_no_worker_is_its_own_target_or_one_that_answers_leave() -> None:
     async with moves(target=None) as made:
         assert await made.move() is MoveResult.NO_TARGET
         await made.cluster.add(Role.DECODE, TARGET)
-        made.mover._sources[made.attached(TARGET)] += 1
-        assert await made.move() is MoveResult.NO_TARGET
-        await made.cluster.add(Role.DECODE, "third")
-        assert await made.move() is MoveResult.MOVED
+        with made.attached(TARGET).capacity.former.moving():
+            assert await made.move() is MoveResult.NO_TARGET
+            await made.cluster.add(Role.DECODE, "third")
+            assert await made.move() is MoveResult.MOVED
         assert made.cluster.workers["third"].received.decodes and not made.target.received.decodes
         await made.ends()
 
@@ -222,12 +222,16 @@ async def test_the_choices_of_a_prompt_move_one_after_another() -> None:
                 await asyncio.sleep(0.005)
         target = await cluster.add(Role.DECODE, TARGET)
         made.source.player.may_hand_off.clear()
+        ends: list[int] = []
+        former = made.attached().capacity.former
+        former._on_nothing_left = lambda: ends.append(len(made.source.received.hand_offs))
         moving = asyncio.create_task(made.mover.move_all(made.attached(), made.runs))
         await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
         await asyncio.sleep(0.05)
         assert len(made.source.received.hand_offs) == 1, "no other choice is moved meanwhile"
         made.source.player.may_hand_off.set()
         assert await moving == {MoveResult.MOVED: 4}
+        assert ends == [4], "between two moves the worker is still one that answers leave"
         status, body = await asking
         assert (status, [choice["text"] for choice in body["choices"]]) == (200, [ANSWER] * 4)
         assert sorted(call.task.choice for call in target.received.decodes) == [0, 1, 2, 3]

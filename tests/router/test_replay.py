@@ -108,6 +108,15 @@ async def test_a_leg_that_is_refused_is_sent_elsewhere() -> None:
         assert sorted(decodes) == ["decode-0", "decode-1"]
 
 
+async def test_only_the_worker_that_rejects_a_leg_is_avoided() -> None:
+    """The prefill worker has done its part; its cache serves the next attempt too."""
+    async with running_cluster(on_leg(Role.DECODE, refuse=OverloadedError("no room"))) as cluster:
+        await add_twins(cluster, *PAIR)
+        assert "".join(await texts(cluster)) == ANSWER
+        prefills = [name for name, worker in cluster.workers.items() for _ in worker.received.prefills]
+        assert len(prefills) == 2 and len(set(prefills)) == 1
+
+
 async def test_a_bug_is_not_replayed() -> None:
     async with running_cluster(at_first(fail_at=1, error=InternalError("a bug"))) as cluster:
         await add_twins(cluster, *PAIR)

@@ -161,14 +161,22 @@ async def test_a_local_recompute_is_logged(caplog: pytest.LogCaptureFixture) -> 
 
 
 async def test_a_call_that_comes_after_the_workers_end_is_its_loss() -> None:
-    """The legs are sent by tasks: between binding and sending the worker may go, and with it the channel."""
+    """Between the decision to move an answer and the call the worker may go, and with it the channel."""
     gone = Registration(worker_id="w", address="127.0.0.1:1")
     async with open_worker_calls(gone, router_tls(SECRET), 1.0) as calls:
         pass
-    for call in (
-        calls.prefill(pb.PrefillRequest()),
-        calls.decode(pb.DecodeRequest()),
-        calls.cancel("r", 0, 0),
-    ):
-        with pytest.raises(WorkerLostError, match="worker w had gone"):
-            await call
+    with pytest.raises(WorkerLostError, match="worker w had gone"):
+        await calls.hand_off(pb.HandOffRequest())
+
+
+async def test_a_call_that_the_workers_end_cancels_is_its_loss() -> None:
+    """The router closes its channel to a lost worker. That must not look as if the caller's own task were cancelled."""
+    async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,)) as cluster:
+        worker = cluster.workers["both-0"]
+        worker.player.may_hand_off.clear()
+        (attached,) = cluster.service._path.registry.workers
+        calling = asyncio.create_task(attached.calls.hand_off(pb.HandOffRequest()))
+        await worker.received.wait_for(lambda each: bool(each.hand_offs))
+        await worker.die()
+        with pytest.raises(WorkerLostError, match="had gone before it answered HandOff"):
+            await calling

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -26,31 +26,18 @@ from router.inbox import UnreadBytes
 from router.leg_report import LegReport
 from router.leg_requests import AttemptTask
 from router.legs import LEG_KINDS
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.registry import Registry
 from router.reservation import Reservation
 from router.running_shares import RunningShares
-from router.tasks import TaskSet
 from router.testing.worker import kv_layout
 from router.unreachable_pairs import UnreachablePairs
 from router.views import WorkerView
 from wire.membership import layout_from_proto
 
 REQUEST = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5)
-
-
-class Calls:
-    """Accepts every call, and counts them."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        async def call(*_: object) -> None:
-            self.names.append(name)
-
-        return call
 
 
 class Queue:
@@ -61,8 +48,6 @@ class Queue:
         self.changes = changes = ChangeSignal()
         self.registry = Registry(changes)
         self.queue = AdmissionQueue(self.registry, changes, UnreachablePairs(), RunningShares(1.0), 30.0)
-        self.tasks = TaskSet()
-        self.calls: Any = Calls()
         for role in (Role.PREFILL, Role.DECODE):
             self.attach(role).capacity.grant(Credit(max_requests=max_requests, max_tokens=1000))
         changes.add_room_listener(self._count)
@@ -101,7 +86,9 @@ class Queue:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=1000,
         )
-        worker = self.registry.new_worker(registration, self.calls)
+        worker = self.registry.new_worker(
+            registration, cast(Any, "nothing is called"), OrderStream(role.value, 10.0)
+        )
         self.registry.attach(worker)
         return worker
 
@@ -130,10 +117,10 @@ class Queue:
         attempts = []
         for choice in range(num_choices):
             task = AttemptTask(request.of_choice(choice))
-            legs = AttemptLegs.of(reservation, LEG_KINDS, self.tasks)
+            legs = AttemptLegs.of(reservation, LEG_KINDS)
             with unread.open("a") as account:
                 attempts.append(Attempt(task, legs, LegReport(), AttemptOutput(0, account, 1000)))
-        begin(attempts, reservation, self.tasks)
+        begin(attempts, reservation)
         return attempts
 
 
@@ -142,7 +129,6 @@ async def queue() -> AsyncIterator[Queue]:
     made = Queue()
     yield made
     made.queue.close()
-    await made.tasks.close(5.0)
 
 
 async def next_rounds() -> None:
@@ -158,6 +144,32 @@ async def test_the_prompt_counts_once_and_each_answer_where_it_ends() -> None:
         await made.reserve(stack, request)
         assert made.held == [(3, 10), (3, 25)]
     assert made.held == [(0, 0), (0, 0)]
+
+
+async def test_a_request_that_need_not_wait_is_not_queued(queue: Queue) -> None:
+    """It is bound without a pass of the queue. The next one has no room: it waits, and is admitted by a pass."""
+    passes = queue.count_passes()
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await queue.reserve(first)
+        assert (len(queue.queue), passes) == (0, [])
+        waiting = asyncio.create_task(queue.reserve(second))
+        await asyncio.sleep(0)
+        assert len(queue.queue) == 1
+        await first.aclose()
+        await asyncio.wait_for(waiting, 5)
+        assert len(queue.queue) == 0 and passes
+
+
+async def test_a_request_leaves_the_queue_at_its_deadline(queue: Queue) -> None:
+    """It holds nothing then, and the next one is admitted when there is room."""
+    async with AsyncExitStack() as first, AsyncExitStack() as second:
+        await queue.reserve(first)
+        with pytest.raises(TimeoutError):
+            await queue.queue.reserve(REQUEST, QueueOrder(tenant="b"), time.monotonic())
+        assert len(queue.queue) == 0
+        await first.aclose()
+        await asyncio.wait_for(queue.reserve(second), 5)
+        assert queue.held == [(1, 10), (1, 15)]
 
 
 async def test_legs_take_the_credit_over_and_release_it(queue: Queue) -> None:
@@ -227,7 +239,7 @@ async def test_a_cancelled_request_holds_no_credit(queue: Queue, is_before_decis
 
 @pytest.mark.parametrize("lost", [Role.PREFILL, Role.DECODE])
 async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(lost: Role) -> None:
-    """The failure names the lost worker; the other one receives no call and no cancel, and gets its credit back."""
+    """The failure names the lost worker; the other one receives no order, and gets its credit back."""
     made = Queue(max_requests=2)
     request = PlacementRequest(num_prompt_tokens=10, num_answer_tokens=5, num_choices=2)
     async with AsyncExitStack() as stack:
@@ -240,15 +252,14 @@ async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(
                 await attempt.next()
             assert attempt.failure and attempt.failure.failed_workers == {worker}
             attempt.close()
-    await made.tasks.close(5.0)
-    assert made.calls.names == []
+    assert not any(each.orders.take() for each in [worker, *made.registry.workers])
     assert made.held == [(0, 0), (0, 0)]
     assert (worker.capacity.num_requests, successor.capacity.num_requests) == (0, 0)
 
 
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
-    """A client's fifth request waits while four are decided on, until calls of one are done or one is given up."""
+    """A client's fifth request waits while four are decided on, until the orders of one are sent or one is given up."""
     monkeypatch.setattr("router.start_limiter._TIMEOUT_SECONDS", 60.0)
     made = Queue(max_requests=100)
     async with AsyncExitStack() as stack, AsyncExitStack() as late:
@@ -259,10 +270,16 @@ async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, 
         assert not fifth.done()
         if is_begun:
             made.begin(reservation)
+            for worker in made.registry.workers:
+                taken = worker.orders.take()
+                assert taken
+                await next_rounds()
+                assert not fifth.done()
+                for sent in taken[1]:
+                    sent()
         else:
             reservation.release()
         await asyncio.wait_for(fifth, 5)
-    await made.tasks.close(5.0)
 
 
 @given(st.lists(st.sampled_from(["reserve", "begin", "release", "close"]), max_size=30))
@@ -294,6 +311,5 @@ def test_all_credit_comes_back(steps: list[str]) -> None:
         for attempt in attempts:
             attempt.close()
         assert made.held == [(0, 0), (0, 0)]
-        await made.tasks.close(5.0)
 
     asyncio.run(run())

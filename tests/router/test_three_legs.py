@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from contract.identity import Role
 from contract.outputs import FinishReason
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
+from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.admission_queue import AdmissionQueue
 from router.change_signal import ChangeSignal
@@ -37,7 +38,6 @@ from router.tasks import TaskSet
 from router.testing.script import Script, Writer
 from router.testing.worker import ScriptedWorker
 from router.unreachable_pairs import UnreachablePairs
-from router.worker_calls import WorkerCalls
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
@@ -50,12 +50,12 @@ SLOW = Script(tokens=TOKENS, token_delay_seconds=0.2)
 """A prefill that is slower than the encoder."""
 
 
-def start_encode(calls: WorkerCalls, request: EngineRequest, session: str) -> Coroutine[Any, Any, None]:
-    """Start an encoder by the call of an embedding, since it has none of its own. Its result is not read here."""
-    return calls.embed(embed_to_proto(request, session))
+def encode(request: EngineRequest) -> pb.Order:
+    """Order an encoder as an embedding, since it has no order of its own. Its result is not read here."""
+    return pb.Order(embed=embed_to_proto(request))
 
 
-KINDS = {**LEG_KINDS, ENCODE: LegKind(start=start_encode, result=Result.NONE)}
+KINDS = {**LEG_KINDS, ENCODE: LegKind(order=encode, result=Result.NONE)}
 
 
 class ThreeLegs(AdmissionQueue):

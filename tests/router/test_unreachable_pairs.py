@@ -13,6 +13,7 @@ from contract.membership import Registration
 from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.legs import AGGREGATED, DECODE, PREFILL, placed
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest, place
 from router.running_shares import Held
 from router.testing.script import Script
@@ -76,7 +77,7 @@ class Clock:
 
 def attached(role: Role, name: str) -> AttachedWorker:
     registration = Registration(worker_id=name, role=role.value, max_model_len=100)
-    return AttachedWorker(registration, None, Held(), lambda *_: None)  # type: ignore[arg-type]
+    return AttachedWorker(registration, None, OrderStream("w", 10.0), Held(), lambda *_: None)  # type: ignore[arg-type]
 
 
 def test_one_request_a_pause_tries_the_pair_again() -> None:

@@ -19,6 +19,7 @@ from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION, Placement, RequestPlan
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest, awaited, candidates, fits, place
 from router.recent_clients import RecentClients
 from router.registry import Registry
@@ -77,7 +78,7 @@ class ViewsStayFresh(RuleBasedStateMachine):
         holder = next((each for each in self.registry.workers if each.name == name), None)
         boot_id = holder.registration.boot_id if holder else f"boot-{self.num_boots}"
         worker = self.registry.new_worker(
-            registration(name, boot_id, role, length), cast(Any, "nothing is called")
+            registration(name, boot_id, role, length), cast(Any, "nothing is called"), OrderStream("w", 10.0)
         )
         self.registry.attach(worker)
         self.known.append(worker)
@@ -388,7 +389,9 @@ def test_a_client_is_recent_for_the_given_time(notes: list[tuple[str, float]]) -
 @pytest.mark.parametrize("role", [P, D, B])
 async def test_a_worker_that_leaves_gets_nothing_more(role: Role) -> None:
     registry = Registry(ChangeSignal())
-    worker = registry.new_worker(registration("w", "b", role, 64), cast(Any, "nothing is called"))
+    worker = registry.new_worker(
+        registration("w", "b", role, 64), cast(Any, "nothing is called"), OrderStream("w", 10.0)
+    )
     registry.attach(worker)
     worker.capacity.grant(Credit(max_requests=4, max_tokens=100))
     assert [view.max_requests for view in registry.views] == [4]

@@ -304,6 +304,41 @@ async def test_a_worker_that_is_to_change_does_not_count_for_its_role() -> None:
         assert (await workers_of(cluster))["decode-1"]["state"] == "draining"
 
 
+async def test_a_router_refuses_the_second_of_two_changes_that_leave_no_worker_of_a_role() -> None:
+    """Another router has ordered one of them, and may have received them in the other order: neither waits for it."""
+    async with running_cluster(HELLO, PAIR) as cluster:
+        first = await cluster.add(Role.DECODE, "decode-1")
+        second = cluster.workers["decode-0"]
+        assert not await needs_role(first, pb.Credit(number=1, next_role="prefill"))
+        assert await needs_role(second, pb.Credit(number=1, next_role="prefill"))
+        status, answer = await ordered(cluster, "decode-0/flip?role=prefill")
+        assert (status, "no decode worker would be left" in answer["error"]["message"]) == (400, True)
+        full: dict[str, Any] = {"max_requests": 256, "max_tokens": 2**20}
+        assert not await needs_role(second, pb.Credit(**full, number=2))
+        assert not await needs_role(first, pb.Credit(**full, number=2))
+        assert not await needs_role(second, pb.Credit(number=3, next_role="prefill"))
+
+
+async def test_an_operator_learns_that_a_worker_keeps_its_role() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        worker = await cluster.add(Role.DECODE, "decode-1")
+        flipping = asyncio.create_task(ordered(cluster, "decode-1/flip?role=prefill&wait=60"))
+        order = await obey(worker, pb.Credit(number=2, next_role="prefill"))
+        worker.stream.take_role("decode", order.role_change.epoch)
+        async with asyncio.timeout(20):
+            status, answer = await flipping
+        assert (status, "keeps the role decode" in answer["error"]["message"]) == (503, True), answer
+
+
+async def needs_role(worker: ScriptedWorker, credit: pb.Credit) -> bool:
+    """Send a credit, and return whether the router answers that the worker must keep its role."""
+    worker.stream.grant(credit)
+    while True:
+        order = await worker.stream.next_order()
+        if order.credit_use.number == credit.number:
+            return order.credit_use.needs_role
+
+
 async def test_a_draining_worker_takes_no_other_role() -> None:
     async with running_cluster(HELLO, PAIR) as cluster:
         worker = await cluster.add(Role.DECODE, "decode-1")

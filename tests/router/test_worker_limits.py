@@ -15,6 +15,7 @@ from protos import WORKER_PROTOCOL_MAX
 from protos import worker_pb2 as pb
 from router.change_signal import ChangeSignal
 from router.legs import EMBEDDING, GENERATION, PREFILL
+from router.order_stream import OrderStream
 from router.policy import PlacementRequest, candidates, fits, place
 from router.registry import Registry
 from router.testing.script import Script
@@ -190,7 +191,9 @@ async def test_a_large_worker_that_stays_away_is_forgotten() -> None:
             kv_layout=layout_from_proto(kv_layout()),
             max_model_len=length,
         )
-        registry.attach(registry.new_worker(registration, cast(Any, "nothing is called")))
+        registry.attach(
+            registry.new_worker(registration, cast(Any, "nothing is called"), OrderStream("w", 10.0))
+        )
     registry.detach(registry.get("decode-0"), "its stream closed")
     assert (registry.max_model_len(7), registry.recent_max_model_len(7)) == (40, 100)
     now = 31.0

@@ -34,9 +34,9 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
     """A listener that records its messages and their senders."""
 
     def __init__(self) -> None:
-        self.received: list[tuple[pb.CancelRequest, list[str], Any]] = []
+        self.received: list[tuple[pb.HandOffRequest, list[str], Any]] = []
 
-    async def Cancel(self, request: pb.CancelRequest, context: Any) -> pb.Accepted:  # noqa: N802
+    async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Record a message."""
         self.received.append((request, list(peer_names(context)), context.invocation_metadata()))
         return pb.Accepted()
@@ -44,10 +44,6 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
     async def _refuse(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
-    Prefill: Any = _refuse
-    Decode: Any = _refuse
-    Embed: Any = _refuse
-    HandOff: Any = _refuse
     GetModelFiles: Any = _refuse
 
 
@@ -73,7 +69,7 @@ async def listening(
 async def ask(channel: grpc.aio.Channel) -> None:
     async with channel:
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
-        await stub.Cancel(pb.CancelRequest(request_id="a prompt"), timeout=20)
+        await stub.HandOff(pb.HandOffRequest(request_id="a prompt"), timeout=20)
 
 
 async def test_both_ends_are_proved_and_named() -> None:
@@ -171,7 +167,7 @@ async def test_silent_connections_take_no_more_descriptors_than_they_may() -> No
         router_tls(SECRET).channel(address, WORKER, []) as channel,
     ):
         stub: Any = worker_pb2_grpc.WorkerStub(channel)
-        await stub.Cancel(pb.CancelRequest(), timeout=20)
+        await stub.HandOff(pb.HandOffRequest(), timeout=20)
         host, port = split_address(address)
         opened = [await asyncio.open_connection(host, port) for _ in range(20)]
         ends = [asyncio.create_task(reader.read()) for reader, _ in opened]
@@ -180,7 +176,7 @@ async def test_silent_connections_take_no_more_descriptors_than_they_may() -> No
                 await asyncio.wait(
                     [end for end in ends if not end.done()], return_when=asyncio.FIRST_COMPLETED
                 )
-            await stub.Cancel(pb.CancelRequest(), timeout=20)
+            await stub.HandOff(pb.HandOffRequest(), timeout=20)
             assert sum(end.done() for end in ends) == 17, "the others wait for their handshake's end"
         finally:
             for end in ends:

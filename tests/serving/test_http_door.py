@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import trustme
 
+from serving.http_acceptor import listen
 from serving.http_connections import HttpLimits
 from serving.tls import read_tls
 from tests.certificates import write_certificate
@@ -26,6 +27,16 @@ async def test_a_connection_without_complete_headers_is_closed(sent: bytes) -> N
         client = await door.connect(sent)
         await client.ended()
         await door.until_empty()
+
+
+async def test_the_system_looks_for_clients_that_have_vanished() -> None:
+    """A connection inherits keep-alive from the listening socket: nothing sets it for each one."""
+    (listening,) = await listen("127.0.0.1", 0)
+    with listening, socket.create_connection(listening.getsockname()):
+        listening.setblocking(True)
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 async def test_headers_that_come_byte_by_byte_do_not_prolong_their_time() -> None:

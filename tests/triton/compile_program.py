@@ -25,6 +25,7 @@ from engine.attention.triton_sizes import (
     programs_at_once,
     sizes_of,
     split_launch,
+    store_launch,
 )
 from engine.fused import triton_kernels as fused
 from engine.fused.rows import num_warps_of
@@ -57,10 +58,14 @@ def compiled(
         options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
     elif kernel is attention.split_kernel:
         options = split_launch(sizes["dims"])
+    elif kernel is attention.store_kernel:
+        launch = store_launch(4, head_dim)
+        options = {"num_warps": launch["num_warps"]}
+        sizes["heads"] = launch["heads"]
     elif kernel is fused.norm_kernel:
         options = {"num_warps": num_warps_of(HIDDEN)}
     constants = {
-        **sizes, "group": GROUP, "heads": 16, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
+        "heads": 16, **sizes, "group": GROUP, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
         "rows": power_of_two(kept), "at_once": COMBINED_AT_ONCE, "precision": precision_of(dtype), "size": HIDDEN,
         "padded": HIDDEN, "has_added": True, "num_heads": 28, "num_kv_heads": 4, "half": head_dim // 2, "has_norm": True,
     }  # fmt: skip

@@ -19,7 +19,7 @@ REGISTERS = 65536
 
 
 def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
-    """They fit into memory and registers, use tensor cores, load ahead of what they compute, and are compiled once."""
+    """They fit into memory and registers, use tensor cores, load ahead, store 16 bytes at a time, and are compiled once."""
     environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, "-m", "tests.triton.compile_program", "90"],
@@ -46,4 +46,7 @@ def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
             assert kernel["copies_ahead"], kernel
             assert (kernel["in_flight"] > 0) == (kernel["head_dim"] <= 128), kernel
             assert kernel["tensor_cores"] or kernel["dtype"] == "fp32", kernel
+        if kernel["kernel"] == "store_kernel":
+            assert kernel["widest_store"] == 128, kernel
+            assert kernel["threads"] >= 64 or kernel["head_dim"] < 128, kernel
     assert sum(kernel["at_once"] == 3 for kernel in kernels) == 3, "decodes of heads up to 128"

@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from engine.attention.backend import create_backend
+from engine.attention.splits import CHUNK_SPLIT, DECODE_SPLIT
+from engine.attention.triton_paged import PagedAttention
 from engine.compute.forward import fused
 from engine.compute.forward_plain import PlainForward
-from engine.compute.profiling import profile_inputs
+from engine.compute.profiling import null_layers, profile_inputs, reserving_steps
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
@@ -104,6 +106,34 @@ def test_a_watch_is_called_for_every_layer(tmp_path: Path) -> None:
         plain = PlainForward(fused_model(loaded), create_backend("triton"), CASE.block_size, CPU)
         plain.forward(inputs, list(pool.unbind(1)), Watch())
     assert layers == [(1, [True, False, False]), (2, [True, True, False]), (3, [True] * 3)]
+
+
+def test_steps_that_reserve_memory_run_every_kind_of_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They need the null block only, and compile the kernels that a first request would otherwise wait for."""
+    make_checkpoint(tmp_path, "llama")
+    loaded = load(tmp_path, "float32", None, CPU)
+    plain = PlainForward(fused_model(loaded), create_backend("triton"), CASE.block_size, CPU)
+    launched: list[tuple[str, int]] = []
+    splits = PagedAttention.attend_splits
+    tiles = PagedAttention.attend_tiles
+
+    def attend_splits(self: PagedAttention, *arguments: Any) -> None:
+        launched.append(("splits", arguments[4].split))
+        splits(self, *arguments)
+
+    def attend_tiles(self: PagedAttention, *arguments: Any) -> None:
+        launched.append(("tiles", 0))
+        tiles(self, *arguments)
+
+    monkeypatch.setattr(PagedAttention, "attend_splits", attend_splits)
+    monkeypatch.setattr(PagedAttention, "attend_tiles", attend_tiles)
+    layers = null_layers(loaded, CASE.block_size, CPU)
+    with torch.inference_mode():
+        for inputs in reserving_steps(CASE.block_size):
+            assert plain.forward(inputs, layers).isfinite().all()
+    assert set(launched) == {("tiles", 0), ("splits", DECODE_SPLIT), ("splits", CHUNK_SPLIT)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

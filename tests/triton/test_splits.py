@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.attention import triton_backend
 from engine.attention.backend import create_backend
 from engine.attention.triton_backend import TritonBackend
 from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
@@ -61,20 +60,19 @@ def test_a_row_is_equal_alone_and_in_a_batch(work: tuple[int, int], window: int 
     assert torch.equal(step.attend(together.shape, query[own], key[own], value[own], pool[:, 1]), batch[own])
 
 
-def test_steps_with_many_partial_results_take_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_with_many_partial_results_take_several_passes() -> None:
     """The memory of partial results is bounded, and the rows do not change."""
     case = replace(SMALL, work=((1500, 1), (4096, 40), (600, 1), (3, 1), (5000, 2)))
     inputs = case.inputs()
-    whole = TritonBackend()
-    expected, _ = run(case, whole.plan(inputs, case.block_size, CPU), inputs, CPU)
     limit = 3 * 4 * 64 * 17
-    monkeypatch.setattr(triton_backend, "_PASS_BYTES", limit)
-    divided = TritonBackend()
+    whole = TritonBackend(pass_bytes=100 * limit)
+    expected, _ = run(case, whole.plan(inputs, case.block_size, CPU), inputs, CPU)
+    divided = TritonBackend(pass_bytes=limit)
     step = divided.plan(inputs, case.block_size, CPU)
     output, _ = run(case, step, inputs, CPU)
     assert torch.equal(output, expected)
     assert_close(output, reference(case, inputs)[0])
-    assert divided.workspace_bytes < 2 * limit < whole.workspace_bytes
+    assert (divided.workspace_bytes, whole.workspace_bytes) == (limit, 100 * limit)
 
 
 def test_a_replayed_step_reads_the_splits_of_the_newest_lengths() -> None:

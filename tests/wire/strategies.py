@@ -111,6 +111,7 @@ outputs = st.builds(
     logprobs=st.none() | st.lists(logprobs, min_size=1, max_size=2),
     is_leg_finished=st.just(False),
     handed_over=st.booleans(),
+    is_rejected=st.booleans(),
     finish_reason=st.none() | st.sampled_from(FinishReason),
     stop_reason=st.none() | UINT32,
     num_cached_tokens=st.none() | UINT32,

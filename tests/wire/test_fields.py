@@ -82,6 +82,7 @@ OUTPUT = EngineOutput(
     timings=TIMINGS,
     pooled=[0.5, -0.5],
     handed_over=True,
+    is_rejected=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -100,6 +101,7 @@ OUTPUT_MESSAGE = pb.TokenEntry(
     timings=TIMINGS_MESSAGE,
     pooled=[0.5, -0.5],
     handed_over=True,
+    is_rejected=True,
     error_kind="deadline",
     error_message="late",
     error_param="prompt",
@@ -134,6 +136,7 @@ CREDIT: dict[str, Any] = {
     "drain_seconds": 3.5,
     "is_empty": True,
     "is_unsettled": True,
+    "next_role": "prefill",
 }
 REGISTERED: dict[str, Any] = {
     "protocol_min": 1,
@@ -191,7 +194,6 @@ def task(sampling: pb.EngineSampling | None = SAMPLING_MESSAGE) -> pb.Task:
         cache_salt="salt",
         tenant="client",
         deadline_seconds=6.5,
-        session="s-1",
     )
 
 
@@ -217,8 +219,8 @@ EXAMPLES: tuple[tuple[Any, Message], ...] = (
     (RoleOrder(role="both", epoch=4), pb.RoleChange(role="both", epoch=4)),
     (RoleOrder(role="both", epoch=4), pb.RoleTaken(role="both", epoch=4)),
     (
-        CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4),
-        pb.CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4),
+        CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),
+        pb.CreditUse(number=1, num_requests=2, num_tokens=3, num_former=4, needs_role=True),
     ),
     (LOGPROBS, LOGPROBS_MESSAGE),
     (TIMINGS, TIMINGS_MESSAGE),

@@ -114,7 +114,7 @@ def test_an_embeddings_sampling_is_neither_sent_nor_read() -> None:
     asked = EngineRequest(
         request_id="r", prompt_token_ids=[5], sampling=SamplingParams(top_k=3), pooling_params=pooling
     )
-    assert not embed_to_proto(asked, "s").task.HasField("sampling")
+    assert not embed_to_proto(asked).task.HasField("sampling")
     hostile = pb.EmbedLegRequest(task=task(grammar=pb.Grammar(kind="xml")))
     told = embed_from_proto(hostile, pooling)
     assert (told.sampling, told.pooling_params) == (SamplingParams(), pooling)
@@ -124,9 +124,9 @@ def test_a_leg_is_only_sent_with_the_transfer_that_it_is_for() -> None:
     source = ReceiveTransfer(transfer_id="t", peer_worker_id="p", peer_boot_id="b", peer_control="h:1")
     for transfer in (None, source):
         with pytest.raises(TypeError, match="a prefill leg has a SendTransfer"):
-            prefill_to_proto(request(transfer), "s")
+            prefill_to_proto(request(transfer))
     with pytest.raises(TypeError, match="a decode leg has a ReceiveTransfer or none"):
-        decode_to_proto(request(SendTransfer("t")), "s")
+        decode_to_proto(request(SendTransfer("t")))
 
 
 def test_empty_and_none_are_one_on_the_wire() -> None:

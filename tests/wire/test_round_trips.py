@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from contract.membership import Load
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest, PoolingParams
+from contract.requests import PoolingParams
 from protos import worker_pb2 as pb
 from tests.wire import strategies
 from wire.legs import (
@@ -60,8 +60,6 @@ from wire.tokens import (
     timings_to_proto,
 )
 
-SESSION = "s-1"
-
 
 class Codec(NamedTuple):
     """Both directions of one message, and the objects that may be sent with it."""
@@ -77,24 +75,20 @@ def _read_step(message: pb.StepOutput) -> tuple[list[EngineOutput], Load | None]
     return [output_from_proto(entry) for entry in message.entries], load
 
 
-def _leg(write: Callable[[EngineRequest, str], Message]) -> Callable[[EngineRequest], Message]:
-    return lambda request: write(request, SESSION)
-
-
 def _embed_codec(pooling: PoolingParams) -> Codec:
     objects = strategies.requests(st.none(), pooling)
     return Codec(
-        pb.EmbedLegRequest, objects, _leg(embed_to_proto), lambda message: embed_from_proto(message, pooling)
+        pb.EmbedLegRequest, objects, embed_to_proto, lambda message: embed_from_proto(message, pooling)
     )
 
 
 CODECS = (
     Codec(pb.Grammar, strategies.grammars, grammar_to_proto, grammar_from_proto),
     Codec(pb.EngineSampling, strategies.sampling, sampling_to_proto, sampling_from_proto),
-    Codec(pb.Task, strategies.requests(st.none()), _leg(task_to_proto), task_from_proto),
-    Codec(pb.PrefillRequest, strategies.prefills, _leg(prefill_to_proto), prefill_from_proto),
+    Codec(pb.Task, strategies.requests(st.none()), task_to_proto, task_from_proto),
+    Codec(pb.PrefillRequest, strategies.prefills, prefill_to_proto, prefill_from_proto),
     Codec(pb.TransferSource, strategies.receive_transfers, source_to_proto, source_from_proto),
-    Codec(pb.DecodeRequest, strategies.decodes, _leg(decode_to_proto), decode_from_proto),
+    Codec(pb.DecodeRequest, strategies.decodes, decode_to_proto, decode_from_proto),
     _embed_codec(PoolingParams("last", normalize=True)),
     _embed_codec(PoolingParams("mean", normalize=False)),
     Codec(pb.HandOffRequest, strategies.hand_offs, lambda it: hand_off_to_proto(*it), hand_off_from_proto),
@@ -115,8 +109,8 @@ CODECS = (
     Codec(pb.StepOutput, strategies.steps, lambda it: step_to_proto(*it), _read_step),
 )
 EMPTY = {"Accepted", "GetModelFilesRequest", "Goodbye", "Undrain"}
-ENVELOPES = {"WorkerMessage", "RouterMessage"}
-"""They hold one of the others; the stream that reads them asks which."""
+ENVELOPES = {"WorkerMessage", "RouterMessage", "Orders", "Order"}
+"""They hold others; the stream that reads them asks which."""
 
 
 def _crossed(message: Message) -> Message:

@@ -88,7 +88,7 @@ async def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(tmp_path:
         view = await attached(it)
         await until(lambda: view.capacity.credit.max_requests)
         full = view.capacity.credit
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await trigger(it)
         await until(lambda: view.capacity.credit.is_draining)
         credit = view.capacity.credit
@@ -98,13 +98,13 @@ async def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(tmp_path:
         assert (status, body["reason"]) == (503, "the worker is draining")
         assert (await get(it, "/health"))[0] == 200
         assert it.worker.num_requests == 1
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         await until(lambda: view.capacity.credit.is_empty)
         assert it.worker.lifecycle.state is WorkerState.DRAINING
         it.worker.drain.undo()
         await until(lambda: replace(view.capacity.credit, number=full.number) == full)
         assert (await get(it, "/ready"))[0] == 200
-        await it.call("Decode", waiting_leg("other"))
+        await it.order(waiting_leg("other"))
         assert it.worker.num_requests == 1
 
 
@@ -144,10 +144,10 @@ async def test_a_leg_that_was_sent_before_the_drain_was_known_is_served(tmp_path
         view = await attached(it)
         it.worker.drain.begin()
         await until(lambda: view.capacity.credit.is_empty)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await until(lambda: not view.capacity.credit.is_empty)
         assert not it.worker.drain.is_empty
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         await until(lambda: view.capacity.credit.is_empty)
 
 
@@ -168,7 +168,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
     """SIGTERM: the goodbye follows the last token, and the drain cannot be undone."""
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
         await until(lambda: view.capacity.credit.is_draining)
         with pytest.raises(UnavailableError, match="cannot be undone"):
@@ -177,7 +177,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
         view.undrain()
         await asyncio.sleep(0.1)
         assert not stopping.done()
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         async with asyncio.timeout(10):
             await stopping
         assert view.is_leaving and it.worker.lifecycle.state is WorkerState.LEFT
@@ -188,7 +188,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
 async def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         at_once = asyncio.Event()
         stopping = asyncio.create_task(it.worker.stop(at_once))
         await until(lambda: view.capacity.credit.is_draining)
@@ -201,7 +201,7 @@ async def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
 
 async def test_a_dead_engine_ends_the_wait(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
         await until(lambda: it.worker.drain.reason)
         await it.worker.engine.shutdown()
@@ -212,12 +212,12 @@ async def test_a_dead_engine_ends_the_wait(tmp_path: Path) -> None:
 async def test_the_admin_port_waits_for_an_empty_worker(tmp_path: Path) -> None:
     """A hook that runs before the worker is stopped needs one call."""
     async with running(Role.DECODE, tmp_path) as it:
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         status, state = await post(it, "/drain?wait=0.05&deadline=9")
         assert (status, state["num_requests"], state["is_empty"]) == (202, 1, False)
         assert 8 < it.worker.drain.seconds_left <= 9
         waiting = asyncio.create_task(post(it, "/drain?wait=60"))
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         async with asyncio.timeout(10):
             status, state = await waiting
         assert (status, state["num_requests"], state["is_empty"]) == (200, 0, True)
@@ -273,7 +273,7 @@ async def test_a_prefill_worker_is_empty_when_nobody_can_read_its_kv_any_more(tm
     """Its leg ends with the first token, long before the decode worker has read the prompt's KV."""
     async with lending(tmp_path) as it:
         view = await attached(it)
-        await it.call("Prefill", pb.PrefillRequest(task=task(), transfer_id="t"))
+        await it.order(pb.PrefillRequest(task=task(), transfer_id="t"))
         await until_accepted(it, 0)
         it.worker.drain.begin()
         await until(lambda: view.capacity.credit.is_draining)
@@ -289,10 +289,10 @@ async def test_a_stopped_worker_waits_for_a_leg_that_is_on_its_way(tmp_path: Pat
         view, hold, stopping = await stopped_with_a_bound_leg(it)
         await asyncio.sleep(0.3)
         assert not stopping.done()
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await until(lambda: not view.capacity.credit.is_empty)
         hold.release()
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         async with asyncio.timeout(10):
             await stopping
         assert view.is_leaving

@@ -2,12 +2,10 @@
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
 
-import grpc.aio
 import pytest
 
-from contract.errors import InvalidRequestError, UnavailableError
+from contract.errors import InternalError, InvalidRequestError, UnavailableError
 from contract.identity import Role
 from contract.membership import RoleOrder
 from protos import worker_pb2 as pb
@@ -16,34 +14,40 @@ from tests.worker.test_draining import attached, until
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg
 from worker.lifecycle import WorkerState
 
-ASK_SECONDS = 0.1
+UNDISTURBED_SECONDS = 0.3
 
 
 class Silenced:
     """Lets a router answer no credit until ``release``."""
 
     def __init__(self, view: AttachedWorker) -> None:
-        self._kept: list[pb.RouterMessage | None] = []
-        self._outbox = cast(Any, view.outbox)
-        self._put: Any = self._outbox.put_nowait
-        self._outbox.put_nowait = self._keep
+        self._kept: list[pb.RouterMessage] = []
+        self._orders = view.orders
+        self._send = view.orders.send
+        self._orders.send = self._keep  # type: ignore[method-assign]
 
-    def _keep(self, item: pb.RouterMessage | None) -> None:
-        if item is not None and item.HasField("credit_use"):
-            self._kept.append(item)
+    def _keep(self, message: pb.RouterMessage) -> None:
+        if message.HasField("credit_use"):
+            self._kept.append(message)
         else:
-            self._put(item)
+            self._send(message)
 
     def release(self) -> None:
         """Send what was kept, and keep nothing more."""
-        self._outbox.put_nowait = self._put
+        self._orders.send = self._send  # type: ignore[method-assign]
         for message in self._kept:
-            self._put(message)
+            self._send(message)
+
+
+async def attached_alone(it: Running) -> AttachedWorker:
+    """Return the worker as its router has it, which does not need the role although no other worker has it."""
+    it.router._path.registry.needs_role_of = lambda worker: False  # type: ignore[method-assign]
+    return await attached(it)
 
 
 async def attached_with_credit(it: Running) -> AttachedWorker:
-    """Return the worker as its router has it, once it may bind legs to it."""
-    view = await attached(it)
+    """Return the worker as its router has it, once it may bind legs to it. The router needs no role of it."""
+    view = await attached_alone(it)
     await until(lambda: view.capacity.credit.max_requests)
     return view
 
@@ -58,7 +62,7 @@ async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) 
         assert (view.capacity.held is None) is (new is Role.PREFILL)
         assert it.worker.lifecycle.state is WorkerState.SERVING
         assert view.view().role is new
-        await it.call("Embed", pb.EmbedLegRequest(task=task()))
+        await it.order(pb.EmbedLegRequest(task=task()))
         await until_accepted(it, 0)
 
 
@@ -67,22 +71,24 @@ async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_pa
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_with_credit(it)
         hold = view.capacity.hold("", 10)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
         assert view.capacity.credit.is_unsettled and it.worker.drain.reason is None
-        assert (view.capacity.num_requests, view.capacity.num_former) == (0, 1)
-        await it.call("Embed", pb.EmbedLegRequest(task=task("new")))
-        await it.call("Decode", waiting_leg("late"))
+        assert (view.capacity.num_requests, view.capacity.former.num_legs) == (0, 1)
+        await it.order(pb.EmbedLegRequest(task=task("new")))
+        await it.order(waiting_leg("late"))
         for request_id in ("r", "late"):
-            await it.call("Cancel", pb.CancelRequest(request_id=request_id))
+            await it.order(pb.CancelRequest(request_id=request_id))
         await until_accepted(it, 0)
-        await asyncio.sleep(3 * ASK_SECONDS)
-        assert view.capacity.credit.is_unsettled
+        number = view.capacity.credit.number
+        await asyncio.sleep(UNDISTURBED_SECONDS)
+        assert view.capacity.credit.is_unsettled and view.capacity.credit.number == number
         hold.release()
         await until(lambda: not view.capacity.credit.is_unsettled)
-        with pytest.raises(grpc.aio.AioRpcError, match="prefill worker does not serve Decode"):
-            await it.call("Decode", waiting_leg("r"))
+        assert view.capacity.credit.number == number + 1, "the router has reported that on its own"
+        with pytest.raises(InternalError, match="prefill worker does not serve Decode"):
+            await it.order(waiting_leg("r"))
 
 
 async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) -> None:
@@ -99,17 +105,47 @@ async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) ->
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
 
 
+async def test_a_worker_keeps_its_role_if_a_router_needs_it(tmp_path: Path) -> None:
+    """It offers its credit again, and reports that the order is over; the next one may be carried out."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached_with_credit(it)
+        registry = it.router._path.registry
+        is_not_needed = registry.needs_role_of
+        registry.needs_role_of = lambda worker: type(registry).needs_role_of(registry, worker)  # type: ignore[method-assign]
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: not view.capacity.ordered)
+        await until(lambda: view.capacity.credit.max_requests)
+        assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
+        assert not view.capacity.credit.is_unsettled and not view.capacity.needs_role
+        registry.needs_role_of = is_not_needed  # type: ignore[method-assign]
+        view.flip(RoleOrder(role="prefill", epoch=2))
+        await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
+
+
+async def test_a_later_order_for_another_role_is_announced_before_it_is_carried_out(tmp_path: Path) -> None:
+    """The routers have answered for the role of the first order only."""
+    async with running(Role.DECODE, tmp_path) as it:
+        view = await attached_with_credit(it)
+        answers = Silenced(view)
+        view.flip(RoleOrder(role="prefill", epoch=1))
+        await until(lambda: view.capacity.credit.next_role == "prefill")
+        view.flip(RoleOrder(role="both", epoch=2))
+        answers.release()
+        await until(lambda: view.role is Role.AGGREGATED and view.capacity.credit.max_requests)
+        assert view.registration.role == "both" and it.worker.lifecycle.role_epoch == 2
+
+
 async def test_a_worker_is_settled_only_without_kv_of_its_former_role(tmp_path: Path) -> None:
     """The router has cancelled the leg, and the cancel is still on its way."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
-        await it.call("Decode", waiting_leg())
+        view = await attached_alone(it)
+        await it.order(waiting_leg())
         await until(lambda: it.worker.engine.stats.num_fetches)
         view.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: view.role is Role.PREFILL and view.capacity.credit.max_requests)
-        await asyncio.sleep(3 * ASK_SECONDS)
+        await asyncio.sleep(UNDISTURBED_SECONDS)
         assert it.worker.lifecycle.is_unsettled
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         await until(lambda: not view.capacity.credit.is_unsettled)
 
 
@@ -121,7 +157,7 @@ async def test_a_further_role_waits_until_the_worker_is_settled(tmp_path: Path) 
         await until(lambda: view.role is Role.PREFILL)
         view.flip(RoleOrder(role="both", epoch=2))
         view.flip(RoleOrder(role="decode", epoch=3))
-        await asyncio.sleep(3 * ASK_SECONDS)
+        await asyncio.sleep(UNDISTURBED_SECONDS)
         assert view.role is Role.PREFILL
         hold.release()
         await until(lambda: view.role is Role.DECODE)
@@ -138,7 +174,11 @@ async def test_a_leg_of_the_former_role_does_not_use_the_new_credit(tmp_path: Pa
         new = view.capacity.hold("client", 5)
         assert (view.capacity.num_requests, view.capacity.num_tokens) == (1, 5)
         former.release()
-        assert (view.capacity.num_requests, view.capacity.num_tokens, view.capacity.num_former) == (1, 5, 0)
+        assert (view.capacity.num_requests, view.capacity.num_tokens, view.capacity.former.num_legs) == (
+            1,
+            5,
+            0,
+        )
         new.release()
         assert (view.capacity.num_requests, view.capacity.num_tokens) == (0, 0)
 
@@ -146,7 +186,7 @@ async def test_a_leg_of_the_former_role_does_not_use_the_new_credit(tmp_path: Pa
 async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
     """Two routers may send orders; the newest one counts, wherever it arrives first."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached(it)
+        view = await attached_alone(it)
         view.flip(RoleOrder(role="prefill", epoch=5))
         await until(lambda: view.role is Role.PREFILL)
         for epoch in (4, 5):
@@ -230,7 +270,7 @@ async def test_a_stopped_worker_takes_no_other_role(tmp_path: Path) -> None:
 async def test_a_router_that_attaches_later_learns_the_role_before_the_credit(tmp_path: Path) -> None:
     """The registration has the role in which the worker started."""
     async with running(Role.DECODE, tmp_path) as it:
-        first = await attached(it)
+        first = await attached_alone(it)
         first.flip(RoleOrder(role="prefill", epoch=1))
         await until(lambda: first.role is Role.PREFILL)
         first.gone.set()

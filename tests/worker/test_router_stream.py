@@ -29,7 +29,7 @@ class Losses:
     def opened(self, stream: RouterStream) -> None:
         """Ignore."""
 
-    def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """Ignore."""
 
     async def lost(self, session: str) -> None:

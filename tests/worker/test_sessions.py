@@ -3,13 +3,13 @@
 import asyncio
 from pathlib import Path
 
-import grpc
-import grpc.aio
 import pytest
 
+from contract.errors import CancelledError, UnavailableError
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg
+from wire.legs import decode_from_proto
 
 
 def session_of(running_worker: Running) -> str:
@@ -18,42 +18,34 @@ def session_of(running_worker: Running) -> str:
 
 
 async def test_a_request_for_an_earlier_stream_is_refused(tmp_path: Path) -> None:
-    """The router counted the worker as dead and it has attached again: a late call for the old stream is rejected."""
+    """The router counted the worker as dead and it has attached again: an order of the old stream is rejected."""
     async with running(Role.DECODE, tmp_path) as it, asyncio.timeout(20):
-        await it.router.wait_for_workers(1)
+        await it.order(waiting_leg())
         old = session_of(it)
-        leg = waiting_leg()
-        leg.task.session = old
-        await it.call("Decode", leg)
         (attached,) = it.router._path.registry.workers
         attached.gone.set()
         await until_accepted(it, 0)
         await it.worker.wait_ready()
         assert session_of(it) != old
-        leg.task.attempt = 1
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", leg)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(UnavailableError):
+            await it.worker.accept(decode_from_proto(waiting_leg(attempt=1)), old)
         assert it.worker.num_requests == 0
-        leg.task.session = session_of(it)
-        await it.call("Decode", leg)
+        await it.order(waiting_leg(attempt=1))
         assert it.worker.num_requests == 1
 
 
 async def test_a_late_cancel_of_an_old_attempt_stops_it_though_a_newer_one_is_here(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        await it.call("Decode", waiting_leg(attempt=1))
-        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=0))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", waiting_leg(attempt=0))
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        await it.order(waiting_leg(attempt=1))
+        await it.order(pb.CancelRequest(request_id="r", attempt=0))
+        with pytest.raises(CancelledError):
+            await it.order(waiting_leg(attempt=0))
         assert it.worker.num_requests == 1
 
 
 async def test_cancels_that_arrive_in_the_wrong_order_are_both_remembered(tmp_path: Path) -> None:
     async with running(Role.AGGREGATED, tmp_path) as it:
         for attempt in (1, 0):
-            await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=attempt))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", pb.DecodeRequest(task=task(attempt=1)))
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
+            await it.order(pb.CancelRequest(request_id="r", attempt=attempt))
+        with pytest.raises(CancelledError):
+            await it.order(pb.DecodeRequest(task=task(attempt=1)))

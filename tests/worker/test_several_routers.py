@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from contract.errors import IncompatiblePeerError
@@ -17,14 +15,15 @@ from contract.outputs import EngineOutput, FinishReason
 from engine.client import InProcessClient
 from engine.testing.fakes import start_fake_executor
 from engine.testing.transfer import fake_connector_factory
+from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from protos import worker_pb2 as pb
-from protos import worker_pb2_grpc
 from router.attached_worker import AttachedWorker
 from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing.worker import kv_layout
-from serving.cluster_tls import router_tls, worker_name, worker_tls
+from serving.cluster_tls import worker_tls
 from tests.engine_scheduling.stepping import fake_settings
+from tests.worker.ordering import give_order
 from tests.worker.test_worker import FREE, SECRET, task, waiting_leg, worker_settings
 from worker.registration import WorkerIdentity
 from worker.router_addresses import RouterAddresses
@@ -36,10 +35,9 @@ from worker.worker import Worker
 
 @dataclass
 class Served:
-    """A worker, a stub that calls it as routers do, its routers in order, and the task that runs it."""
+    """A worker, its routers in order, and the task that runs it."""
 
     worker: Worker
-    stub: Any
     routers: list[RouterService]
     run: asyncio.Task[None]
 
@@ -51,8 +49,7 @@ class Served:
         """Start a leg of one router that waits for KV which is never sent."""
         leg = waiting_leg(request_id)
         leg.source.transfer_id = request_id
-        leg.task.session = (await self.attached(index)).session
-        await self.stub.Decode(leg)
+        await give_order(await self.attached(index), leg)
 
 
 async def attached_to(router: RouterService) -> AttachedWorker:
@@ -85,11 +82,9 @@ async def served(folder: Path, num_routers: int = 2, *, names: str = "") -> Asyn
         run = asyncio.create_task(worker.run(bound["grpc"], bound["admin"]))
         stack.push_async_callback(asyncio.wait, [run])
         stack.callback(run.cancel)
-        channel = router_tls(SECRET).channel(bound["grpc"], worker_name("w", "boot"), [])
-        await stack.enter_async_context(channel)
         async with asyncio.timeout(20):
             await worker.wait_ready()
-        yield Served(worker, worker_pb2_grpc.WorkerStub(channel), routers, run)
+        yield Served(worker, routers, run)
 
 
 async def until(is_true: Any) -> None:
@@ -128,24 +123,12 @@ async def test_tokens_are_sent_to_the_router_of_their_request(tmp_path: Path) ->
             for name in ("a", "b"):
                 worker.bind((name, 0, 0), heard[index].append)
         for index, name in enumerate("ab"):
-            session = (await it.attached(index)).session
-            await it.stub.Decode(pb.DecodeRequest(task=task(name, session=session)))
+            await give_order(await it.attached(index), pb.DecodeRequest(task=task(name)))
         await until(lambda: it.worker.num_requests == 0)
         await until(lambda: all(entries and entries[-1].finish_reason for entries in heard))
         for name, entries in zip("ab", heard, strict=True):
             assert {entry.request_id for entry in entries} == {name}
             assert sum(len(entry.token_ids) for entry in entries) == 4
-
-
-async def test_a_request_that_names_no_session_needs_a_single_router(tmp_path: Path) -> None:
-    async with served(tmp_path) as it:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.stub.Decode(waiting_leg())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        await it.routers[0].stop()
-        await until(lambda: len(it.worker._sessions.debug_state()["routers"]) == 1)
-        await it.stub.Decode(waiting_leg())
-        assert it.worker.num_requests == 1
 
 
 async def test_routers_divide_the_credit_and_a_survivor_gets_all_of_it(tmp_path: Path) -> None:
@@ -219,8 +202,8 @@ async def test_a_refusal_by_one_router_leaves_the_others(
 
 
 REGISTRATION = pb.Registration(
-    protocol_min=2,
-    protocol_max=2,
+    protocol_min=WORKER_PROTOCOL_MIN,
+    protocol_max=WORKER_PROTOCOL_MAX,
     worker_id="w",
     boot_id="b",
     role="decode",
@@ -273,7 +256,7 @@ class Listener:
     def opened(self, stream: RouterStream) -> None:
         """Ignore."""
 
-    def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
         """Ignore."""
 
     async def lost(self, session: str) -> None:

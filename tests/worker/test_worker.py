@@ -7,12 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import psutil
 import pytest
 
-from contract.errors import IncompatiblePeerError, SettingError, WorkerLostError
+from contract.errors import (
+    CancelledError,
+    ErrorKind,
+    IncompatiblePeerError,
+    InvalidRequestError,
+    KvbatonError,
+    SettingError,
+    UnavailableError,
+    WorkerLostError,
+)
 from contract.identity import Role
 from engine.client import InProcessClient, ProcessClient
 from engine.testing.fakes import start_fake_executor
@@ -25,6 +32,8 @@ from serving.cluster_tls import router_tls, worker_name
 from tests.engine_scheduling.stepping import fake_settings
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
+from tests.worker.ordering import Ordered, give_order
+from wire.legs import decode_from_proto
 from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
@@ -36,7 +45,7 @@ FREE: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127
 
 @dataclass
 class Running:
-    """One attached worker, a stub that calls it as the router does, and the router."""
+    """One attached worker, a stub that calls it, and the router, which orders."""
 
     worker: Worker
     stub: Any
@@ -45,6 +54,12 @@ class Running:
 
     async def call(self, name: str, request: Any) -> Any:
         return await getattr(self.stub, name)(request)
+
+    async def order(self, ordered: Ordered) -> None:
+        """Let the router order a leg or a cancel; see ``give_order``."""
+        await self.router.wait_for_workers(1)
+        (attached,) = self.router._path.registry.workers
+        await give_order(attached, ordered)
 
 
 @asynccontextmanager
@@ -100,43 +115,39 @@ async def until_accepted(running: Running, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
-    invalid, missing = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNIMPLEMENTED
+def refusals() -> list[tuple[Role, Ordered, ErrorKind, str]]:
+    invalid, missing = ErrorKind.INVALID_REQUEST, ErrorKind.INTERNAL
     source = pb.TransferSource(transfer_id="t", control_address="127.0.0.1:1")
     bad_sampling = pb.EngineSampling(temperature=9.0, top_p=1.0, max_tokens=1)
     return [
-        (Role.PREFILL, "Prefill", pb.PrefillRequest(task=task()), invalid, "transfer_id"),
-        (Role.PREFILL, "Prefill", pb.PrefillRequest(task=pb.Task(), transfer_id="t"), invalid, "prompt"),
+        (Role.PREFILL, pb.PrefillRequest(task=task()), invalid, "transfer_id"),
+        (Role.PREFILL, pb.PrefillRequest(task=pb.Task(), transfer_id="t"), invalid, "prompt"),
         (
             Role.PREFILL,
-            "Decode",
             pb.DecodeRequest(task=task()),
             missing,
             "prefill worker does not serve Decode",
         ),
         (
             Role.DECODE,
-            "Decode",
             pb.DecodeRequest(task=task(first_index=1), source=pb.TransferSource()),
             invalid,
             "source",
         ),
-        (Role.DECODE, "Decode", pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
-        (Role.DECODE, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
-        (Role.DECODE, "Embed", pb.EmbedLegRequest(task=task()), missing, "Embed"),
-        (Role.AGGREGATED, "Embed", pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
-        (Role.PREFILL, "Embed", pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
-        (Role.AGGREGATED, "Prefill", pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
+        (Role.DECODE, pb.DecodeRequest(task=pb.Task(), source=source), invalid, "prompt"),
+        (Role.DECODE, pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
+        (Role.DECODE, pb.EmbedLegRequest(task=task()), missing, "Embed"),
+        (Role.AGGREGATED, pb.EmbedLegRequest(task=pb.Task()), invalid, "prompt"),
+        (Role.PREFILL, pb.EmbedLegRequest(task=task(num_choices=2)), invalid, "one choice"),
+        (Role.AGGREGATED, pb.PrefillRequest(task=task(), transfer_id="t"), missing, "Prefill"),
         (
             Role.AGGREGATED,
-            "Decode",
             pb.DecodeRequest(task=task(sampling=bad_sampling)),
             invalid,
             "temperature is 9.0",
         ),
         (
             Role.AGGREGATED,
-            "Decode",
             pb.DecodeRequest(task=task(prompt_token_ids=[10**6])),
             invalid,
             "vocabulary",
@@ -144,15 +155,15 @@ def refusals() -> list[tuple[Role, str, Any, grpc.StatusCode, str]]:
     ]
 
 
-@pytest.mark.parametrize(("role", "call", "request_message", "code", "text"), refusals())
-async def test_an_unserved_call_is_refused_with_the_reason(
-    tmp_path: Path, role: Role, call: str, request_message: Any, code: grpc.StatusCode, text: str
+@pytest.mark.parametrize(("role", "ordered", "kind", "text"), refusals())
+async def test_an_unserved_leg_is_rejected_with_the_reason(
+    tmp_path: Path, role: Role, ordered: Ordered, kind: ErrorKind, text: str
 ) -> None:
     async with running(role, tmp_path) as it:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call(call, request_message)
-        assert caught.value.code() is code
-        assert text in (caught.value.details() or "")
+        with pytest.raises(KvbatonError) as caught:
+            await it.order(ordered)
+        assert caught.value.kind is kind
+        assert text in caught.value.message
         assert it.worker.num_requests == 0
 
 
@@ -160,14 +171,14 @@ async def test_an_unserved_call_is_refused_with_the_reason(
 async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path, role: Role) -> None:
     """The same choice of the same attempt twice is refused; cancel ends it; a later attempt is another request."""
     async with running(role, tmp_path) as it:
-        await it.call("Decode", waiting_leg())
-        with pytest.raises(grpc.aio.AioRpcError, match="already running"):
-            await it.call("Decode", waiting_leg())
-        await it.call("Decode", waiting_leg(attempt=1))
+        await it.order(waiting_leg())
+        with pytest.raises(InvalidRequestError, match="already running"):
+            await it.order(waiting_leg())
+        await it.order(waiting_leg(attempt=1))
         assert it.worker.num_requests == 2
-        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=0))
+        await it.order(pb.CancelRequest(request_id="r", attempt=0))
         await until_accepted(it, 1)
-        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=1))
+        await it.order(pb.CancelRequest(request_id="r", attempt=1))
         await until_accepted(it, 0)
 
 
@@ -175,7 +186,7 @@ async def test_a_request_is_accepted_once_and_can_be_cancelled(tmp_path: Path, r
 async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> None:
     """Decode without a source: the prompt is computed here, on a decode worker too (no prefill worker is left)."""
     async with running(role, tmp_path) as it:
-        await it.call("Decode", pb.DecodeRequest(task=task()))
+        await it.order(pb.DecodeRequest(task=task()))
         await until_accepted(it, 0)
         assert (await it.worker.engine.call("counters"))["generation_tokens_total"] == 4
 
@@ -184,25 +195,24 @@ async def test_a_whole_request_runs_to_its_end(tmp_path: Path, role: Role) -> No
 async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
     """A prefill worker needs no transfer for it; the model's pooling is read with each request."""
     async with running(role, tmp_path) as it:
-        await it.call("Embed", pb.EmbedLegRequest(task=task()))
+        await it.order(pb.EmbedLegRequest(task=task()))
         await until_accepted(it, 0)
         counters = await it.worker.engine.call("counters")
         assert (counters["generation_tokens_total"], counters["requests_finished_total"]) == (0, 1)
         pooling = tmp_path / "model" / "1_Pooling"
         pooling.mkdir()
         (pooling / "config.json").write_text('{"pooling_mode_cls_token": true}')
-        with pytest.raises(grpc.aio.AioRpcError, match="cls_token"):
-            await it.call("Embed", pb.EmbedLegRequest(task=task("s")))
+        with pytest.raises(KvbatonError, match="cls_token"):
+            await it.order(pb.EmbedLegRequest(task=task("s")))
 
 
 async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path) -> None:
-    """Two unary calls may arrive in any order: a request that was cancelled before it came does not start."""
+    """A request that was cancelled before it came does not start."""
     async with running(Role.AGGREGATED, tmp_path) as it:
-        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=1))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", pb.DecodeRequest(task=task(attempt=1)))
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
-        await it.call("Decode", pb.DecodeRequest(task=task(attempt=2)))
+        await it.order(pb.CancelRequest(request_id="r", attempt=1))
+        with pytest.raises(CancelledError):
+            await it.order(pb.DecodeRequest(task=task(attempt=1)))
+        await it.order(pb.DecodeRequest(task=task(attempt=2)))
 
 
 async def test_a_cancel_that_overtakes_its_request_is_remembered_beside_an_older_attempt(
@@ -210,24 +220,23 @@ async def test_a_cancel_that_overtakes_its_request_is_remembered_beside_an_older
 ) -> None:
     """Both attempts are given up by a router that waits for neither call any more, and the older one has arrived."""
     async with running(Role.DECODE, tmp_path) as it:
-        await it.call("Decode", waiting_leg(attempt=1))
-        await it.call("Cancel", pb.CancelRequest(request_id="r", attempt=2))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", waiting_leg(attempt=2))
-        assert caught.value.code() is grpc.StatusCode.CANCELLED
+        await it.order(waiting_leg(attempt=1))
+        await it.order(pb.CancelRequest(request_id="r", attempt=2))
+        with pytest.raises(CancelledError):
+            await it.order(waiting_leg(attempt=2))
 
 
 async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
     """A worker without a router holds no requests and accepts none."""
     async with running(Role.DECODE, tmp_path) as it:
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await until_accepted(it, 1)
+        (session,) = it.worker._sessions._streams
         await it.router.stop()
         await until_accepted(it, 0)
         assert not it.worker.is_ready
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await it.call("Decode", waiting_leg("other"))
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        with pytest.raises(UnavailableError):
+            await it.worker.accept(decode_from_proto(waiting_leg("other")), session)
         await it.worker.engine.call("check_integrity")
 
 
@@ -238,13 +247,13 @@ async def test_the_router_learns_how_busy_a_worker_is(tmp_path: Path) -> None:
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         while attached.capacity.load.num_waiting == 0:
             await asyncio.sleep(0.005)
         told = attached.capacity.load
         await asyncio.sleep(0.05)
         assert attached.capacity.load is told
-        await it.call("Cancel", pb.CancelRequest(request_id="r"))
+        await it.order(pb.CancelRequest(request_id="r"))
         assert (await heard.get()).finish_reason == "abort"
         assert (attached.capacity.load.num_running, attached.capacity.load.num_waiting) == (0, 0)
 
@@ -292,7 +301,7 @@ async def test_a_killed_engine_is_a_lost_worker_to_its_requests(tmp_path: Path) 
         await it.router.wait_for_workers(1)
         (attached,) = it.router._path.registry.workers
         attached.bind(("r", 0, 0), heard.put_nowait)
-        await it.call("Decode", waiting_leg())
+        await it.order(waiting_leg())
         await until_accepted(it, 1)
         psutil.Process(await it.worker.engine.call("pid")).kill()
         assert isinstance(await heard.get(), WorkerLostError)

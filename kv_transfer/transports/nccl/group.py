@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +15,16 @@ from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
 from kv_transfer.transports.block_views import BlockIds, block_span, read_views
+from kv_transfer.transports.nccl.settings import errors_left_to_us
 from kv_transfer.transports.transport import TransportSettings
 
 SENDER = 0
 RECEIVER = 1
 _TAG = 0
+_POLL_SECONDS = 0.2e-3
 _distributed: Any = dist
 """Torch's stubs lack the classes for a group without a default group."""
+_cuda: Any = torch.cuda
 
 
 def meet(settings: TransportSettings) -> tuple[str, Any]:
@@ -49,10 +53,18 @@ def join(address: str, settings: TransportSettings) -> Any:
 
 
 class PairGroup:
-    """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError."""
+    """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError.
 
-    def __init__(self, backend: str, store: Any, rank: int, settings: TransportSettings) -> None:
+    place: where the bytes are. On a GPU the group has a stream of its own (``own_stream``), so that no step of the engine
+    waits for a peer; and this thread waits for the peer with its own deadline, which NCCL does not keep.
+    """
+
+    def __init__(
+        self, backend: str, store: Any, rank: int, settings: TransportSettings, place: torch.device
+    ) -> None:
         self._other = 1 - rank
+        self._place = place
+        self._stream = _cuda.Stream(place) if backend == "nccl" else None
         self._timeout = timedelta(seconds=settings.read_timeout_seconds)
         self._store = _distributed.PrefixStore("kv", store)
         self._group: Any = None
@@ -66,11 +78,16 @@ class PairGroup:
         """Send all of it."""
         self._wait(self._group.send, content)
 
-    def receive(self, num_bytes: int, place: torch.device) -> torch.Tensor:
-        """Return so many bytes, in memory at ``place``."""
-        content = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+    def receive(self, num_bytes: int) -> torch.Tensor:
+        """Return so many bytes."""
+        with self.own_stream():
+            content = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
         self._wait(self._group.recv, content)
         return content
+
+    def own_stream(self) -> AbstractContextManager[object]:
+        """Have the bytes of this group be copied within in order with what the group moves, and beside all else."""
+        return nullcontext() if self._stream is None else _cuda.stream(self._stream)
 
     def close(self) -> None:
         """End the group, and what the other rank waits for. Idempotent."""
@@ -83,7 +100,8 @@ class PairGroup:
         if backend == "nccl":
             options = _distributed.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
-            return _distributed.ProcessGroupNCCL(self._store, rank, 2, options)
+            with errors_left_to_us():
+                return _distributed.ProcessGroupNCCL(self._store, rank, 2, options)
         options = _distributed.ProcessGroupGloo._Options()
         options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
@@ -97,11 +115,23 @@ class PairGroup:
     def _wait(self, move: Any, content: torch.Tensor) -> None:
         begun = time.monotonic()
         try:
-            move([content], self._other, _TAG).wait(self._timeout)
+            with self.own_stream():
+                work = move([content], self._other, _TAG)
+                if self._stream is not None:
+                    self._poll(work, begun)
+                work.wait(self._timeout)
         except RuntimeError as error:
             self.close()
             message = f"the group of two has failed: {str(error).splitlines()[0]}"
             raise self._failed(begun, message) from error
+
+    def _poll(self, work: Any, begun: float) -> None:
+        """Wait until the GPU has moved the bytes, after which NCCL's own wait returns at once. Raises RuntimeError."""
+        deadline = begun + self._timeout.total_seconds()
+        while not work.is_completed():
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"nothing was moved in {self._timeout.total_seconds()} s")
+            time.sleep(_POLL_SECONDS)
 
 
 class GroupPool:
@@ -122,12 +152,15 @@ class GroupPool:
             self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
 
     def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
-        """Return these blocks, or the part of each, side by side as bytes. Raises TransferError."""
+        """Return these blocks, or the part of each, side by side as bytes. Raises TransferError.
+
+        On a GPU they are copied on the current stream, which is waited for.
+        """
         if self._rows is not None:
             start, end = block_span(self.block_bytes, part)
             rows = self._rows if part is None else self._rows.view(torch.uint8)[:, start:end]
             taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
-            torch.cuda.synchronize(self.place)
+            _cuda.current_stream(self.place).synchronize()
             return taken.view(torch.uint8).flatten()
         content = bytearray().join(read_views(self._memory, block_ids, part))
         return torch.frombuffer(content, dtype=torch.uint8)

@@ -82,7 +82,7 @@ class NcclSender(LendingSender):
             block_bytes=pool.block_bytes,
         )
         write_frame(connection.sock, info, MAX_DATA_FRAME_BYTES)
-        with closing(PairGroup(pool.backend, store, SENDER, self._settings)) as group:
+        with closing(PairGroup(pool.backend, store, SENDER, self._settings, pool.place)) as group:
             while True:
                 request = read_frame(connection.sock, ReadRequest, MAX_DATA_FRAME_BYTES)
                 self._answer(connection, request, pool, group)
@@ -92,7 +92,8 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            content = pool.gather(self.leases.block_ids(request), request.part)
+            with group.own_stream():
+                content = pool.gather(self.leases.block_ids(request), request.part)
             self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
@@ -132,7 +133,8 @@ class _Peer(DataPortConnection):
                 check_info(info, pool, self._who)
                 self._block_bytes = info.block_bytes
                 store = join(info.store, self._settings)
-                group = self._group = PairGroup(pool.backend, store, RECEIVER, self._settings)
+                group = PairGroup(pool.backend, store, RECEIVER, self._settings, pool.place)
+                self._group = group
             read.check()
         return pool, group
 
@@ -149,9 +151,10 @@ class _Peer(DataPortConnection):
             for start, piece in request.pieces(size):
                 write_frame(self._sock, piece, MAX_DATA_FRAME_BYTES)
                 self._expect_ok()
-                content = group.receive(piece.num_blocks * size, pool.place)
+                content = group.receive(piece.num_blocks * size)
                 self._expect_ok()
-                pool.scatter(content, views[start : start + piece.num_blocks])
+                with group.own_stream():
+                    pool.scatter(content, views[start : start + piece.num_blocks])
         read.check()  # a stop after the last byte has shut the connection down as well
 
     def _expect_ok(self) -> None:

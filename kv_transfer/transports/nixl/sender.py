@@ -27,7 +27,7 @@ from kv_transfer.transports.data_port import Connection, DataPort
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, GenerationTable, Sender
 from kv_transfer.transports.nixl.agent import ID_TYPE, NixlLibrary, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
-from kv_transfer.transports.nixl.settings import has_rdma_device
+from kv_transfer.transports.nixl.settings import has_rdma_device, require_whole_allocations
 from kv_transfer.transports.transport import AUTO, TransportContext
 
 MAX_NIXL_FRAME_BYTES = 262144
@@ -151,11 +151,13 @@ class NixlSender(Sender):
 
 
 def region_of(memory: KVMemory) -> Region:
-    """Return the pool's region. Raises TransferError if its blocks do not lie side by side."""
+    """Return the pool's region. Raises TransferError if its blocks do not lie side by side, or peers cannot read it."""
     size = memory.layout.block_bytes
     count = memory.num_blocks
     if isinstance(memory, LandsDirectly):
         device = memory.pool.device
+        if device.type == "cuda":
+            require_whole_allocations()
         return Region(memory.address, size, count, device.type == "cuda", device.index or 0)
     first, last = (address_of(memory.write_view(number)) for number in (0, count - 1))
     if last != first + (count - 1) * size:

@@ -3,12 +3,16 @@
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from contract.errors import TransferError
+
 logger = logging.getLogger(__name__)
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -40,6 +44,19 @@ def prepare_ucx(host: str) -> None:
     logger.info(
         "UCX opens ports of its own on %s (UCX_NET_DEVICES)", os.environ.get("UCX_NET_DEVICES", "all devices")
     )
+
+
+def require_whole_allocations(environment: Mapping[str, str] = os.environ) -> None:
+    """Raise TransferError if torch's allocator takes a GPU's memory in expandable segments.
+
+    A pool in such memory consists of many small mappings, and CUDA IPC cannot hand it to another process.
+    """
+    for name in _ALLOCATOR_VARIABLES:
+        options = environment.get(name, "").replace(" ", "").lower().split(",")
+        if "expandable_segments:true" in options:
+            raise TransferError(
+                f"{name} sets expandable_segments, and CUDA IPC cannot read such memory; unset it"
+            )
 
 
 def interface_of(host: str) -> str | None:

@@ -94,13 +94,13 @@ def without_answer(body: Body) -> bool:
 
 
 def prompt_view(
-    body: Body, requests: Sequence[GenerationRequest], num_chosen: int, *, hides_answer: bool
+    requests: Sequence[GenerationRequest], num_chosen: int, *, is_shown: bool, hides_answer: bool
 ) -> PromptView:
-    """Return the view that the body asks for. requests: one for each prompt. num_chosen, hides_answer: see PromptView."""
+    """Return the view of these requests, one for each prompt. The other arguments are those of PromptView."""
     return PromptView(
         [one.prompt if isinstance(one.prompt, str) else None for one in requests],
         num_chosen,
-        is_shown=body.flag("echo"),
+        is_shown=is_shown,
         hides_answer=hides_answer,
         has_offsets=requests[0].logprobs is not None,
     )

@@ -62,11 +62,12 @@ class GenerationParser:
             arrival=origin.arrival,
             **shared_fields(body),
         )
-        if body.flag("echo") and request.prompt_logprobs is None:
+        is_echoed = body.flag("echo")
+        if is_echoed and request.prompt_logprobs is None:
             request = structs.replace(request, prompt_logprobs=request.logprobs)
         requests = for_prompts(request, others)
         options = self._options(requests, body)
-        view = prompt_view(body, requests, options.num_chosen, hides_answer=hides_answer)
+        view = prompt_view(requests, options.num_chosen, is_shown=is_echoed, hides_answer=hides_answer)
         formatter = CompletionFormatter(options, self._models.card().tokenizer, view)
         return Exchange(requests=requests, options=options, formatter=formatter)
 

@@ -8,10 +8,10 @@ from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
-from router import membership
 from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from router.legs import Placement
+from router.order_stream import OrderStream
 from router.running_shares import Held
 from router.views import WorkerView
 from router.worker_calls import WorkerCalls
@@ -68,8 +68,8 @@ class OneRouter(RouterSide):
             self.sink.ask("call", kind, session, number, attempt, num)
         self.calls.clear()
         for worker in self.attached.values():
-            while not worker.outbox.empty():
-                message = cast(pb.RouterMessage, worker.outbox.get_nowait())
+            while taken := worker.orders.take():
+                message, _ = taken
                 self.sink.ask("to_worker", worker.session, message.SerializeToString(deterministic=True))
 
     def open_session(self, session: str, worker: str, boot: str) -> None:
@@ -79,7 +79,9 @@ class OneRouter(RouterSide):
         registration = Registration(
             worker_id=worker, boot_id=boot, role=Role.AGGREGATED.value, max_model_len=_MAX_LENGTH
         )
-        attached = AttachedWorker(registration, cast(WorkerCalls, None), Held(), ignore)
+        attached = AttachedWorker(
+            registration, cast(WorkerCalls, None), OrderStream(worker, 10.0), Held(), ignore
+        )
         attached.session, attached.latency, attached.capacity.held = session, WorkerLatency(no_time), None
         self.attached[worker] = attached
         self.attach(worker, session)
@@ -99,7 +101,8 @@ class OneRouter(RouterSide):
         if worker is None:
             return
         if message.HasField("credit"):
-            membership._grant(self.attached[worker], credit_from_proto(message.credit))
+            self.attached[worker].capacity.grant(credit_from_proto(message.credit))
+            self.attached[worker].report_use()
         for entry in message.step.entries:
             one = output_from_proto(entry)
             tokens = tuple(one.token_ids)

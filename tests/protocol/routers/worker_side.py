@@ -95,7 +95,7 @@ class WorkerSide(EngineSide):
         self._accepted = AcceptedRequests()
         credit = Credit(max_requests=scenario.credit, max_tokens=MAX_TOKENS)
         self._sessions = RouterSessions(
-            self.lifecycle, lambda: credit, self._accepted, aborting(sink), ignore, ignore
+            self.lifecycle, lambda: credit, self._accepted, aborting(sink), reject_nothing, ignore
         )
 
     def prepare(self) -> None:
@@ -124,7 +124,8 @@ class WorkerSide(EngineSide):
 
     def receive(self, session: str, frame: bytes) -> None:
         """Take a router's message."""
-        self._sessions.received(self._sessions._streams[session], pb.RouterMessage.FromString(frame))
+        message = pb.RouterMessage.FromString(frame)
+        finish(self._sessions.received(self._sessions._streams[session], message))
 
     def take_leg(self, session: str, number: int, attempt: int, num_delivered: int) -> str | None:
         """Accept a leg; return the kind of error with which it is refused."""
@@ -163,6 +164,11 @@ class WorkerSide(EngineSide):
 
 def ignore(*_: Any) -> None:
     """Do nothing."""
+
+
+async def reject_nothing(_message: pb.RouterMessage, _session: str) -> list[EngineOutput]:
+    """Carry out a message about the worker itself: there is none in these worlds."""
+    return []
 
 
 def aborting(sink: Sink) -> Callable[[EngineRequest], Awaitable[None]]:
