@@ -40,19 +40,31 @@ REPLAYS_PER_STREAM = 3
 TRANSPORTS: tuple[TransportName, ...] = ("shm", "tcp")
 DEMO_LENGTHS = (500, 1000, 1950)
 LONG_LENGTH = 4000
+BUSY_LENGTH = 500
+_LENGTH_OF_OTHERS = 50
+_TOKENS_OF_OTHERS = 900
 DEMO_VOCABULARY = 1456
 LONG_VOCABULARY = 256
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One context length. num_replays: for the comparison. model: None for the demo model."""
+    """One context length. num_replays: for the comparison. model: None for the demo model.
+
+    num_others: answers that the workers decode meanwhile. A target that decodes nothing has no step that must end first.
+    """
 
     length: int
     num_moves: int
     num_replays: int
     vocabulary: int = DEMO_VOCABULARY
     model: Path | None = None
+    num_others: int = 0
+
+    def name(self, transport: str) -> str:
+        """Return the name of its figures."""
+        others = f", {self.num_others} others" if self.num_others else ""
+        return f"{self.model.name if self.model else 'demo'}, {self.length} tokens, {transport}{others}"
 
 
 @dataclass
@@ -100,6 +112,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--moves", type=int, default=64, help="moves of each cell")
     parser.add_argument("--replays", type=int, default=12, help="replays of each cell")
+    parser.add_argument(
+        "--others", type=int, default=16, help="answers beside those that move, in the last demo cell"
+    )
     parser.add_argument("--seed", type=int, help="of a run to repeat")
     given = parser.parse_args()
     torch.set_num_threads(1)
@@ -108,6 +123,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvbaton-moves-") as folder:
         long_model = long_checkpoint(Path(folder) / "long")
         cells = [Cell(length, given.moves, given.replays) for length in DEMO_LENGTHS]
+        cells.append(Cell(BUSY_LENGTH, given.moves, given.replays, num_others=given.others))
         cells.append(Cell(LONG_LENGTH, given.moves, given.replays, LONG_VOCABULARY, long_model))
         found = asyncio.run(measure_all(Path(folder), cells, TRANSPORTS, seed))
     figures = {
@@ -151,9 +167,14 @@ async def measure_all(
                 for cell in cells:
                     if cell.model == model:
                         rng = random.Random(f"{seed}:{transport}:{name}:{cell.length}")
-                        measured = await measure_cell(pool, cell, rng)
-                        figures[f"{name}, {cell.length} tokens, {transport}"] = measured.figures()
-                        sys.stderr.write(f"{name} {cell.length} {transport}: {measured.figures()}\n")
+                        others = [
+                            _body(rng, cell, _LENGTH_OF_OTHERS, _TOKENS_OF_OTHERS)
+                            for _ in range(cell.num_others)
+                        ]
+                        async with pool.others(others):
+                            measured = await measure_cell(pool, cell, rng)
+                        figures[cell.name(transport)] = measured.figures()
+                        sys.stderr.write(f"{cell.name(transport)}: {measured.figures()}\n")
                 leaks += await pool.leaks()
     num_changed = sum(cell["num_changed_answers"] for cell in figures.values())
     return {
@@ -171,14 +192,7 @@ async def measure_cell(pool: MovingPool, cell: Cell, rng: random.Random) -> Meas
     """Run streams of new prompts, each undisturbed, moved, and replayed, until there are enough moves and replays."""
     measured = Measured()
     while len(measured.moves) < cell.num_moves or len(measured.replays) < cell.num_replays:
-        prompt = [rng.randrange(5, cell.vocabulary) for _ in range(cell.length)]
-        body = {
-            "prompt": prompt,
-            "max_tokens": MOVE_EVERY * (MOVES_PER_STREAM + 4),
-            "temperature": rng.choice([0.0, 1.0]),
-            "seed": rng.randrange(2**31),
-            "ignore_eos": True,
-        }
+        body = _body(rng, cell, cell.length, MOVE_EVERY * (MOVES_PER_STREAM + 4))
         expected = (await pool.ask(body)).text
         if len(measured.moves) < cell.num_moves:
             moved = await pool.ask(body, pool.move, MOVE_EVERY, MOVES_PER_STREAM)
@@ -188,6 +202,17 @@ async def measure_cell(pool: MovingPool, cell: Cell, rng: random.Random) -> Meas
             measured.take("replay", replayed, expected)
     measured.results = {result.value: count for result, count in pool.take_results().items()}
     return measured
+
+
+def _body(rng: random.Random, cell: Cell, length: int, num_tokens: int) -> dict[str, Any]:
+    """Return a request with a new prompt for the model of a cell."""
+    return {
+        "prompt": [rng.randrange(5, cell.vocabulary) for _ in range(length)],
+        "max_tokens": num_tokens,
+        "temperature": rng.choice([0.0, 1.0]),
+        "seed": rng.randrange(2**31),
+        "ignore_eos": True,
+    }
 
 
 def _ms(seconds: float) -> float:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +42,7 @@ class Gap:
 class Stream:
     """One streamed answer: its text, the times at which its pieces have arrived, and when it was disturbed."""
 
+    request_id: str = ""
     text: str = ""
     arrivals: list[float] = field(default_factory=list)
     disturbed: list[tuple[float, float]] = field(default_factory=list)
@@ -97,6 +98,31 @@ class MovingPool:
                 await self._disturb(stream, reading, disturb, every, count)
         return stream
 
+    @asynccontextmanager
+    async def others(self, bodies: Sequence[dict[str, Any]]) -> AsyncIterator[None]:
+        """Have the workers decode other answers all the time, one for each of these bodies."""
+        begun = [asyncio.Event() for _ in bodies]
+
+        async def keep_asking(body: dict[str, Any], has_begun: asyncio.Event) -> None:
+            while True:
+                asking = asyncio.create_task(self._read({**body, "stream": True}, stream := Stream()))
+                try:
+                    while not (stream.arrivals or asking.done()):  # noqa: ASYNC110
+                        await asyncio.sleep(_LOOK_SECONDS)
+                    has_begun.set()
+                    await asking
+                finally:
+                    asking.cancel()
+
+        tasks = [asyncio.create_task(keep_asking(*each)) for each in zip(bodies, begun, strict=True)]
+        try:
+            await asyncio.gather(*(each.wait() for each in begun))
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def move(self, run: RequestRun) -> bool:
         """Move an answer to the other decode worker."""
         result = await self._mover.move(run, self._worker_of(run))
@@ -120,8 +146,12 @@ class MovingPool:
             return [str(error)]
         return []
 
-    def _runs_with(self, num_tokens: int) -> list[RequestRun]:
-        return [run for run in self._path.runs.open_runs if run.num_known_tokens >= num_tokens]
+    def _runs_with(self, stream: Stream, num_tokens: int) -> list[RequestRun]:
+        return [
+            run
+            for run in self._path.runs.open_runs
+            if run.request.request_id == stream.request_id and run.num_known_tokens >= num_tokens
+        ]
 
     def _worker_of(self, run: RequestRun) -> Any:
         assert run.attempt is not None
@@ -131,7 +161,7 @@ class MovingPool:
         self, stream: Stream, reading: "asyncio.Task[None]", disturb: Disturb, every: int, count: int
     ) -> None:
         for number in range(1, count + 1):
-            while not (runs := self._runs_with(every * number)) and not reading.done():  # noqa: ASYNC110
+            while not (runs := self._runs_with(stream, every * number)) and not reading.done():  # noqa: ASYNC110
                 await asyncio.sleep(_LOOK_SECONDS)
             if not runs:
                 return
@@ -146,6 +176,7 @@ class MovingPool:
             async for line in response.content:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
+                    stream.request_id = event["id"]
                     if event["choices"]:
                         stream.arrivals.append(time.monotonic())
                         stream.text += event["choices"][0]["text"]

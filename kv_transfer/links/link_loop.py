@@ -124,6 +124,17 @@ class LinkLoop:
 
     def send(self, ref: PeerRef, message: Message) -> None:
         """Send a message on a link that is up; without one it is dropped (the peer is gone)."""
+        if not self._send_now(ref, message):
+            self._commands.add(partial(self._dialer.send, ref, message), ref)
+
+    def dial_and_send(self, target: PeerTarget, message: Message) -> None:
+        """Send a message to ``target``, dialing it first if there is no link."""
+        ref = PeerRef(target.boot_id, is_dialed=True)
+        if not self._send_now(ref, message):
+            self._commands.add(partial(self._dialer.dial_and_send, ref, target, message), ref)
+
+    def _send_now(self, ref: PeerRef, message: Message) -> bool:
+        """Send a message in this thread; return False if it has to go through the I/O thread."""
         link = self._links.find(ref)
         try:
             is_sent = (
@@ -131,15 +142,9 @@ class LinkLoop:
             )
         except KvbatonError:
             is_sent = False  # it will fail again in the I/O thread, and end the link with its reason
-        if not is_sent:
-            self._commands.add(partial(self._dialer.send, ref, message), ref)
-        elif link is not None and link.outbox.wants_write:
+        if is_sent and link is not None and link.outbox.wants_write:
             self._commands.add(partial(self._links.run, link), ref)
-
-    def dial_and_send(self, target: PeerTarget, message: Message) -> None:
-        """Send a message to ``target``, dialing it first if there is no link."""
-        ref = PeerRef(target.boot_id, is_dialed=True)
-        self._commands.add(partial(self._dialer.dial_and_send, ref, target, message), ref)
+        return is_sent
 
     def look_by(self, deadline: float) -> None:
         """Call ``LinkEvents.tick`` by ``deadline`` (monotonic)."""

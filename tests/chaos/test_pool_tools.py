@@ -134,6 +134,7 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
     assert (others["count"], others["max"], others["added_p99"]) == (2, 0.4, 0.38)
     assert (others["num_steps"]["p50"], others["num_steps"]["max"], others["transfer_p99"]) == (2, 3, 0.01)
     assert (others["bound"], others["bound_with_the_usual_gap"]) == (0.31, 0.07)
+    assert found["met_by_a_fault"]["is_within_bound"] and not others["is_within_bound"]
     assert pauses_of_moves(moves, faults, [0.001])["others"]["bound"] == 0.06, "50 ms are always allowed"
     assert "met_by_a_fault" not in pauses_of_moves(moves, Faults(), [0.02])
     assert pauses_of_moves([], faults, [0.02]) == {}

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 async def test_no_token_changes_and_no_block_stays_held(tmp_path: Path) -> None:
-    """A tenth of the benchmark's moves, and replays between them. How long they take is not compared here."""
-    cells = [Cell(300, 30, 2), Cell(1950, 20, 2)]
+    """A tenth of the benchmark's moves, and replays between them, also to busy workers. Times are not compared here."""
+    cells = [Cell(300, 30, 2), Cell(1950, 20, 2), Cell(300, 8, 1, num_others=6)]
     transports = [cast(TransportName, name) for name in drawn_transports()]
     found = await measure_all(tmp_path, cells, transports, chaos_seed())
     assert (found["num_changed_answers"], found["leaks"]) == (0, [])

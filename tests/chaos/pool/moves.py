@@ -71,16 +71,20 @@ def pauses_of_moves(moves: Sequence[Move], faults: Faults, gaps: Sequence[float]
     found: dict[str, Any] = {"token_gap": gap}
     if met:
         pauses = quantiles([move["pause_seconds"] for move in met])
-        found["met_by_a_fault"] = {**pauses, "bound": _BOUND_OF_FAULTS_SECONDS}
+        is_within = pauses["p99"] <= _BOUND_OF_FAULTS_SECONDS
+        found["met_by_a_fault"] = {**pauses, "bound": _BOUND_OF_FAULTS_SECONDS, "is_within_bound": is_within}
     if others:
         pauses = quantiles([move["pause_seconds"] for move in others])
         transfer = quantiles([move["copying_seconds"] for move in others])["p99"]
+        added = round(pauses["p99"] - gap["p50"], 4)
+        bound = _bound(gap["p99"], transfer)
         found["others"] = {
             **pauses,
-            "added_p99": round(pauses["p99"] - gap["p50"], 4),
+            "added_p99": added,
             "num_steps": quantiles([move["num_steps"] for move in others]),
             "transfer_p99": transfer,
-            "bound": _bound(gap["p99"], transfer),
+            "bound": bound,
+            "is_within_bound": added <= bound,
             "bound_with_the_usual_gap": _bound(gap["p50"], transfer),
         }
     return found
