@@ -45,7 +45,7 @@ def test_help_of_a_command_describes_it_and_lists_its_settings(command: str) -> 
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"usage: kvbaton {command} ")
     options = result.stdout.partition("options:")[2]
-    flags = re.findall(r"^  --([a-z-]+)", options, re.MULTILINE)
+    flags = re.findall(r"^  --([a-z0-9-]+)", options, re.MULTILINE)
     unwrapped = re.sub(r"\s+", " ", options)
     assert "model" in flags or command in ("serve", "check", "workers", "top")
     assert all(
