@@ -1090,8 +1090,8 @@ class WorkerMessage(_message.Message):
     ROLE_TAKEN_FIELD_NUMBER: _builtins.int
     NUM_ORDERS_FIELD_NUMBER: _builtins.int
     num_orders: _builtins.int
-    """Orders of this stream that the worker has carried out so far. It is sent within a tenth of a second after an order, in a
-    message of its own if there is no other one.
+    """Orders of this stream that the worker has carried out so far. It is sent within a hundredth of a second after an order, in
+    a message of its own if there is no other one.
     """
     @_builtins.property
     def registration(self) -> Global___Registration: ...

@@ -11,7 +11,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from wire.membership import welcome_from_proto
 
-_ACKNOWLEDGE_SECONDS = 0.1
+_ACKNOWLEDGE_SECONDS = 0.01
 
 
 class Attachment:
@@ -81,7 +81,7 @@ class Attachment:
             self._outbox.put_nowait(None)
 
     def _count(self, num_orders: int) -> None:
-        """Count orders that were carried out. The next message reports them, within a tenth of a second."""
+        """Count orders that were carried out. The next message reports them, within a hundredth of a second."""
         self._num_orders += num_orders
         if num_orders and self._acknowledgement is None:
             loop = asyncio.get_running_loop()

@@ -2,12 +2,13 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 from contract.identity import Role
+from protos import worker_pb2 as pb
 from router.attached_worker import AttachedWorker
 from router.request_path import RequestPath
 
@@ -21,8 +22,9 @@ class FlipTimes:
 
     taken: from the order until the router may bind legs by the new role. first_leg: from the order until the worker has
     accepted a leg of the new role. settled: from the order until the worker is settled. The time between ``taken`` and the
-    call of the first leg has three parts. no_request: no request waited. other_full: requests waited, but no worker of the
-    other role had room for one. unserved: a request waited, and both roles had room. accepting: the call of the first leg.
+    order of the first leg has three parts. no_request: no request waited. other_full: requests waited, but no worker of the
+    other role had room for one. unserved: a request waited, and both roles had room. accepting: from the order of
+    the first leg until the worker has reported that it is carried out.
     """
 
     taken: float = 0.0
@@ -35,45 +37,53 @@ class FlipTimes:
 
 
 class FirstLegs:
-    """Watches the calls to one worker. ``next`` returns when the next leg of a role was called and accepted."""
+    """Watches the orders to one worker. ``next`` returns when the next leg of a role was ordered and accepted."""
 
     def __init__(self, worker: AttachedWorker) -> None:
+        self._orders = worker.orders
         self._role: Role | None = None
         self._accepted: asyncio.Future[tuple[float, float]] | None = None
-        calls: Any = worker.calls
-        calls.prefill = self._watched(calls.prefill, Role.PREFILL)
-        calls.decode = self._watched(calls.decode, Role.DECODE)
+        self._ordered: tuple[float, pb.Order] | None = None
+        self._start = worker.orders.start
+        self._carried_out = worker.orders.carried_out
+        worker.orders.start = self._watch_start  # type: ignore[method-assign, assignment]
+        worker.orders.carried_out = self._watch_carried_out  # type: ignore[method-assign]
 
     def next(self, role: Role) -> "asyncio.Future[tuple[float, float]]":
-        """Return the times at which a leg of this role is called and accepted, for the first one from now on."""
+        """Return the times at which a leg of this role is ordered and accepted, for the first one from now on."""
         self._role = role
+        self._ordered = None
         self._accepted = asyncio.get_running_loop().create_future()
         return self._accepted
 
-    def _watched(self, call: Callable[[Any], Any], role: Role) -> Callable[[Any], Any]:
-        async def watched(request: Any) -> None:
-            called = time.monotonic()
-            waiting = self._accepted if role is self._role else None
-            await call(request)
-            if waiting and not waiting.done():
-                waiting.set_result((called, time.monotonic()))
+    def _watch_start(self, order: pb.Order, *rest: Any) -> None:
+        self._start(order, *rest)
+        role = Role.PREFILL if order.HasField("prefill") else Role.DECODE
+        if role is self._role and self._ordered is None:
+            self._ordered = time.monotonic(), order
 
-        return watched
+    def _watch_carried_out(self, num_orders: int) -> None:
+        self._carried_out(num_orders)
+        if self._accepted is None or self._accepted.done() or self._ordered is None:
+            return
+        ordered_at, order = self._ordered
+        if not any(start.order is order for start in self._orders._awaited):
+            self._accepted.set_result((ordered_at, time.monotonic()))
 
 
 async def watch_first_leg(
     path: RequestPath, other: Role, times: FlipTimes, served: "asyncio.Future[tuple[float, float]]"
 ) -> None:
-    """Wait for the first leg, and sort the time until it was called by what it waited for. other: role of the other leg."""
+    """Wait for the first leg, and sort the time until it was ordered by what it waited for. other: role of the other leg."""
     spans: list[tuple[float, str]] = [(time.monotonic(), _reason(path, other))]
     while not served.done():
         await asyncio.sleep(_LOOK_SECONDS)
         spans.append((time.monotonic(), _reason(path, other)))
-    called, accepted = served.result()
+    ordered, accepted = served.result()
     for (begin, reason), (end, _) in pairwise(spans):
-        if begin < called:
-            setattr(times, reason, getattr(times, reason) + min(end, called) - begin)
-    times.accepting = accepted - called
+        if begin < ordered:
+            setattr(times, reason, getattr(times, reason) + min(end, ordered) - begin)
+    times.accepting = accepted - ordered
 
 
 def _reason(path: RequestPath, other: Role) -> str:
