@@ -6,7 +6,7 @@ sends next how many orders it has carried out, and each leg that it rejects.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
 from contract.errors import DeadlineError, KvbatonError
@@ -14,6 +14,8 @@ from protos import worker_pb2 as pb
 
 _MAX_BYTES = 2**20
 """Size of the starts in one message beyond which further ones are sent in the next message."""
+_GATHER_SECONDS = 0.001
+"""The time after a message with starts in which further ones are gathered: a message costs the router 60 µs."""
 _MAX_CANCELS = 16
 """Cancels in one message.
 
@@ -96,7 +98,7 @@ class OrderStream:
         if self._timer:
             self._timer.cancel()
 
-    async def messages(self) -> AsyncIterator[pb.RouterMessage]:
+    async def messages(self) -> AsyncGenerator[pb.RouterMessage, None]:
         """Yield what is to be sent, until ``close``. A message counts as sent when the next one is asked for."""
         while not self._is_closed:
             await self._wake.wait()
@@ -106,6 +108,8 @@ class OrderStream:
                 yield message
                 for sent in on_sent:
                     sent()
+                if on_sent:
+                    await asyncio.sleep(_GATHER_SECONDS)
 
     def take(self) -> tuple[pb.RouterMessage, list[Callable[[], None]]] | None:
         """Return the next message, and what to call when it was sent; None if there is nothing to send."""

@@ -1,6 +1,7 @@
 """M3: a burst of one client's requests lets others in between: in the event loop, in the queue, at the workers."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -40,6 +41,30 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
     assert [name for _, name in begun if name[0] == "m"] == ["m0", "m1", "m2", "m3"]
     when = {name: number for number, name in begun}
     assert when["a0"] == when["m0"] and len({when[f"m{number}"] for number in range(4)}) == 4
+
+
+async def test_a_few_requests_of_a_client_that_is_alone_begin_in_a_round() -> None:
+    taking, begun = RoundRobin(), list[tuple[int, int]]()
+    rounds = 0
+
+    async def ask(number: int) -> None:
+        await taking.wait_turn("m")
+        begun.append((rounds, number))
+
+    async def count() -> None:
+        nonlocal rounds
+        while True:
+            await asyncio.sleep(0)
+            rounds += 1
+
+    counting = asyncio.create_task(count())
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(20):
+            tasks.create_task(ask(number))
+    counting.cancel()
+    assert [number for _, number in begun] == list(range(20))
+    in_a_round = Counter(when for when, _ in begun)
+    assert sorted(in_a_round.values()) == [1, 3, 8, 8]
 
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,6 +106,27 @@ async def test_an_order_counts_as_sent_when_the_next_message_is_asked_for() -> N
     assert sent == ["a"]
 
 
+async def test_starts_that_follow_each_other_closely_are_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one is sent at once, and those of a moment after it together."""
+    monkeypatch.setattr(order_stream, "_GATHER_SECONDS", 0.05)
+    stream = Stream()
+    messages = stream.messages()
+    stream.begin("a")
+    first = await anext(messages)
+
+    async def read() -> pb.RouterMessage:
+        return await anext(messages)
+
+    sending = asyncio.create_task(read())
+    for name in "bc":
+        await asyncio.sleep(0)
+        stream.begin(name)
+    names = [[each.decode.task.request_id for each in one.orders.orders] for one in (first, await sending)]
+    assert names == [["a"], ["b", "c"]]
+    stream.close()
+    await messages.aclose()
+
+
 @pytest.mark.parametrize("is_sent", [True, False])
 async def test_a_start_that_is_not_carried_out_in_time_is_rejected(is_sent: bool) -> None:
     """The worker does not read its stream, or reads and does nothing."""
