@@ -70,14 +70,20 @@ class Emptiness:
         await self._unbound.wait()
 
     async def _until_unbound(self) -> None:
-        """Announce that the worker is empty, once it is, and wait for its routers. An engine that is gone holds nothing."""
-        with suppress(UnavailableError):
+        """Announce that the worker is empty, once it is, and wait for its routers.
+
+        An engine that is gone holds nothing, and legs that are bound to it fail with the worker's streams.
+        """
+        has_engine = True
+        try:
             await self._engine.until_free()
             while self._num_legs():  # legs whose last output is delivered, but not processed
                 await self._engine.until_free()
+        except UnavailableError:
+            has_engine = False
         self._empty.set()
         self._announce()
-        while self._is_bound():
+        while has_engine and self._is_bound():
             self._reported.clear()
             if not await _is_set_within(self._reported, _ASK_AGAIN_SECONDS):
                 self._announce()
