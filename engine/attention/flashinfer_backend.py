@@ -209,10 +209,7 @@ def plan_prefill(
         pages.starts,
         pages.indices,
         pages.last,
-        query.shape[1],
-        cache.shape[2],
-        query.shape[2],
-        cache.shape[3],
+        *_plan_sizes(query, cache),
         causal=True,
         **_plan_options(shape, query, cache),
     )
@@ -231,12 +228,14 @@ def plan_decode(
         pages.starts,
         pages.indices,
         pages.last,
-        query.shape[1],
-        cache.shape[2],
-        query.shape[2],
-        cache.shape[3],
+        *_plan_sizes(query, cache),
         **_plan_options(shape, query, cache),
     )
+
+
+def _plan_sizes(query: Tensor, cache: Tensor) -> tuple[int, int, int, int]:
+    """Return the heads of query and cache, the size of a head, and the tokens of a page."""
+    return query.shape[1], cache.shape[2], query.shape[2], cache.shape[3]
 
 
 def _plan_options(shape: LayerShape, query: Tensor, cache: Tensor) -> dict[str, Any]:

@@ -4,9 +4,7 @@ import torch
 from torch import Tensor
 
 from engine.fp8 import triton_kernels
-
-_ELEMENTS_OF_A_WARP = 256
-_MOST_WARPS = 16
+from engine.fused.rows import num_warps_of, power_of_two
 
 
 def quantised(
@@ -20,7 +18,7 @@ def quantised(
     num_tokens, size = states.shape
     numbers = torch.empty_like(states, dtype=torch.float8_e4m3fn)
     scales = states.new_empty(num_tokens, 1, dtype=torch.float32)
-    padded = 1 << (size - 1).bit_length()
+    padded = power_of_two(size)
     triton_kernels.quantise_kernel[(num_tokens,)](
         states,
         scales if input_scale is None else input_scale,
@@ -34,8 +32,3 @@ def quantised(
         num_warps=num_warps_of(padded),
     )
     return numbers, scales
-
-
-def num_warps_of(padded: int) -> int:
-    """Return the warps of a row: eight elements per thread, within 4 to 16 warps."""
-    return min(_MOST_WARPS, max(4, padded // _ELEMENTS_OF_A_WARP))

@@ -6,8 +6,9 @@
 import ctypes
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from native.compiling import CLibrary, NotCompiledError
 
@@ -28,17 +29,32 @@ def load_copy_blocks(
 
     folder: where the library is kept; None is the user's cache folder.
     """
-    try:
-        copy_blocks = BLOCKS.load(prebuilt, folder, compiler).kvbaton_copy_blocks
-    except (NotCompiledError, AttributeError) as error:
-        logger.warning("falling back to the slower block copy in Python: %s", error)
-        return None
-    copy_blocks.restype = None
     address = ctypes.c_void_p
     number = ctypes.c_size_t
-    copy_blocks.argtypes = (address, address, address, address, number, number, number, ctypes.c_int)
-    found: CopyBlocks = copy_blocks
-    return found
+    types = (address, address, address, address, number, number, number, ctypes.c_int)
+    return load_function(
+        "kvbaton_copy_blocks", types, "the slower block copy in Python", prebuilt, folder, compiler
+    )
+
+
+def load_function(
+    name: str,
+    types: Sequence[Any],
+    instead: str,
+    prebuilt: Path | None,
+    folder: Path | None,
+    compiler: str,
+) -> Callable[..., None] | None:
+    """Return a function of the library with arguments of these types; None, and log ``instead``, if it cannot be loaded."""
+    try:
+        found = getattr(BLOCKS.load(prebuilt, folder, compiler), name)
+    except (NotCompiledError, AttributeError) as error:
+        logger.warning("falling back to %s: %s", instead, error)
+        return None
+    found.restype = None
+    found.argtypes = tuple(types)
+    function: Callable[..., None] = found
+    return function
 
 
 def last_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:

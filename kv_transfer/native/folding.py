@@ -1,7 +1,6 @@
 """The sums of the digest ``fold64`` over host memory: in C (``fold.c``), or slowly in NumPy without a compiler."""
 
 import ctypes
-import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -9,10 +8,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kv_transfer.native.compiling import BLOCKS
-from native.compiling import NotCompiledError
+from kv_transfer.native.compiling import load_function
 
-logger = logging.getLogger(__name__)
 Numbers = npt.NDArray[np.uint64]
 WORD_BYTES = 8
 _STEP = 0x9E3779B97F4A7C15
@@ -36,14 +33,12 @@ def load_fold(
     prebuilt: Path | None = None, folder: Path | None = None, compiler: str = "cc"
 ) -> FoldWords | None:
     """Return ``kvbaton_fold``, or None (and log why) if it cannot be compiled or loaded. folder: see load_copy_blocks."""
-    try:
-        fold = BLOCKS.load(prebuilt, folder, compiler).kvbaton_fold
-    except (NotCompiledError, AttributeError) as error:
-        logger.warning("falling back to slower digests of KV from a device: %s", error)
-        return None
-    fold.restype = None
     address = ctypes.c_void_p
-    fold.argtypes = (address, address, address, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t)
+    types = (address, address, address, ctypes.c_size_t, ctypes.c_uint64, ctypes.c_size_t)
+    instead = "slower digests of KV from a device"
+    fold = load_function("kvbaton_fold", types, instead, prebuilt, folder, compiler)
+    if fold is None:
+        return None
 
     def fold_by_c(sums: Numbers, addresses: Numbers, seeds: Numbers, first_word: int, num_words: int) -> None:
         fold(sums.ctypes.data, addresses.ctypes.data, seeds.ctypes.data, len(seeds), first_word, num_words)

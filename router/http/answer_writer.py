@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from contract.errors import KvbatonError
 from router.answer import Delta
 from router.http.boundary import STREAM, request_id_header
 from router.http.exchange import Exchange
@@ -29,11 +28,8 @@ class AnswerWriter:
         """Answer ``request``; its client can cancel it meanwhile. Raises KvbatonError."""
         let_client_cancel(request)
         write = self._write_events if exchange.options.stream else self._write_whole
-        try:
+        with exchange.naming_fields():
             return await write(request, exchange)
-        except KvbatonError as error:
-            exchange.name_field(error)
-            raise
 
     async def _write_whole(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         found = _Collected()

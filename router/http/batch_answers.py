@@ -94,14 +94,11 @@ class BatchAnswers:
         exchange = endpoint.parse(body, origin)
         exchange = replace(exchange, requests=_in_background(exchange.requests))
         found: list[Delta] = []
-        try:
+        with exchange.naming_fields():
             async with self._pipeline.generate(*exchange.requests) as deltas:
                 async for delta in deltas:
                     on_begun()
                     found.append(delta)
-        except KvbatonError as error:
-            exchange.name_field(error)
-            raise
         return await exchange.whole(found)
 
     async def _embedded(self, body: Body, origin: Origin) -> bytes:

@@ -43,8 +43,12 @@ class Exchange:
     open_stream: OpenStream = EventStream
     field_names: Mapping[str, str] = field(default_factory=dict)
 
+    def naming_fields(self) -> "NamingFields":
+        """Return a block in which an error of the pipeline comes to name the field of the body that it is about."""
+        return NamingFields(self)
+
     def name_field(self, error: KvbatonError) -> None:
-        """Let an error of the pipeline name the field of the body that it is about."""
+        """Let an error name the field of the body that it is about."""
         if error.param == "grammar":
             error.param = self.requests[0].grammar_field
         error.param = self.field_names.get(error.param or "", error.param)
@@ -57,6 +61,20 @@ class Exchange:
         if self.requests[0].rates_tokens:
             deltas = choose_best(deltas, self.options.num_chosen, self.requests[0].num_choices)
         return msgspec.json.encode(self.formatter.whole(deltas))
+
+
+class NamingFields:
+    """The block of ``Exchange.naming_fields``; a class, since a context manager made of a generator costs more calls."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, KvbatonError):
+            self._exchange.name_field(error)
 
 
 async def encoded(num_parts: int, encode: Callable[[], bytes]) -> bytes:

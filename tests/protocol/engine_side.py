@@ -155,11 +155,14 @@ class EngineSide:
             next_attempt=next_attempt,
         )
         try:
-            hand_off(self.scheduler, order)
+            self._carry_out_hand_off(order)
         except KvbatonError:
             return False
         self._send(self.scheduler.live.outbox.take())
         return True
+
+    def _carry_out_hand_off(self, order: HandOff) -> None:
+        hand_off(self.scheduler, order)
 
     def _send(self, outputs: dict[int, list[EngineOutput]]) -> None:
         for one in (one for of_client in outputs.values() for one in of_client):

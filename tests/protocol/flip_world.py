@@ -165,9 +165,9 @@ def first_world(scenario: FlipScenario) -> FlipWorld:
     """Return the world in which every router has received the credit of every worker."""
     routers = range(scenario.num_routers)
     none = (0,) * scenario.num_routers
-    nobody = (False,) * scenario.num_routers
+    no_router = (False,) * scenario.num_routers
     return FlipWorld(
-        tuple(Worker(role, role, none, none, nobody) for role in scenario.roles),
+        tuple(Worker(role, role, none, none, no_router) for role in scenario.roles),
         tuple(tuple(Seen(role, FULL) for role in scenario.roles) for _ in routers),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),
         tuple(tuple(() for _ in routers) for _ in scenario.roles),

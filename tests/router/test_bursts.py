@@ -18,8 +18,8 @@ from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END
 
 
-async def test_one_request_of_each_client_begins_in_a_round() -> None:
-    """A client's requests begin in order, one a round; another client does not wait behind them."""
+async def turns_of(*names: str) -> list[tuple[int, str]]:
+    """Let requests that arrive together take turns; return the round in which each begins. A name begins with its client."""
     taking, begun = RoundRobin(), list[tuple[int, str]]()
     rounds = 0
 
@@ -35,34 +35,24 @@ async def test_one_request_of_each_client_begins_in_a_round() -> None:
 
     counting = asyncio.create_task(count())
     async with asyncio.TaskGroup() as tasks:
-        for name in ("m0", "m1", "m2", "m3", "a0"):
+        for name in names:
             tasks.create_task(ask(name))
     counting.cancel()
+    return begun
+
+
+async def test_one_request_of_each_client_begins_in_a_round() -> None:
+    """A client's requests begin in order, one a round; another client does not wait behind them."""
+    begun = await turns_of("m0", "m1", "m2", "m3", "a0")
     assert [name for _, name in begun if name[0] == "m"] == ["m0", "m1", "m2", "m3"]
     when = {name: number for number, name in begun}
     assert when["a0"] == when["m0"] and len({when[f"m{number}"] for number in range(4)}) == 4
 
 
 async def test_a_few_requests_of_a_client_that_is_alone_begin_in_a_round() -> None:
-    taking, begun = RoundRobin(), list[tuple[int, int]]()
-    rounds = 0
-
-    async def ask(number: int) -> None:
-        await taking.wait_turn("m")
-        begun.append((rounds, number))
-
-    async def count() -> None:
-        nonlocal rounds
-        while True:
-            await asyncio.sleep(0)
-            rounds += 1
-
-    counting = asyncio.create_task(count())
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(20):
-            tasks.create_task(ask(number))
-    counting.cancel()
-    assert [number for _, number in begun] == list(range(20))
+    names = [f"m{number}" for number in range(20)]
+    begun = await turns_of(*names)
+    assert [name for _, name in begun] == names
     in_a_round = Counter(when for when, _ in begun)
     assert sorted(in_a_round.values()) == [1, 3, 8, 8]
 

@@ -1,14 +1,11 @@
 """The kernels compiled for a data-centre GPU, on any machine: properties that the interpreter cannot show."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from engine.kv_cache.folding import NUM_TILES, NUM_WARPS, TILE
-from tests.chaos.settings import process_environment
+from tests.triton.compiled import compiled
 
 pytestmark = pytest.mark.triton
 
@@ -20,17 +17,7 @@ REGISTERS = 65536
 
 def test_kernels_compile_for_compute_capability_90(tmp_path: Path) -> None:
     """They fit into memory and registers, use tensor cores, load ahead, store 16 bytes at a time, and are compiled once."""
-    environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-m", "tests.triton.compile_program", "90"],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    kernels = compiled(tmp_path, "-m", "tests.triton.compile_program", "90")
     assert len(kernels) == 35
     for kernel in kernels:
         assert not kernel["varying"], kernel

@@ -1,15 +1,12 @@
 """The kernel that quantises inputs, by Triton's interpreter against its twin on the CPU, and compiled for sm_90."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.fp8.linear import LARGEST, SMALLEST_SCALE, by_scale, by_token
-from tests.chaos.settings import process_environment
+from tests.triton.compiled import compiled
 
 pytestmark = pytest.mark.triton
 
@@ -18,12 +15,12 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from engine.fp8.rows import num_warps_of
+from engine.fused.rows import num_warps_of, power_of_two
 from engine.fp8.triton_kernels import quantise_kernel
 from tests.triton.compile_program import _used
 for size in (4096, 14336):
     for is_fixed in (False, True):
-        padded = 1 << (size - 1).bit_length()
+        padded = power_of_two(size)
         names = quantise_kernel.arg_names
         constants = {"size": size, "padded": padded, "is_fixed": is_fixed}
         kinds = {"states": "*bf16", "numbers": "*fp8e4nv", "largest": "fp32", "smallest": "fp32"}
@@ -84,17 +81,7 @@ def test_a_row_that_is_no_number_stays_so() -> None:
 
 def test_it_compiles_for_compute_capability_90(tmp_path: Path) -> None:
     """It converts by the hardware's instruction and spills no register, for the widths of an 8B model."""
-    environment = {name: value for name, value in process_environment().items() if name != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, "-c", _COMPILE],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    kernels = [json.loads(line) for line in result.stdout.splitlines()]
+    kernels = compiled(tmp_path, "-c", _COMPILE)
     assert len(kernels) == 4
     for kernel in kernels:
         assert kernel["has_fp8"], kernel

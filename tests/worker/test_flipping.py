@@ -52,6 +52,15 @@ async def attached_with_credit(it: Running) -> AttachedWorker:
     return view
 
 
+async def closing(it: Running) -> tuple[AttachedWorker, Silenced]:
+    """Order the worker to become a prefill worker, and let its router not answer that it binds nothing more."""
+    view = await attached_with_credit(it)
+    answers = Silenced(view)
+    view.flip(RoleOrder(role="prefill", epoch=1))
+    await until(lambda: view.capacity.credit.max_requests == 0)
+    return view, answers
+
+
 @pytest.mark.parametrize("new", [Role.PREFILL, Role.AGGREGATED])
 async def test_an_idle_worker_takes_the_role_at_once(tmp_path: Path, new: Role) -> None:
     """Its router has the new role before it may bind a leg, and counts what clients hold of it by this role."""
@@ -94,10 +103,7 @@ async def test_a_worker_with_a_leg_takes_the_role_at_once_and_serves_both(tmp_pa
 async def test_a_role_is_taken_when_every_router_has_answered(tmp_path: Path) -> None:
     """Law 4: otherwise one router binds legs by the new role while another one binds them by the former one."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached_with_credit(it)
-        answers = Silenced(view)
-        view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.max_requests == 0)
+        view, answers = await closing(it)
         assert view.has_credit
         await asyncio.sleep(0.1)
         assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
@@ -199,10 +205,7 @@ async def test_an_older_order_changes_nothing(tmp_path: Path) -> None:
 async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
     """Neither at once nor when the drain is undone; and a draining worker takes no order."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached_with_credit(it)
-        answers = Silenced(view)
-        view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.max_requests == 0)
+        view, answers = await closing(it)
         it.worker.drain.begin()
         view.flip(RoleOrder(role="prefill", epoch=2))
         await until(lambda: view.capacity.credit.is_draining)
@@ -218,10 +221,7 @@ async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
 async def test_a_worker_whose_change_was_ended_by_a_drain_offers_its_credit_again(tmp_path: Path) -> None:
     """The drain is undone before a router has answered that nothing is bound any more."""
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached_with_credit(it)
-        answers = Silenced(view)
-        view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.max_requests == 0)
+        view, answers = await closing(it)
         it.worker.drain.begin()
         it.worker.drain.undo()
         await until(lambda: view.capacity.credit.number >= 4)
@@ -255,10 +255,7 @@ async def test_a_drain_that_is_undone_at_once_leaves_the_worker_settled(tmp_path
 
 async def test_a_stopped_worker_takes_no_other_role(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
-        view = await attached_with_credit(it)
-        answers = Silenced(view)
-        view.flip(RoleOrder(role="prefill", epoch=1))
-        await until(lambda: view.capacity.credit.max_requests == 0)
+        view, answers = await closing(it)
         stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
         await until(lambda: view.capacity.credit.is_draining)
         answers.release()

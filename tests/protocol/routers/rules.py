@@ -298,7 +298,7 @@ class RoutersRules:
         leg = call.session, call.number, call.attempt
         if call.kind == "hand_off":
             order = call.number, call.attempt, call.started_attempt
-            world, is_accepted = self._ask_worker(world, worker, "hand_off_leg", *order)
+            world, is_accepted = self._ask_worker(world, worker, "hand_off", *order)
             return world if is_accepted else self._ask_router(world, router, "refuse", *leg[1:])
         transfer = transfer_of(call)
         world, refusal = self._ask_worker(world, worker, "take_leg", *leg, call.num_delivered, transfer)

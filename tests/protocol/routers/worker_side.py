@@ -176,21 +176,8 @@ class SessionsSide(EngineSide):
         """Cancel a request's legs up to an attempt."""
         finish(Worker.cancel(cast(Worker, self), str(number), attempt))
 
-    def hand_off_leg(self, number: int, attempt: int, next_attempt: int) -> bool:
-        """Hand a leg off; return False if that is refused."""
-        order = HandOff(
-            request_id=str(number),
-            attempt=attempt,
-            choice=0,
-            transfer_id=f"t{number}",
-            next_attempt=next_attempt,
-        )
-        try:
-            finish(Worker.hand_off(cast(Worker, self), order, 1.0))
-        except KvbatonError:
-            return False
-        self._send(self.scheduler.live.outbox.take())
-        return True
+    def _carry_out_hand_off(self, order: HandOff) -> None:
+        finish(Worker.hand_off(cast(Worker, self), order, 1.0))
 
     def divide(self) -> None:
         """Divide the credit again; see ``RouterSessions.keep_divided``."""
