@@ -141,7 +141,7 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
 
 
 def test_moves_are_counted_by_result() -> None:
-    text = 'kvbaton_migrations_total{result="moved"} 10.0'
+    text = 'kvbaton_migrations_total{reason="drain",result="moved"} 10.0'
     assert results_of_moves([text, text]) == {"moved": 20}
 
 
