@@ -13,7 +13,7 @@ import pytest
 
 from tests.chaos.pool.answers import Choice, MixedAnswer, Way, mistake_in
 from tests.chaos.pool.balancer import running_balancer
-from tests.chaos.pool.descriptors import grown, own_descriptors
+from tests.chaos.pool.descriptors import descriptors_by_peer, grown, own_descriptors
 from tests.chaos.pool.faults import Fault, Faults
 from tests.chaos.pool.moves import Move, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
@@ -186,6 +186,9 @@ def test_descriptors_are_set_aside_only_for_connections_to_living_processes() ->
             both = own_descriptors({"us": [us], "child": [child.pid]})
             assert both["child"]["socket"] == -1 and both["child"]["memfd"] == -2  # what a reader would have
             assert both["child"]["pidfd"] == 0
+            for_each_other = descriptors_by_peer({"us": [us], "child": [child.pid]})
+            assert for_each_other["child"]["us"] == {"socket": 3, "memfd": 2, "pidfd": 1}
+            assert for_each_other["us"]["child"] == {"socket": 3}
             alone = own_descriptors({"child": [child.pid]})["child"]
             assert grown(alone, both["child"]) == {"socket": (-1, 2), "memfd": (-2, 0), "pidfd": (0, 1)}
             with_child = both["us"]
