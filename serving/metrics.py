@@ -33,7 +33,7 @@ ENGINE_METRICS = {
     "transfer_digest_mismatches_total": "Blocks whose received bytes did not match the published digest.",
     "transfer_converting_links_total": "Links over which KV of another block size or dtype is converted.",
     "transfer_converted_blocks_total": "KV blocks converted from blocks of another size or dtype.",
-    "transfer_staging_bytes": "Bytes of host memory for blocks that are being converted.",
+    "transfer_staging_bytes": "Bytes of memory for blocks that are converted, on the pool's device.",
     "transfer_transport_chosen_total": "Links by the transport that their reads use, and the reason for it.",
     "link_handshakes_total": "Handshakes of control links, by result.",
     "leases_active": "Prompts whose KV is under a lease.",
