@@ -76,7 +76,7 @@ WORKER_METRICS: Mapping[str, Metric] = {
         "Links over which KV of another block size or dtype is converted."
     ),
     "transfer_converted_blocks_total": Metric("KV blocks converted from blocks of another size or dtype."),
-    "transfer_staging_bytes": Metric("Bytes of host memory for blocks that are being converted."),
+    "transfer_staging_bytes": Metric("Bytes of memory for blocks that are converted, on the pool's device."),
     "link_handshakes_total": Metric("Handshakes of control links, by result: ok or failed.", ("result",)),
     "leases_active": Metric("Prompts whose KV is under a lease."),
     "leases_expired_total": Metric("Leases that expired without a fetch or a renewal."),
