@@ -8,15 +8,20 @@ from contract.options import Options, PeerOptions
 from contract.sampling import MAX_GRAMMAR_BYTES
 
 
-class ModelOptions(Options):
+class RankOptions(Options):
+    """The processes of a worker."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
+
+
+class ModelOptions(RankOptions):
     """The model's number format, length and processes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: that of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
     fp8_products: Literal["auto", "on", "off"] = "auto"
