@@ -39,6 +39,8 @@ class BatchingOptions(Options):
     """Maximum number of tokens in one step of one worker; longer prompts are computed in chunks of this size."""
     max_num_mixed_tokens: int = Field(default=512, ge=1)
     """Maximum number of prompt tokens in a step that also decodes; more of them delay the next tokens of running answers."""
+    enable_run_ahead: bool = True
+    """On a GPU, start the next step before the tokens of the last one have left it, if no request can join or change it."""
     max_hold_share: float = Field(default=0.03, ge=0, le=1)
     """Maximum share of time for which steps may be delayed so that arriving requests can join them; 0: never."""
     max_key_slowdown: float = Field(default=1.25, ge=0, allow_inf_nan=False)
