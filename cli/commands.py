@@ -34,6 +34,7 @@ COMMANDS = {
     "batch": Command("cli.batch:batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
     "bench": Command("cli.bench:bench", _ASK, "measure a service, and write its timing model"),
     "check": Command("cli.check:check", _ASK, "describe a model folder and test its chat template"),
+    "compose": Command("cli.compose:compose", _MACHINE, "write a Docker Compose file for this machine"),
     "workers": Command("cli.operate:workers", _OPERATE, "list the workers, or drain or flip one"),
     "top": Command("cli.top:top", _OPERATE, "show the workers live"),
     "router": Command("cli.router:router", _SERVICE, "start one router"),

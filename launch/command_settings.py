@@ -19,6 +19,7 @@ _PLACES = {
     "batch": "launch.client_settings:BatchSettings",
     "bench": "launch.client_settings:BenchSettings",
     "check": "launch.client_settings:CheckSettings",
+    "compose": "launch.compose_settings:ComposeSettings",
     "workers": "launch.operator_settings:WorkersSettings",
     "top": "launch.operator_settings:TopSettings",
     "router": "launch.router_settings:RouterCommand",
