@@ -13,7 +13,7 @@ _HEAD = """# Metrics
 <!-- Written by `make metrics-docs` from serving/metric_names.py; change that, not this page. -->
 
 Every router and every worker answers `GET /metrics` on its `admin` port, in Prometheus' text format
-0.0.4; a router also on its HTTP port.
+0.0.4; a router also on its HTTP port. [operate.md](operate.md) has rules and alerts that read them.
 
 Names and labels are part of the API of a release: a change is in the CHANGELOG.
 
