@@ -200,6 +200,7 @@ class _Peer(DataPortConnection):
         step = ReadStep(into, into_ids, np.zeros_like(into_ids))
         lane.prepare(read)
         rate = rate_of(lambda: lane.run_bounded([step], read), into.region.num_bytes)
+        lane.prepare(read)  # if the probe was late, this finds out again whether reads need help
         lane.end_help()
         self._nixl_thread.ask(lambda driver: driver.leave_landing(pool))
         return rate
