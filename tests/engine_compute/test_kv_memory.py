@@ -147,7 +147,7 @@ def test_writing_waits_for_the_steps_before(staged: StagedKVMemory, monkeypatch:
 
 
 def test_each_step_has_an_event_of_its_own(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for a step does not wait for those after it. Blocks that are freed now wait for the newest one."""
+    """A wait for a step does not include those after it. Blocks that are freed now wait for the newest one."""
     steps = [Step(), Step()]
     launched = iter(steps)
     monkeypatch.setattr(staged, "_launched", lambda: next(launched))
