@@ -33,6 +33,7 @@ COMMANDS = {
     "run": Command("cli.run:run", _ASK, "answer one prompt and exit"),
     "batch": Command("cli.batch:batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
     "check": Command("cli.check:check", _ASK, "describe a model folder and test its chat template"),
+    "compose": Command("cli.compose:compose", _MACHINE, "write a Docker Compose file for this machine"),
     "workers": Command("cli.operate:workers", _OPERATE, "list the workers, or drain or flip one"),
     "top": Command("cli.top:top", _OPERATE, "show the workers live"),
     "router": Command("cli.router:router", _SERVICE, "start one router"),

@@ -18,6 +18,7 @@ _PLACES = {
     "run": "launch.client_settings:RunSettings",
     "batch": "launch.client_settings:BatchSettings",
     "check": "launch.client_settings:CheckSettings",
+    "compose": "launch.compose_settings:ComposeSettings",
     "workers": "launch.operator_settings:WorkersSettings",
     "top": "launch.operator_settings:TopSettings",
     "router": "launch.router_settings:RouterCommand",

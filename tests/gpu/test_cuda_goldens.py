@@ -26,15 +26,16 @@ TRANSPORTS = ("tcp", *(["nixl"] if find_spec("nixl_cu13") else []))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_equals_cpu_in_float32(tmp_path: Path, family: str) -> None:
-    """Batches of each family, with and without graphs."""
+    """Batches of each family, with and without graphs, and with and without steps that run ahead."""
     make_model(tmp_path, family)
     expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
     for backend in ("torch", "triton"):
-        for is_eager in (True, False):
+        for is_eager, runs_ahead in ((True, True), (False, True), (False, False)):
+            settings: dict[str, Any] = {"attention_backend": backend, "enforce_eager": is_eager}
             found = asyncio.run(
-                tokens_of_engine(tmp_path, device="cuda", attention_backend=backend, enforce_eager=is_eager)
+                tokens_of_engine(tmp_path, device="cuda", enable_run_ahead=runs_ahead, **settings)
             )
-            assert_same_tokens(found, expected, (backend, is_eager))
+            assert_same_tokens(found, expected, (backend, is_eager, runs_ahead))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
