@@ -8,10 +8,10 @@ import aiohttp
 from autoscaler.timing_model import write_timing
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.profile import Profiler
-from cli.router_admin import RouterAdmin
 from launch.arguments import parse
 from launch.client_settings import BenchSettings
 from launch.local_cluster import run_local
+from launch.router_admin import RouterAdmin
 from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs

@@ -8,11 +8,12 @@ from typing import Any
 from rich.console import Console
 
 from cli.pool_table import pool_view
-from cli.router_admin import RouterAdmin, open_admin
+from cli.router_admin import open_admin
 from cli.terminal import replace_unencodable
 from contract.errors import KvbatonError, NotFoundError
 from launch.arguments import parse
 from launch.operator_settings import WorkersSettings
+from launch.router_admin import RouterAdmin
 from serving.logs import configure_logs
 from serving.settings_file import nearest
 

@@ -11,11 +11,12 @@ from rich.live import Live
 
 from cli.operate import long_form
 from cli.pool_table import pool_view
-from cli.router_admin import RouterAdmin, open_admin
+from cli.router_admin import open_admin
 from cli.terminal import replace_unencodable
 from contract.errors import UnavailableError
 from launch.arguments import parse
 from launch.operator_settings import TopSettings
+from launch.router_admin import RouterAdmin
 from serving.logs import configure_logs
 
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from importlib.metadata import version
 
+from autoscaler.scaled_cluster import run_scaled
 from cli.endpoint import local_endpoint
 from launch.arguments import parse
 from launch.local_cluster import run_local
@@ -44,4 +45,7 @@ def _serve_until_stopped(settings: RoutersSettings) -> None:
             )
         await stopped.wait()
 
-    asyncio.run(run_local(settings, announce))
+    if isinstance(settings, UpSettings) and settings.autoscale:
+        asyncio.run(run_scaled(settings, announce))
+    else:
+        asyncio.run(run_local(settings, announce))

@@ -21,6 +21,7 @@ from worker.options import WorkerOptions
 _COMMAND = "cli.main"
 """Module of the ``kvbaton`` command, which each process runs; it is never imported here."""
 _NVIDIA = Path("/dev/nvidiactl")
+_GOALS = ("ttft_goal_ms", "itl_goal_ms")
 
 
 def local_processes(
@@ -193,7 +194,8 @@ def _router_command(
         files_dir = settings.files_dir if settings.keeps_files else None
         known_here = command_setting_names(Role.ROUTER)
         options = {name: value for name, value in _given_options(settings).items() if name in known_here}
-        own = {**shared, **options, "files_dir": files_dir}
+        goals = {name: getattr(settings, name) for name in _GOALS if name in settings.model_fields_set}
+        own = {**shared, **options, **goals, "files_dir": files_dir}
         fixed = {"reuse_port": True} if settings.shares_ports else {}
         return _python(Role.ROUTER, {**_without(own, given), **addresses.of(name, known), **fixed})
 

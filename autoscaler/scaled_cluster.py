@@ -1,0 +1,124 @@
+"""Runs routers and workers on this machine until a signal, and scales the pools."""
+
+import asyncio
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+import aiohttp
+
+from autoscaler.controller import Controller
+from autoscaler.local import LocalLauncher
+from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
+from autoscaler.timing_model import TimingModel, read_timing
+from contract.errors import SettingError
+from contract.identity import Role
+from launch.child_settings import from_file
+from launch.local_cluster import WhenReady, cluster_secret, supervise
+from launch.machine_settings import UpSettings
+from launch.memory_plan import check_memory
+from launch.model import find_model
+from launch.processes import local_processes, num_ranks
+from launch.router_admin import RouterAdmin
+from launch.router_processes import router_names
+from launch.settings import child_environment, variable
+from launch.spec import Facts
+from launch.supervisor import Supervisor
+from serving.api_keys import first_key
+from serving.signals import until_stopped
+
+logger = logging.getLogger(__name__)
+
+
+def policy_of(settings: UpSettings) -> ScalingPolicy:
+    """Return the policy of ``up --autoscale``. Raises SettingError if the settings contradict each other."""
+    num_prefill, num_decode, _ = settings.pools
+    return ScalingPolicy(
+        prefill=PoolBounds(
+            least=num_prefill,
+            most=settings.max_prefill or num_prefill,
+            devices=num_ranks(settings, Role.PREFILL),
+        ),
+        decode=PoolBounds(
+            least=num_decode,
+            most=settings.max_decode or num_decode,
+            devices=num_ranks(settings, Role.DECODE),
+        ),
+        goals=Goals(ttft=settings.ttft_goal_ms / 1e3, itl=settings.itl_goal_ms / 1e3),
+        budget=settings.budget,
+    )
+
+
+async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
+    """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling."""
+    policy = policy_of(settings)
+    if settings.timing is None:
+        raise SettingError("timing is not set: measure one with `kvbaton bench --profile`", param="timing")
+    timing = read_timing(settings.timing)
+    model = await asyncio.to_thread(find_model, settings.model)
+    async with until_stopped() as stopped:
+        largest = settings.with_largest_pools()
+        await asyncio.to_thread(check_memory, largest, model)
+        with cluster_secret(settings.secret_file) as secret_file:
+            await _serve(settings, largest, policy, timing, model, secret_file, stopped, when_ready)
+
+
+async def _serve(
+    settings: UpSettings,
+    largest: UpSettings,
+    policy: ScalingPolicy,
+    timing: TimingModel,
+    model: Path,
+    secret_file: Path,
+    stopped: asyncio.Event,
+    when_ready: WhenReady,
+) -> None:
+    specs = local_processes(largest, model, secret_file)
+    least = {Role.PREFILL: policy.prefill.least, Role.DECODE: policy.decode.least}
+    initial = [
+        spec
+        for spec in specs
+        if spec.role not in least or int(spec.name.rpartition("-")[2]) < least[spec.role]
+    ]
+    supervisor = Supervisor(initial, ready_file=settings.ready_file)
+    workers = [spec for spec in specs if spec.role in least]
+    launcher = LocalLauncher(supervisor, workers, [spec.name for spec in initial if spec.role in least])
+
+    async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
+        async with aiohttp.ClientSession(headers=_admin_headers(settings)) as session:
+
+            def routers() -> list[RouterAdmin]:
+                known = supervisor.facts
+                return [
+                    RouterAdmin(known[name]["admin"], session)
+                    for name in router_names(settings)
+                    if name in known
+                ]
+
+            controller = asyncio.create_task(
+                Controller(policy, timing, launcher, routers).run(), name="autoscaler"
+            )
+            controller.add_done_callback(_log_end)
+            try:
+                await when_ready(facts, until)
+            finally:
+                controller.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait({controller})
+
+    await supervise(supervisor, stopped, use)
+
+
+def _log_end(controller: asyncio.Task[None]) -> None:
+    """Log an error that has ended the controller. The service goes on with the workers that it has."""
+    if not controller.cancelled() and (error := controller.exception()):
+        logger.error("the autoscaler has ended; the pools stay as they are", exc_info=error)
+
+
+def _admin_headers(settings: UpSettings) -> dict[str, str]:
+    """Return the headers with an admin key of the routers, if they have keys."""
+    given = child_environment(from_file(settings, Role.ROUTER, is_logged=False))
+    environment = {name.upper(): value for name, value in given.items()}
+    file = environment.get(variable("admin_keys_file"))
+    key = first_key(environment.get(variable("admin_keys")), Path(file) if file else None)
+    return {"Authorization": f"Bearer {key}"} if key else {}

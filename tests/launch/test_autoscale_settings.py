@@ -1,0 +1,67 @@
+"""The settings of ``kvbaton up --autoscale``."""
+
+from pathlib import Path
+
+import pytest
+
+from autoscaler.scaled_cluster import policy_of
+from contract.errors import SettingError
+from contract.identity import Role
+from launch.arguments import parse
+from launch.machine_settings import UpSettings
+from launch.processes import local_processes
+
+SCALED = ("--autoscale", "--timing", "timing.json")
+
+
+def settings(*flags: str) -> UpSettings:
+    return parse(UpSettings, "kvbaton up", flags)
+
+
+def test_a_range_has_the_least_and_the_greatest_number() -> None:
+    given = settings(*SCALED, "--prefill", "1:4", "--decode", "2:3", "--budget", "6", "--ttft-goal-ms", "500")
+    policy = policy_of(given)
+    assert (policy.prefill.least, policy.prefill.most) == (1, 4)
+    assert (policy.decode.least, policy.decode.most) == (2, 3)
+    assert (policy.budget, policy.goals.ttft, policy.goals.itl) == (6, 0.5, 0.1)
+
+
+def test_a_pool_without_a_range_is_fixed() -> None:
+    policy = policy_of(settings(*SCALED, "--prefill", "1", "--decode", "1:3"))
+    assert (policy.prefill.least, policy.prefill.most) == (1, 1)
+    assert (policy.decode.least, policy.decode.most) == (1, 3)
+
+
+def test_the_largest_pools_have_a_process_for_each_worker_and_routers_get_the_goals() -> None:
+    largest = settings(
+        *SCALED, "--prefill", "1:2", "--decode", "1:3", "--itl-goal-ms", "40"
+    ).with_largest_pools()
+    specs = local_processes(largest, Path("/models/one"), Path("/private/secret"))
+    assert [spec.role for spec in specs].count(Role.DECODE) == 3
+    router = specs[0].command({})
+    assert router[router.index("--itl-goal-ms") + 1] == "40.0"
+    assert "--ttft-goal-ms" not in router
+    assert not any("goal" in word for word in specs[1].command({"router": {"internal": "127.0.0.1:1"}}))
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (("--autoscale", "--prefill", "1:4", "--decode", "1"), "timing file"),
+        (("--prefill", "1:4", "--decode", "1"), "max_prefill has no effect"),
+        (("--timing", "timing.json"), "timing has no effect"),
+        ((*SCALED, "--prefill", "4:2", "--decode", "1"), "max_prefill is 2"),
+        ((*SCALED, "--prefill", "1:x"), "max_prefill"),
+        ((*SCALED, "--prefill", ":3"), "prefill"),
+        ((*SCALED, "--both", "1"), "aggregated workers are not scaled"),
+    ],
+)
+def test_contradictory_settings_are_refused(flags: tuple[str, ...], named: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        settings(*flags)
+    assert named in caught.value.message
+
+
+def test_a_budget_below_the_least_pools_is_refused() -> None:
+    with pytest.raises(SettingError, match="budget is 2"):
+        policy_of(settings(*SCALED, "--prefill", "2:4", "--decode", "1:4", "--budget", "2"))
