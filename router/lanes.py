@@ -2,8 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import structs
 
 from contract.errors import UnavailableError
 from router.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
@@ -129,7 +131,7 @@ class Lanes:
         waiting.timer = None
         request = waiting.request
         if request.may_be_cut and request.max_length:
-            waiting.request = replace(request, max_length=0)
+            waiting.request = structs.replace(request, max_length=0)
             self._sorted_version = None
             self._on_shortened()
         else:
