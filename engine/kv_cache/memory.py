@@ -9,7 +9,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,17 @@ class StagedKVMemory(PagedKVMemory):
         with self._lock:
             self._writing.append((done, rows))
         self._forget_written()
+
+    def landing_area(self, layout: KVLayout, num_blocks: int) -> "StagedKVMemory":
+        """See LandsDirectly."""
+        return StagedKVMemory(layout, num_blocks, self.pool.device)
+
+    def launch(self, work: Callable[[], None]) -> Computed:
+        """See LandsDirectly."""
+        with torch.cuda.stream(self._copies):
+            work()
+            launched: Computed = self._launched()
+        return launched
 
     def wait_until_unused(self) -> None:
         """See LandsDirectly."""

@@ -67,22 +67,39 @@ def _steady_ones(answers: Sequence[Answer], models: Sequence[Model]) -> list[Ans
 
 def is_steady(answer: Answer, models: Sequence[Model]) -> bool:
     """Return whether all models give the tokens of an answer. Raises AssertionError if all agree on another token."""
-    opinions = [_tokens_by(model, answer) for model in models]
-    places = list(zip(*opinions, strict=True))
-    for place, (token, predicted) in enumerate(zip(answer.token_ids, places, strict=True)):
-        assert token in predicted or len(set(predicted)) > 1, (
-            f"question {answer.question.number}: token {place} is {token}, but every model gives {predicted[0]}"
-        )
-    return all(set(predicted) == {token} for token, predicted in zip(answer.token_ids, places, strict=True))
-
-
-@torch.no_grad()
-def _tokens_by(model: Model, answer: Answer) -> list[int | None]:
     question = answer.question
     sampling = SamplingParams(
         temperature=question.temperature, seed=question.seed, max_tokens=question.max_tokens, ignore_eos=True
     )
-    ids = torch.tensor([[*question.prompt, *answer.token_ids]])
     first = len(question.prompt)
     rows = [SamplingRow(sampling, (), first + i, i) for i in range(len(answer.token_ids))]
-    return sample(model(ids).logits[0, first - 1 : -1], rows).token_ids
+    return agree(models, rows, question.prompt, answer.token_ids, name=f"question {question.number}")
+
+
+def agree(
+    models: Sequence[Model],
+    rows: Sequence[SamplingRow],
+    prompt: Sequence[int],
+    token_ids: Sequence[int],
+    *,
+    name: str,
+) -> bool:
+    """Return whether all models give these tokens, sampled by ``rows``, behind the prompt.
+
+    Raises AssertionError, with the name of the question, if all agree on another token.
+    """
+    opinions = [_tokens_by(model, rows, prompt, token_ids) for model in models]
+    places = list(zip(*opinions, strict=True))
+    for place, (token, predicted) in enumerate(zip(token_ids, places, strict=True)):
+        assert token in predicted or len(set(predicted)) > 1, (
+            f"{name}: token {place} is {token}, but every model gives {predicted[0]}"
+        )
+    return all(set(predicted) == {token} for token, predicted in zip(token_ids, places, strict=True))
+
+
+@torch.no_grad()
+def _tokens_by(
+    model: Model, rows: Sequence[SamplingRow], prompt: Sequence[int], token_ids: Sequence[int]
+) -> list[int | None]:
+    ids = torch.tensor([[*prompt, *token_ids]])
+    return sample(model(ids).logits[0, len(prompt) - 1 : -1], rows).token_ids

@@ -7,19 +7,24 @@ import subprocess
 import sys
 from collections import Counter
 from math import inf
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.chaos.pool.answers import Choice, MixedAnswer, Way, mistake_in
 from tests.chaos.pool.balancer import running_balancer
-from tests.chaos.pool.descriptors import grown, own_descriptors
+from tests.chaos.pool.descriptors import descriptors_by_peer, grown, own_descriptors
 from tests.chaos.pool.faults import Fault, Faults
 from tests.chaos.pool.moves import Move, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
 from tests.chaos.pool.report import PoolReport, Stream, pauses_of
+from tests.chaos.pool.rounding import depends_on_rounding
 
 TOKENS = [5, 6, 7, 8, 9]
+LETTERS = {"a": 69, "b": 70, "c": 71}
+"""Tokens of the demo model."""
 
 
 def answer(error: str = "", status: int = 200, **choice: Any) -> MixedAnswer:
@@ -57,6 +62,33 @@ def test_log_probabilities_may_differ_by_rounding_only() -> None:
     assert mistake_in(answer(logprobs=[-1.0001, -2.0]), right) is None
     assert "changed" in (mistake_in(answer(logprobs=[-1.01, -2.0]), right) or "")
     assert "missing" in (mistake_in(answer(logprobs=[-1.0]), right) or "")
+
+
+class Scores:
+    """A model that gives each token the same logit everywhere; it prefers one that no grammar below allows."""
+
+    config = SimpleNamespace(vocab_size=1456)
+
+    def __init__(self, **logits: float) -> None:
+        self._logits = torch.zeros(self.config.vocab_size)
+        self._logits[5] = 9.0
+        for letter, logit in logits.items():
+            self._logits[LETTERS[letter]] = logit
+
+    def __call__(self, ids: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self._logits.expand(1, ids.shape[1], -1))
+
+
+def test_an_answer_depends_on_rounding_if_models_differ_among_the_tokens_of_its_grammar() -> None:
+    body = {"guided_regex": "[ab]{3}", "temperature": 0.0, "max_tokens": 3}
+    answer = MixedAnswer(
+        MixedQuestion(1, Kind.GRAMMAR, COMPLETIONS, body), Way.WHOLE, [Choice(token_ids=[LETTERS["a"]] * 3)]
+    )
+    clear = Scores(a=2.0, b=1.0, c=3.0)
+    assert not depends_on_rounding(answer, [300], [clear, clear])
+    assert depends_on_rounding(answer, [300], [clear, Scores(a=2.0, b=2.001, c=1.0)])
+    with pytest.raises(AssertionError, match="token 0 is 69, but every model gives 70"):
+        depends_on_rounding(answer, [300], [Scores(a=1.0, b=2.0)] * 2)
 
 
 def test_the_report_tells_failures_from_refusals_and_dead_routers() -> None:
@@ -141,7 +173,7 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
 
 
 def test_moves_are_counted_by_result() -> None:
-    text = 'kvbaton_migrations_total{result="moved"} 10.0'
+    text = 'kvbaton_migrations_total{reason="drain",result="moved"} 10.0'
     assert results_of_moves([text, text]) == {"moved": 20}
 
 
@@ -186,6 +218,9 @@ def test_descriptors_are_set_aside_only_for_connections_to_living_processes() ->
             both = own_descriptors({"us": [us], "child": [child.pid]})
             assert both["child"]["socket"] == -1 and both["child"]["memfd"] == -2  # what a reader would have
             assert both["child"]["pidfd"] == 0
+            for_each_other = descriptors_by_peer({"us": [us], "child": [child.pid]})
+            assert for_each_other["child"]["us"] == {"socket": 3, "memfd": 2, "pidfd": 1}
+            assert for_each_other["us"]["child"] == {"socket": 3}
             alone = own_descriptors({"child": [child.pid]})["child"]
             assert grown(alone, both["child"]) == {"socket": (-1, 2), "memfd": (-2, 0), "pidfd": (0, 1)}
             with_child = both["us"]

@@ -47,6 +47,18 @@ def test_a_handover_gives_the_tokens_of_the_cpu(tmp_path: Path, transport: str) 
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_blocks_that_are_converted_on_the_device_give_the_tokens_of_the_cpu(
+    tmp_path: Path, transport: str, block_size: int
+) -> None:
+    """The prefill engine has blocks of 16 tokens."""
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    found = asyncio.run(tokens_of_pair(tmp_path, transport, {"block_size": block_size}, device="cuda"))
+    assert_same_tokens(found, expected, (transport, block_size))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_bfloat16_handover_gives_the_tokens_of_one_engine(tmp_path: Path, transport: str) -> None:
     """The receiver has the sender's KV bit for bit, so it emits the tokens of one engine that takes the same steps."""
     make_model(tmp_path, "llama", head_dim=128)

@@ -43,8 +43,11 @@ class RemotePool:
     """A peer's blocks and its table of generations, and memory of our own besides the pool to read them into.
 
     region, table: the peer's memory. bounce: a few blocks of its size in our host memory. found: slots of the table,
-    as they were when last read.
+    as they were when last read. landing: an area of our device for its blocks, once one is read into.
     """
+
+    landing: DescribedRegion | None = None
+    _landing_memory: object = None
 
     def __init__(self, agent_name: str, who: str, region: Region, table: Region) -> None:
         """Raises TransferError for regions that cannot be memory."""
@@ -71,6 +74,13 @@ class RemotePool:
         self._found_slots = DescribedRegion(agent, self.found.region, self._undo)
         self._undo.callback(self._forget_looks, agent)
 
+    def land_in(self, agent: NixlAgent, region: Region, memory: object) -> None:
+        """Make an area of a device the one to read into. memory: owns it, and is kept while it is registered."""
+        self._undo.callback(self._leave_landing)
+        agent.register(region, self._undo)
+        self._landing_memory = memory
+        self.landing = DescribedRegion(agent, region, self._undo)
+
     def look_at(self, agent: NixlAgent, slots: tuple[int, ...]) -> Any:
         """Return a read of these slots into ``found``, cached: the next read is mostly under the same lease."""
         look = self._looks.get(slots)
@@ -86,6 +96,10 @@ class RemotePool:
     def release(self) -> None:
         """Release everything, when no read is posted or the agent ends. Idempotent. Raises TransferError."""
         self._undo.close()
+
+    def _leave_landing(self) -> None:
+        self.landing = None
+        self._landing_memory = None
 
     def _forget_looks(self, agent: NixlAgent) -> None:
         while self._looks:
