@@ -12,6 +12,7 @@ import pytest
 from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS
 from tests.monitoring.prometheus import Prometheus, running_prometheus
 from tests.service import Service, running_service
+from tools.dashboards import DASHBOARDS, RATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 JOBS = {"router": "kvbaton-router", "prefill": "kvbaton-worker", "decode": "kvbaton-worker"}
@@ -94,3 +95,20 @@ async def test_prometheus_finds_every_declared_metric_with_its_labels(tmp_path: 
     assert [rule["name"] for rule in rules if rule.get("state", "inactive") != "inactive"] == []
     recorded = {rule["name"] for rule in rules if rule["type"] == "recording"}
     assert recorded <= set(names)
+
+
+async def test_every_query_of_the_dashboards_returns_data(tmp_path: Path) -> None:
+    """A panel that is declared empty at rest is just that."""
+    async with scraped_service(tmp_path) as (_, prometheus):
+        await until_counted(prometheus)
+        wrong: list[tuple[str, str, str]] = []
+        for dashboard in DASHBOARDS:
+            for panel in dashboard.panels:
+                for target in panel.targets:
+                    expression = target.expression.replace(RATE, "15s").replace("$worker", "decode-0")
+                    has_data = any(found["value"][1] != "NaN" for found in await prometheus.query(expression))
+                    if has_data is panel.is_empty_at_rest:
+                        wrong.append((dashboard.uid, panel.title, expression))
+        workers: list[str] = await prometheus.get("label/worker/values")
+    assert wrong == []
+    assert workers == ["decode-0", "prefill-0"]

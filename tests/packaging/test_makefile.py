@@ -118,7 +118,7 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
 
 def test_check_compares_what_is_generated(programs: Path) -> None:
     lines = planned(programs, "check")
-    for tool in ("generate_protos", "generate_settings_docs", "generate_metrics_docs"):
+    for tool in ("generate_protos", "generate_settings_docs", "generate_metrics_docs", "generate_dashboards"):
         assert any(line.endswith(f"-m tools.{tool} --check") for line in lines)
 
 
