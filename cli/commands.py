@@ -32,6 +32,7 @@ COMMANDS = {
     "chat": Command("cli.chat:chat", _ASK, "chat in the terminal"),
     "run": Command("cli.run:run", _ASK, "answer one prompt and exit"),
     "batch": Command("cli.batch:batch", _ASK, "answer a file of requests, in OpenAI's batch format"),
+    "bench": Command("cli.bench:bench", _ASK, "measure a service, and write its timing model"),
     "check": Command("cli.check:check", _ASK, "describe a model folder and test its chat template"),
     "compose": Command("cli.compose:compose", _MACHINE, "write a Docker Compose file for this machine"),
     "workers": Command("cli.operate:workers", _OPERATE, "list the workers, or drain or flip one"),

@@ -17,6 +17,7 @@ _PLACES = {
     "chat": "launch.client_settings:ChatSettings",
     "run": "launch.client_settings:RunSettings",
     "batch": "launch.client_settings:BatchSettings",
+    "bench": "launch.client_settings:BenchSettings",
     "check": "launch.client_settings:CheckSettings",
     "compose": "launch.compose_settings:ComposeSettings",
     "workers": "launch.operator_settings:WorkersSettings",
