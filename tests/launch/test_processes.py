@@ -55,7 +55,8 @@ def test_serve_is_up_with_one_aggregated_worker() -> None:
     """A1: ``serve <model>``."""
     served = parse(ServeSettings, "kvbaton serve", ["org/name"])
     upped = parse(UpSettings, "kvbaton up", ["--both", "1", "--model", "org/name"])
-    assert served.model_dump() == upped.model_dump()
+    assert served.model_dump() == upped.model_dump(include=set(ServeSettings.model_fields))
+    assert not upped.autoscale
 
 
 def test_files_dir_is_passed_to_the_router_only_and_never_for_one_command(
