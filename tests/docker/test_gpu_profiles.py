@@ -63,7 +63,9 @@ def check_caches(service: dict[str, Any]) -> None:
     for variable in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
         assert f"{service['environment'][variable]}/".startswith(f"{KERNELS}/")
     [volume] = [each for each in service["volumes"] if each["target"] == KERNELS]
-    assert volume["type"] == "volume"
+    assert (volume["type"], volume["source"]) == ("volume", "kernels"), (
+        "shared, and kept when a container goes"
+    )
     assert not volume.get("read_only")
     assert not any(each.startswith("/run") for each in service["tmpfs"])
     assert service["read_only"] is True
