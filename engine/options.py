@@ -17,6 +17,8 @@ class ModelOptions(Options):
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
     tensor_parallel_size: int = Field(default=1, ge=1)
     """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
+    all_reduce: Literal["nccl", "symmetric"] = "nccl"
+    """Sums of a worker's GPUs: by NCCL, or up to 8 MiB by torch's symmetric memory (they read each other's parts)."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
     fp8_products: Literal["auto", "on", "off"] = "auto"
