@@ -261,7 +261,7 @@ class LandsDirectly(KVMemory, Protocol):
         """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.folding``)."""
 
     def landing_area(self, layout: KVLayout, num_blocks: int) -> "LandsDirectly":
-        """Return memory of the same device for so many blocks of a peer's layout, with any content."""
+        """Return memory of the same device for so many blocks of a peer's layout, which may be written at once."""
 
     def launch(self, work: Callable[[], None]) -> Computed:
         """Start operations on this pool beside the steps of the engine; return what waits for their end."""

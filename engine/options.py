@@ -8,15 +8,20 @@ from contract.options import Options, PeerOptions
 from contract.sampling import MAX_GRAMMAR_BYTES
 
 
-class ModelOptions(Options):
+class RankOptions(Options):
+    """The processes of a worker."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
+
+
+class ModelOptions(RankOptions):
     """The model's number format, length and processes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: that of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
     all_reduce: Literal["nccl", "symmetric"] = "nccl"
     """Sums of a worker's GPUs: by NCCL, or up to 8 MiB by torch's symmetric memory (they read each other's parts)."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"

@@ -3,8 +3,10 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import structs
 
 from contract.errors import UnavailableError
 from contract.identity import Role
@@ -148,7 +150,7 @@ class Lanes:
         waiting.timer = None
         request = waiting.request
         if request.may_be_cut and request.max_length:
-            waiting.request = replace(request, max_length=0)
+            waiting.request = structs.replace(request, max_length=0)
             self._sorted_version = None
             self._on_shortened()
         else:

@@ -22,6 +22,7 @@ from serving.event_metrics import EventCounter, EventHistogram, TallyCounter
 from serving.metric_names import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 _NUM_RECENT_MOVES = 256
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
@@ -126,14 +127,14 @@ class RequestMetrics:
 
     first_token: records the seconds from a request's arrival to its first token. token_gap: records the seconds between two
     deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly. times: the
-    latencies.
+    latencies. sizes: the tokens of requests.
     """
 
     def __init__(self, registry: CollectorRegistry, goals: Goals) -> None:
         self.times = Times(registry, goals)
         self.first_token = self.times.first_token.observe
         self.token_gap = self.times.token_gap.observe
-        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self.sizes = RequestSizes(registry)
         self.tokens = _event_counter(registry, "generation_tokens_total").add
         self._success = _counter(registry, "request_success_total")
         self._errors = _counter(registry, "request_errors_total")
@@ -147,7 +148,7 @@ class RequestMetrics:
         """Count a request with a complete answer."""
         success = self._usual_success.get(reason) or self._success.labels(reason.value)
         success.inc()
-        self._prompt_tokens.add(usage.num_prompt_tokens)
+        self.sizes.observe(usage)
         self.times.observe(timings, usage.num_completion_tokens)
 
     def failed(self, kind: ErrorKind) -> None:
@@ -188,6 +189,25 @@ class Times:
         self._prefill.observe(timings.prefill)
         self._transfer.observe(timings.transfer)
         self._decode.observe(timings.first_decode_step + timings.decode)
+
+
+class RequestSizes:
+    """The number of requests, and the tokens of complete ones. admitted: counts requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.admitted = _event_counter(registry, "requests_admitted_total").add
+        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self._prompt = _histogram(registry, "request_prompt_tokens", _TOKENS)
+        self._uncached = _histogram(registry, "request_uncached_prompt_tokens", _TOKENS)
+        self._answer = _histogram(registry, "request_generation_tokens", _TOKENS)
+
+    def observe(self, usage: Usage) -> None:
+        """Record the tokens of one request."""
+        num_tokens = usage.num_prompt_tokens
+        self._prompt_tokens.add(num_tokens)
+        self._prompt.observe(num_tokens)
+        self._uncached.observe(num_tokens - usage.num_cached_tokens)
+        self._answer.observe(usage.num_completion_tokens)
 
 
 class DrainMetrics:

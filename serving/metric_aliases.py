@@ -36,6 +36,8 @@ ALIASES: Mapping[str, tuple[Alias, ...]] = {
                 "num_preemptions_total",
                 "request_success_total",
                 *_LATENCIES,
+                "request_prompt_tokens",
+                "request_generation_tokens",
                 "request_queue_time_seconds",
                 "request_prefill_time_seconds",
                 "request_decode_time_seconds",
@@ -71,13 +73,13 @@ def _check_engines(value: str) -> str:
 class MetricsOptions(Options):
     """The settings of /metrics."""
 
-    metrics_aliases: Annotated[str, AfterValidator(_check_engines)] = ""
+    metrics_aliases: Annotated[str, AfterValidator(_check_engines)] | None = None
     """Engines, separated by commas, under whose names metrics are published a second time: vllm, sglang."""
 
     @property
     def aliases(self) -> tuple[Alias, ...]:
         """All chosen aliases."""
-        return tuple(alias for engine in listed(self.metrics_aliases) for alias in ALIASES[engine])
+        return tuple(alias for engine in listed(self.metrics_aliases or "") for alias in ALIASES[engine])
 
 
 class AliasCollector(Collector):

@@ -217,8 +217,11 @@ class StagedKVMemory(PagedKVMemory):
         self._forget_written()
 
     def landing_area(self, layout: KVLayout, num_blocks: int) -> "StagedKVMemory":
-        """See LandsDirectly."""
-        return StagedKVMemory(layout, num_blocks, self.pool.device)
+        """See LandsDirectly. A library may write it at once: what was launched on that memory before is over."""
+        with torch.cuda.stream(self._copies):
+            area = StagedKVMemory(layout, num_blocks, self.pool.device)
+            self._launched().synchronize()
+        return area
 
     def launch(self, work: Callable[[], None]) -> Computed:
         """See LandsDirectly."""

@@ -88,6 +88,7 @@ class Converter:
         """Release the areas of a link that is gone; one that is read into lives until that read is terminal."""
         for each in [each for each in list(self._areas) if each.token == source.token]:
             if (area := self._areas.pop(each, None)) is not None:
+                area.wait()
                 self._counters.add(_IN_USE, -area.num_bytes)
 
     def _area(self, memory: LandsDirectly, source: Source, conversion: Conversion) -> DeviceLanding:

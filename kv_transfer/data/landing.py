@@ -36,10 +36,14 @@ class DeviceLanding:
         """See Staging."""
         return write_views(self._areas[rank], range(num_blocks))
 
-    def convert(self, conversion: Conversion, first: int, block_ids: Sequence[int]) -> None:
-        """See Staging. Returns when the device has converted them: the next read may write to the area."""
+    def wait(self) -> None:
+        """Wait for the copies from the host that were begun: the memory may be converted, or released."""
         for area in self._areas.values():
             area.commit([])
+
+    def convert(self, conversion: Conversion, first: int, block_ids: Sequence[int]) -> None:
+        """See Staging. Returns when the device has converted them: the next read may write to the area."""
+        self.wait()
         self._memory.wait_until_unused()
         sources = {rank: area.pool for rank, area in self._areas.items()}
         work = partial(convert_in_pool, conversion, sources, first, self._memory.pool, block_ids)

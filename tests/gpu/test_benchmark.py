@@ -104,6 +104,37 @@ def test_rows_are_written_one_by_one(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_decode.json"]
 
 
+_HANGING = """
+import time
+
+def test_first():
+    pass
+
+def test_second():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_part_that_takes_too_long_loses_nothing(tmp_path: Path) -> None:
+    """It is interrupted, not killed: pytest writes its results so far, and the parts behind it run."""
+    (tmp_path / "test_hanging.py").write_text(_HANGING)
+    results = tmp_path / "tests.xml"
+    script = f"""
+        source benchmarks/gpu_common.sh
+        part 8 hanging "$python" -m pytest -q -p no:cacheprovider -c /dev/null --junitxml {results} {tmp_path}
+        part 60 next echo the next part
+        exit "$failed"
+    """
+    environment = process_environment() | {"OUT": str(tmp_path), "PYTHON": sys.executable, "DRY_RUN": ""}
+    ended = subprocess.run(["bash", "-c", script], cwd=BENCHMARKS.parent, env=environment, check=False)
+    assert ended.returncode == 1
+    log = (tmp_path / "log").read_text()
+    assert "== hanging: exit status 124" in log
+    assert "the next part\n== next: exit status 0" in log
+    assert 'name="test_first"' in results.read_text()
+
+
 def test_facts_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert run_facts()["commit"] == "unknown"

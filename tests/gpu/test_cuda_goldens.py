@@ -74,6 +74,35 @@ def test_blocks_that_are_converted_on_the_device_give_the_tokens_of_the_cpu(
     assert_same_tokens(found, expected, (transport, block_size))
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    found = asyncio.run(tokens_of_engine(tmp_path, device="cuda", tensor_parallel_size=2))
+    assert_same_tokens(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=["2 to 1", "1 to 2", "2 to 2"])
+def test_a_handover_between_numbers_of_ranks_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, transport: str, ranks: tuple[int, int]
+) -> None:
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    sender, receiver = ranks
+    found = asyncio.run(
+        tokens_of_pair(
+            tmp_path,
+            transport,
+            {"tensor_parallel_size": receiver},
+            device="cuda",
+            tensor_parallel_size=sender,
+        )
+    )
+    assert_same_tokens(found, expected, (transport, ranks))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_bfloat16_handover_gives_the_tokens_of_one_engine(tmp_path: Path, transport: str) -> None:
     """The receiver has the sender's KV bit for bit, so it emits the tokens of one engine that takes the same steps."""

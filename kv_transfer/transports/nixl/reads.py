@@ -134,6 +134,10 @@ class AgentDriver:
             raise TransferError(f"{pool.who} is disconnected")
         pool.land_in(self._agent, region, memory)
 
+    def leave_landing(self, pool: RemotePool) -> None:
+        """Undo ``land_in``, when nothing is posted to it. Raises TransferError."""
+        pool.leave_landing()
+
     def disconnect(self, pool: RemotePool) -> None:
         """Remove a peer's pool, as soon as no read of it is posted."""
         self._pools.discard(pool)

@@ -18,10 +18,19 @@ from functools import partial
 import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError
+from contract.layout import KVLayout
+from engine.connector import LandsDirectly
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
+from kv_transfer.protocol.reads import (
+    BlockPart,
+    PeerSilentError,
+    Read,
+    ReadRequest,
+    Source,
+    num_probe_blocks,
+)
 from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
-from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
@@ -182,6 +191,20 @@ class _Peer(DataPortConnection):
         lane.find_out(read)
         return lane
 
+    def probe(self, read: Read) -> float | None:
+        """Read the null block into an area of this worker's device, or host memory where a read of blocks goes there."""
+        lane = self.connect(read)
+        pool = lane.pool
+        into = self._probe_blocks(pool)
+        into_ids = np.arange(into.region.num_blocks, dtype=ID_TYPE)
+        step = ReadStep(into, into_ids, np.zeros_like(into_ids))
+        lane.prepare(read)
+        rate = rate_of(lambda: lane.run_bounded([step], read), into.region.num_bytes)
+        lane.prepare(read)  # if the probe was late, this finds out again whether reads need help
+        lane.end_help()
+        self._nixl_thread.ask(lambda driver: driver.leave_landing(pool))
+        return rate
+
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read the blocks, then if their lease has ended. A stop ends it after the posted part, once that is terminal."""
         lane = self.connect(read)
@@ -205,6 +228,15 @@ class _Peer(DataPortConnection):
         lane.end_help()
         if pool.found.numbers(len(slots)) != list(generations):
             raise lease_ended(request, self._who, f"while {len(views)} blocks")
+
+    def _probe_blocks(self, pool: RemotePool) -> DescribedRegion:
+        memory = self._nixl_thread.memory
+        if isinstance(memory, LandsDirectly) and region_of(memory).is_device == pool.region.is_device:
+            size = pool.region.block_bytes
+            area = memory.landing_area(plain_layout(size), num_probe_blocks(size))
+            region = region_of(area)
+            self._nixl_thread.ask(lambda driver: driver.land_in(pool, region, area))
+        return pool.landing or pool.bounce_blocks
 
     def _move(
         self,
@@ -278,6 +310,11 @@ class _Peer(DataPortConnection):
                 self._is_posted = False
         self._check_link()
         read.check()
+
+
+def plain_layout(block_bytes: int) -> KVLayout:
+    """Return a layout with blocks of this size, which is a multiple of four bytes in every layout."""
+    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=block_bytes // 4, block_size=1, dtype="float16")
 
 
 class NixlReceiver(PeerReceiver):

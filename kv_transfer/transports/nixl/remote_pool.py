@@ -61,7 +61,9 @@ class RemotePool:
         self.bounce = HostMemory(size, min(max(1, _BOUNCE_BYTES // size), region.num_blocks))
         self.found = HostMemory(SLOT_BYTES, MAX_SLOTS_AT_ONCE)
         self._looks: dict[tuple[int, ...], Any] = {}
+        self._landing_undo = ExitStack()
         self._undo = ExitStack()
+        self._undo.callback(self.leave_landing)
 
     def enter(self, agent: NixlAgent, metadata: bytes) -> None:
         """Make it readable by ``agent``. Does not wait for the peer. Needs ``release``, also after a failure."""
@@ -76,10 +78,18 @@ class RemotePool:
 
     def land_in(self, agent: NixlAgent, region: Region, memory: object) -> None:
         """Make an area of a device the one to read into. memory: owns it, and is kept while it is registered."""
-        self._undo.callback(self._leave_landing)
-        agent.register(region, self._undo)
+        self.leave_landing()
         self._landing_memory = memory
-        self.landing = DescribedRegion(agent, region, self._undo)
+        with ExitStack() as undo:
+            agent.register(region, undo)
+            self.landing = DescribedRegion(agent, region, undo)
+            self._landing_undo = undo.pop_all()
+
+    def leave_landing(self) -> None:
+        """Release the area, if there is one."""
+        self._landing_undo.close()
+        self.landing = None
+        self._landing_memory = None
 
     def look_at(self, agent: NixlAgent, slots: tuple[int, ...]) -> Any:
         """Return a read of these slots into ``found``, cached: the next read is mostly under the same lease."""
@@ -96,10 +106,6 @@ class RemotePool:
     def release(self) -> None:
         """Release everything, when no read is posted or the agent ends. Idempotent. Raises TransferError."""
         self._undo.close()
-
-    def _leave_landing(self) -> None:
-        self.landing = None
-        self._landing_memory = None
 
     def _forget_looks(self, agent: NixlAgent) -> None:
         while self._looks:
