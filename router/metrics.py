@@ -2,26 +2,27 @@
 
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from contract.errors import ErrorKind
-from contract.identity import WORKER_ROLES, Role
+from contract.identity import WORKER_ROLES
 from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
 from router.goals import GoalCounts, Goals, RecentCounts, attainment
 from router.move_record import MoveRecord
-from router.pool_state import PoolState, RecentLatency, decided_by
+from router.pool_state import PoolLoad, RecentLatency
 from router.timings import Timings
 from router.worker_facts import ShownState
 from serving.event_metrics import EventCounter, EventHistogram, TallyCounter
 from serving.metric_names import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 _NUM_RECENT_MOVES = 256
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
@@ -75,19 +76,20 @@ class LoadMetrics:
         self._running.set(num_running)
         self._decisions.set(decisions)
 
-    def set_pools(self, pools: Mapping[Role, PoolState], recent: RecentLatency, goals: Goals) -> None:
-        """Set the gauges of pools. A pool without workers that is not needed has only numbers of workers."""
+    def set_pools(self, loads: Sequence[PoolLoad]) -> None:
+        """Set the gauges of pools. A pool that is not among ``loads`` has only numbers of workers, which are 0."""
+        states_of = {load.role: load.states for load in loads}
         for role in WORKER_ROLES:
-            states = pools[role].states if role in pools else Tally[ShownState]()
+            states = states_of.get(role, Tally())
             for state in ShownState:
                 self._workers.labels(role.value, state.value).set(states[state])
         for gauge in (self._utilization, self._queue, self._pressure):
             gauge.clear()
-        for role, pool in pools.items():
-            if pool.utilization is not None:
-                self._utilization.labels(role.value).set(pool.utilization)
-            self._queue.labels(role.value).set(pool.queue_seconds)
-            self._pressure.labels(role.value).set(pool.pressure(goals, decided_by(role, pools, recent)))
+        for load in loads:
+            if load.utilization is not None:
+                self._utilization.labels(load.role.value).set(load.utilization)
+            self._queue.labels(load.role.value).set(load.queue_seconds)
+            self._pressure.labels(load.role.value).set(load.pressure)
 
 
 class RecentMetrics:
@@ -126,14 +128,14 @@ class RequestMetrics:
 
     first_token: records the seconds from a request's arrival to its first token. token_gap: records the seconds between two
     deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly. times: the
-    latencies.
+    latencies. sizes: the tokens of requests.
     """
 
     def __init__(self, registry: CollectorRegistry, goals: Goals) -> None:
         self.times = Times(registry, goals)
         self.first_token = self.times.first_token.observe
         self.token_gap = self.times.token_gap.observe
-        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self.sizes = RequestSizes(registry)
         self.tokens = _event_counter(registry, "generation_tokens_total").add
         self._success = _counter(registry, "request_success_total")
         self._errors = _counter(registry, "request_errors_total")
@@ -147,7 +149,7 @@ class RequestMetrics:
         """Count a request with a complete answer."""
         success = self._usual_success.get(reason) or self._success.labels(reason.value)
         success.inc()
-        self._prompt_tokens.add(usage.num_prompt_tokens)
+        self.sizes.observe(usage)
         self.times.observe(timings, usage.num_completion_tokens)
 
     def failed(self, kind: ErrorKind) -> None:
@@ -188,6 +190,25 @@ class Times:
         self._prefill.observe(timings.prefill)
         self._transfer.observe(timings.transfer)
         self._decode.observe(timings.first_decode_step + timings.decode)
+
+
+class RequestSizes:
+    """The number of requests, and the tokens of complete ones. admitted: counts requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.admitted = _event_counter(registry, "requests_admitted_total").add
+        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self._prompt = _histogram(registry, "request_prompt_tokens", _TOKENS)
+        self._uncached = _histogram(registry, "request_uncached_prompt_tokens", _TOKENS)
+        self._answer = _histogram(registry, "request_generation_tokens", _TOKENS)
+
+    def observe(self, usage: Usage) -> None:
+        """Record the tokens of one request."""
+        num_tokens = usage.num_prompt_tokens
+        self._prompt_tokens.add(num_tokens)
+        self._prompt.observe(num_tokens)
+        self._uncached.observe(num_tokens - usage.num_cached_tokens)
+        self._answer.observe(usage.num_completion_tokens)
 
 
 class DrainMetrics:

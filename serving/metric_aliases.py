@@ -36,6 +36,8 @@ ALIASES: Mapping[str, tuple[Alias, ...]] = {
                 "num_preemptions_total",
                 "request_success_total",
                 *_LATENCIES,
+                "request_prompt_tokens",
+                "request_generation_tokens",
                 "request_queue_time_seconds",
                 "request_prefill_time_seconds",
                 "request_decode_time_seconds",

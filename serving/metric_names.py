@@ -129,6 +129,12 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "request_decode_time_seconds": Metric(
         "Time of the first decode step and the rest of the answer.", is_histogram=True
     ),
+    "requests_admitted_total": Metric("Requests that were admitted, one for each choice of each prompt."),
+    "request_prompt_tokens": Metric("Tokens of the prompt of a finished request.", is_histogram=True),
+    "request_uncached_prompt_tokens": Metric(
+        "Those of them that were found in no prefix cache, so that they were computed.", is_histogram=True
+    ),
+    "request_generation_tokens": Metric("Tokens of the answer of a finished request.", is_histogram=True),
     "prompt_tokens_total": Metric("Prompt tokens of finished requests."),
     "generation_tokens_total": Metric("Tokens delivered."),
     "request_success_total": Metric("Finished requests.", ("finished_reason",)),

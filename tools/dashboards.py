@@ -106,6 +106,14 @@ SERVICE = Dashboard(
             tuple(Target(_mean(f"kvbaton_request_{phase}_time_seconds"), phase) for phase in _PHASES),
             "s",
         ),
+        Panel(
+            "Tokens of a request, mean",
+            (
+                Target(_mean("kvbaton_request_prompt_tokens"), "prompt"),
+                Target(_mean("kvbaton_request_uncached_prompt_tokens"), "prompt, computed"),
+                Target(_mean("kvbaton_request_generation_tokens"), "answer"),
+            ),
+        ),
         _one(
             "Requests within their goals, last minute",
             "min by (slo) (kvbaton_slo_attainment)",
