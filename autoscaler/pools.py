@@ -35,7 +35,7 @@ class PoolBook:
 
     @property
     def start_seconds(self) -> float | None:
-        """The median time of recent starts; None before the first one."""
+        """The median time of recent starts, also of those that were given up; None before the first one."""
         return median(self._starts) if self._starts else None
 
     def update(
@@ -49,7 +49,7 @@ class PoolBook:
         }
         for name in [name for name in self._absent_since if name not in starting]:
             seconds = now - self._absent_since.pop(name)
-            if name in workers and seconds > 0:
+            if seconds > 0:
                 self._starts = [*self._starts, seconds][-_NUM_STARTS:]
         ages = {name: now - self._absent_since.setdefault(name, now) for name in starting}
         return {

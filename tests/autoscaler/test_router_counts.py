@@ -162,6 +162,15 @@ def test_workers_are_sorted_by_their_states_and_those_without_one_start() -> Non
     assert book.oldest_start(P, launched) is None
 
 
+def test_a_start_that_was_given_up_makes_the_next_one_wait_longer() -> None:
+    """Else a machine on which starts are slower than expected would replace its workers for ever."""
+    book = PoolBook()
+    book.update(0.0, [("prefill-0", P)], {})
+    book.update(61.0, [("prefill-0", P)], {})
+    book.update(66.0, [], {})
+    assert book.start_seconds == 66.0
+
+
 def test_the_victim_has_the_fewest_tokens_and_can_be_removed() -> None:
     workers = [
         facts("decode-0", "decode", num_leg_tokens=500),
