@@ -23,7 +23,7 @@ TRITON := $(VENV)/triton
 ANYWHERE := not explore and not gpu and not docker and not sdk and not triton
 
 .PHONY: help install demo test test-slow test-triton mutants explore soak chaos check format format-check lint types imports sizes language protos \
-	protos-check settings-docs settings-docs-check gpu-check test-docker test-sdk lock clean
+	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -84,7 +84,7 @@ gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it compu
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu $(ARGS)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu $(BENCH_ARGS)
 
-check: format-check lint types imports sizes language protos-check settings-docs-check ## the one definition of clean: what CI and pre-commit run
+check: format-check lint types imports sizes language protos-check settings-docs-check metrics-docs-check dashboards-check ## the one definition of clean: what CI and pre-commit run
 
 format-check: install
 	$(BIN)/ruff format --check .
@@ -110,6 +110,12 @@ protos-check: install
 settings-docs-check: install
 	$(BIN)/python -m tools.generate_settings_docs --check
 
+metrics-docs-check: install
+	$(BIN)/python -m tools.generate_metrics_docs --check
+
+dashboards-check: install
+	$(BIN)/python -m tools.generate_dashboards --check
+
 format: install ## format the code and fix what ruff can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -119,6 +125,12 @@ protos: install ## generate the Python code of protos/*.proto
 
 settings-docs: install ## write docs/settings.md from the settings classes
 	$(BIN)/python -m tools.generate_settings_docs
+
+metrics-docs: install ## write docs/metrics.md from the declared metrics
+	$(BIN)/python -m tools.generate_metrics_docs
+
+dashboards: install ## write docker/grafana/dashboards from tools/dashboards.py
+	$(BIN)/python -m tools.generate_dashboards
 
 lock: install ## write the versions in .venv to constraints/cpu.txt
 	$(BIN)/python -m tools.lock > constraints/cpu.txt.new

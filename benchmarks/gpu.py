@@ -181,13 +181,16 @@ class Run:
                 bound = _bound_seconds(part, shape, work, self._ceilings)
                 for has_graph in self._graphs(work, name):
                     forward = model.forward_pass(name, work.batch if has_graph else None, caches)
-                    for sampling in self._samplings(part):
-                        steps = timed_steps(model, forward, work, caches, plan.num_rounds, sampling)
+                    for sampling, is_ahead in self._ways(part):
+                        steps = timed_steps(
+                            model, forward, work, caches, plan.num_rounds, sampling, runs_ahead=is_ahead
+                        )
                         row = {
                             "model": shape.name,
                             "backend": name,
                             "graphs": has_graph,
                             "temperature": sampling.temperature,
+                            "runs_ahead": is_ahead,
                             "batch": work.batch,
                             "length": work.length,
                             "num_tokens": work.num_tokens,
@@ -202,8 +205,12 @@ class Run:
             return (False,)
         return (True,) if self._is_brief else (True, False)
 
-    def _samplings(self, part: str) -> tuple[SamplingParams, ...]:
-        return (BEST, RANDOM) if part == "decode" and not self._is_brief else (BEST,)
+    def _ways(self, part: str) -> list[tuple[SamplingParams, bool]]:
+        """Return how to sample, and whether steps run ahead."""
+        if part != "decode":
+            return [(BEST, False)]
+        samplings = (BEST,) if self._is_brief else (BEST, RANDOM)
+        return [(sampling, is_ahead) for sampling in samplings for is_ahead in (False, True)]
 
 
 def _bound_seconds(part: str, shape: ModelShape, work: Work, ceilings: Ceilings) -> float:

@@ -22,12 +22,13 @@ tests=("$python" -m pytest -c tests/gpu/alone.ini --rootdir . -q -p no:cacheprov
 
 failed=0
 patience=${DRY_RUN:+3} # a machine without a GPU may be busy and slow
-# part SECONDS NAME COMMAND...: runs it, logs it and its exit status (124: too long), and goes on.
+# part SECONDS NAME COMMAND...: runs it, logs it and its exit status (124: too long), and goes on. What takes too long is
+# interrupted, so that it can write what it has found.
 part() {
     local limit=$1 name=$2 status start=$SECONDS
     shift 2
     echo "== $name" | tee -a "$OUT/log"
-    timeout --kill-after=10 $((limit * ${patience:-1})) "$@" 2>&1 | tee -a "$OUT/log"
+    timeout --signal=INT --kill-after=10 $((limit * ${patience:-1})) "$@" 2>&1 | tee -a "$OUT/log"
     status=${PIPESTATUS[0]}
     echo "== $name: exit status $status after $((SECONDS - start)) s" | tee -a "$OUT/log"
     ((status == 0)) || failed=1

@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,7 +28,7 @@ from engine.models.decoder import CausalLM
 from engine.models.language_model import Head, LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import draw_by_torch, sample
+from engine.sampling.sampler import Sampling, begin_sampling, draw_by_torch
 
 BLOCK_SIZE = 16
 BEST = SamplingParams(temperature=0.0)
@@ -147,22 +147,30 @@ def timed_steps(
     caches: Sequence[Tensor],
     num_rounds: int,
     sampling: SamplingParams = BEST,
+    *,
+    runs_ahead: bool = False,
 ) -> StepTimes:
-    """Time three times ``num_rounds`` complete steps; each ends with its tokens on the host."""
+    """Time three times ``num_rounds`` complete steps; each ends with its tokens on the host.
+
+    runs_ahead: each ends with the tokens of the step before, and its own are the next one's input without the host.
+    """
     inputs = work.inputs(model.shape.vocab_size)
     last = torch.from_numpy(inputs.query_start_loc[1:].astype(np.int64) - 1).to(model.device)
     rows = [SamplingRow(sampling, (), work.length, 0)] * work.batch
 
-    def step() -> None:
-        states = forward.begin(inputs, caches)()
+    def launch(fed: Tensor | None) -> Sampling:
+        states = forward.begin(replace(inputs, fed=fed), caches)()
         assert states is not None
         logits = forward.logits(states if work.num_tokens == 1 else states[last])
-        if rows[0].takes_best and forward.best_tokens(logits) is not None:
-            return
-        drawn = sample(logits, rows, forward.draw)
-        if any(drawn.num_nans):
+        best = forward.best_tokens(logits) if rows[0].takes_best else None
+        return best or begin_sampling(logits, rows, forward.draw)
+
+    def step() -> None:
+        launched.append(launch(launched[-1].on_device if launched else None))
+        if len(launched) > runs_ahead and any(launched.pop(0).read().num_nans):
             raise AssertionError("the model's logits are not numbers")
 
+    launched: list[Sampling] = []
     with torch.inference_mode():
         seconds = seconds_of(step, 3 * num_rounds)
         return StepTimes(seconds, kernels_of(step, model.device))

@@ -260,6 +260,12 @@ class LandsDirectly(KVMemory, Protocol):
     ) -> npt.NDArray[np.uint64]:
         """Return both sums ``[2, n]`` of bytes ``start``..``end`` - 1 of each block (``engine.kv_cache.folding``)."""
 
+    def landing_area(self, layout: KVLayout, num_blocks: int) -> "LandsDirectly":
+        """Return memory of the same device for so many blocks of a peer's layout, which may be written at once."""
+
+    def launch(self, work: Callable[[], None]) -> Computed:
+        """Start operations on this pool beside the steps of the engine; return what waits for their end."""
+
     def wait_until_unused(self) -> None:
         """Wait for the steps that were launched before: they may use blocks that are written from now on.
 

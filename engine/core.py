@@ -17,7 +17,6 @@ from engine.connecting import connect
 from engine.connector import ConnectorFactory
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity, counters, debug_state
@@ -26,10 +25,9 @@ from engine.scheduling.waits import WaitStage
 from engine.settings import EngineSettings
 from engine.startup import ExecutorStart, create_scheduler, describe_engine, start_executor
 from engine.stepping.gate import PacedGate, StepGate
+from engine.stepping.starting import StepStarter
 
 _hand_off = converter(HandOff)
-_StartedStep = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
-"""A step's order, and what waits for its results."""
 
 
 class EngineCore:
@@ -56,7 +54,6 @@ class EngineCore:
         self._wake = wake
         self._gate = gate or PacedGate(settings.max_hold_share, clock)
         self._is_step_requested = False
-        self._started: _StartedStep | None = None
         with ExitStack() as resources:
             self.executor, num_blocks = start(settings)
             resources.callback(self.executor.shutdown)
@@ -72,6 +69,7 @@ class EngineCore:
             resources.callback(self._connector.close)
             self.info = describe_engine(settings, self.executor, num_blocks, self._connector.address)
             self.scheduler = create_scheduler(settings, self.info, self._connector, grammars, stages, clock)
+            self._starter = StepStarter(self.scheduler, self.executor, self._connector, self._gate)
             self.executor.watch(wake)
             self._resources = resources.pop_all()
 
@@ -86,23 +84,22 @@ class EngineCore:
 
         While the model computes, ``meanwhile`` is called and the next step is drafted.
 
-        may_start_early: called when the tokens are sampled. True means that no input waits, and that none is given while
-        ``step_in_flight``. Then the next step starts before the results are processed, if they cannot change it.
+        may_start_early: True means that no input waits, and that none is given while ``step_in_flight``. Then the next step
+        may start before the results of this one are processed: on an executor that runs ahead while this one is computed,
+        with every request that may continue, and else when its tokens are sampled, if they cannot change it.
         """
         started_at = self._clock()
         self._is_step_requested = False
-        scheduled, finish = self._started or self._start_next()
-        self._started = None
+        scheduled, finish = self._starter.take()
         meanwhile()
         self.scheduler.draft_next(scheduled)
+        self._starter.run_ahead(scheduled, may_start_early)
         output = finish()
         if output.was_interrupted:
             self._gate.interrupted()
             return self.scheduler.update_from_output(scheduled, output)
         self._gate.ended(is_empty=not scheduled.total_num_scheduled_tokens)
-        if may_start_early() and self._gate.may_continue(self):
-            following = self.scheduler.schedule_early(output)
-            self._started = self._start(following) if following else None
+        self._starter.step_ended(output, self, may_start_early)
         outputs = self.scheduler.update_from_output(scheduled, output)
         self.scheduler.note_duration(scheduled, self._clock() - started_at)
         return outputs
@@ -110,15 +107,7 @@ class EngineCore:
     @property
     def step_in_flight(self) -> bool:
         """True while the next step has started already: nothing but ``step`` may be called."""
-        return self._started is not None
-
-    def _start_next(self) -> _StartedStep:
-        self.scheduler.on_transfers_finished(*self._connector.take_finished())
-        return self._start(self.scheduler.schedule())
-
-    def _start(self, scheduled: SchedulerOutput) -> _StartedStep:
-        self.scheduler.totals.held_seconds += self._gate.started()
-        return scheduled, self.executor.begin(scheduled)
+        return self._starter.step_in_flight
 
     # When the next step starts.
 

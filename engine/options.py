@@ -8,15 +8,20 @@ from contract.options import Options, PeerOptions
 from contract.sampling import MAX_GRAMMAR_BYTES
 
 
-class ModelOptions(Options):
+class RankOptions(Options):
+    """The processes of a worker."""
+
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
+
+
+class ModelOptions(RankOptions):
     """The model's number format, length and processes."""
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of weights and KV; auto: that of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
-    tensor_parallel_size: int = Field(default=1, ge=1)
-    """Processes (on CUDA: devices) of each worker among which weights and KV heads are divided; workers may differ in it."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
     fp8_products: Literal["auto", "on", "off"] = "auto"
@@ -34,6 +39,8 @@ class BatchingOptions(Options):
     """Maximum number of tokens in one step of one worker; longer prompts are computed in chunks of this size."""
     max_num_mixed_tokens: int = Field(default=512, ge=1)
     """Maximum number of prompt tokens in a step that also decodes; more of them delay the next tokens of running answers."""
+    enable_run_ahead: bool = True
+    """On a GPU, start the next step before the tokens of the last one have left it, if no request can join or change it."""
     max_hold_share: float = Field(default=0.03, ge=0, le=1)
     """Maximum share of time for which steps may be delayed so that arriving requests can join them; 0: never."""
     max_key_slowdown: float = Field(default=1.25, ge=0, allow_inf_nan=False)

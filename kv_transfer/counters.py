@@ -1,12 +1,17 @@
 """Plain counters, and the completions that cross from the control half to the step thread. Thread-safe."""
 
 import threading
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cache
 
 
 class Counters:
-    """Counters by name; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``."""
+    """Counters by name; labels are part of the name, as in ``transfer_blocks_total{transport=tcp}``.
+
+    A histogram is a counter for each bucket (``name_bucket{le=0.1}``, cumulative), its ``name_sum`` and its ``name_count``.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -16,6 +21,21 @@ class Counters:
         """Count up; an amount of 0 makes the counter visible."""
         with self._lock:
             self._values[_full_name(name, labels)] += amount
+
+    def declare(self, name: str, bounds: tuple[float, ...]) -> None:
+        """Make a histogram visible, with these upper bounds of its buckets, in order."""
+        with self._lock:
+            for sample in (*_buckets(name, bounds), f"{name}_sum", f"{name}_count"):
+                self._values[sample] += 0
+
+    def observe(self, name: str, bounds: tuple[float, ...], value: float) -> None:
+        """Count a value in a histogram, in each bucket whose bound is not below it."""
+        first = bisect_left(bounds, value)
+        with self._lock:
+            for sample in _buckets(name, bounds)[first:]:
+                self._values[sample] += 1
+            self._values[f"{name}_sum"] += value
+            self._values[f"{name}_count"] += 1
 
     def merge(self, added: Mapping[str, float]) -> None:
         """Count up by full names, as other counters' ``snapshot`` has them."""
@@ -34,6 +54,12 @@ class Counters:
         """Return all values."""
         with self._lock:
             return dict(self._values)
+
+
+@cache
+def _buckets(name: str, bounds: tuple[float, ...]) -> tuple[str, ...]:
+    """Return the names of a histogram's buckets."""
+    return tuple(_full_name(f"{name}_bucket", {"le": bound}) for bound in (*map(str, bounds), "+Inf"))
 
 
 def _full_name(name: str, labels: dict[str, str]) -> str:

@@ -26,7 +26,7 @@ class TransferSettings(TransportSettings, LinkSettings):
     max_parked: int = Field(default=1024, ge=1)
     """Fetches of one peer that may wait for transfers that are not open yet."""
     max_staging_bytes: int = Field(default=DEFAULT_STAGING_BYTES, ge=1)
-    """Host memory for blocks of one peer that must be converted, unless one block of ours needs more."""
+    """Memory, on the pool's device, for blocks of one peer that must be converted, unless one block of ours needs more."""
     num_layer_groups: int = Field(default=4, ge=1)
     """Number of parts in which a long prompt's last blocks are lent, as their layers are computed; 1 is as a whole."""
     min_split_blocks: int = Field(default=8, ge=1)

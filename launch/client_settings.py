@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from contract.errors import SettingError
+from contract.options import MAX_SECONDS
 from launch.settings import DEMO, CommandSettings, LocalSettings, LogLevel
 from serving.settings import FLAG, Address
 
@@ -142,3 +143,40 @@ class BatchSettings(ClientSettings):
     """Maximum number of concurrent requests."""
     max_retries: int = Field(default=10, ge=0)
     """Retries of a request after 429, 503 or a lost connection; each waits as long as the service requests."""
+
+
+class BenchSettings(ClientSettings):
+    """Measure a service that nothing else uses, and write its timing model (docs/autoscaling.md).
+
+    Uses the service at --url and its router's admin port, or else starts the model on free ports for this. It sends prompts
+    of several lengths, and batches of several sizes, for some minutes.
+
+    Examples:
+      kvbaton bench --profile --model Qwen/Qwen2.5-0.5B-Instruct --output timing.json
+      kvbaton bench --profile --url http://127.0.0.1:8000 --admin 127.0.0.1:9101
+    """
+
+    profile: bool = False
+    """Measure the times of prompts, steps and transfers; no other benchmark is there."""
+    output: Path = Path("timing.json")
+    """File that is written."""
+    longest_prompt: int = Field(default=1024, ge=64)
+    """Tokens of the longest prompt."""
+    start_seconds: float = Field(default=20.0, gt=0, le=MAX_SECONDS)
+    """Time from the order to start a worker to its first request, to begin with: an autoscaler measures it itself."""
+    seed: int = 0
+    """Seed of the prompts."""
+    admin: Address | None = None
+    """HOST:PORT of the admin port of a router of the service at --url."""
+    admin_key: str | None = Field(default=None, repr=False)
+    """Admin key of that router; prefer the variable: other users of this machine can see a flag."""
+
+    @model_validator(mode="after")
+    def _check_profile(self) -> "BenchSettings":
+        if not self.profile:
+            raise ValueError("profile is not set: give --profile")
+        if (self.url is None) is not (self.admin is None):
+            raise ValueError(
+                "url and admin belong together: the sizes of workers are read from the admin port"
+            )
+        return self

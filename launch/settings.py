@@ -57,17 +57,26 @@ class ServiceSettings(CommandSettings):
     """Process with which this one ends; used by `kvbaton up`."""
 
 
-class PoolSettings(CommandSettings):
-    """The model that the processes of one machine serve, and the numbers of workers."""
+class PairSettings(CommandSettings):
+    """A model, and the workers of both roles that serve it on one machine."""
 
     model: str = DEMO
     """Folder or Hugging Face id of the model; "demo" is the small model in the package."""
-    served_model_name: str | None = None
-    """Model name for clients; unset: the id, or the folder's name."""
     prefill: int | None = Field(default=None, ge=0, le=64)
     """Number of prefill workers, which compute prompts and hand over their KV; 1 if no number of workers is given."""
     decode: int | None = Field(default=None, ge=0, le=64)
     """Number of decode workers, which fetch KV and generate tokens; 1 if no number of workers is given."""
+    prefill_devices: Devices | None = None
+    """GPUs of the prefill workers, as 0,2-4; unset: workers without a list are spread evenly over all GPUs."""
+    decode_devices: Devices | None = None
+    """GPUs of the decode workers; see prefill_devices."""
+
+
+class PoolSettings(PairSettings):
+    """The processes of one machine, and the numbers of workers."""
+
+    served_model_name: str | None = None
+    """Model name for clients; unset: the id, or the folder's name."""
     both: int | None = Field(default=None, ge=0, le=64)
     """Number of aggregated workers, which do both without a hand-over."""
 
@@ -75,10 +84,6 @@ class PoolSettings(CommandSettings):
 class LocalSettings(WorkerOptions, PoolSettings):
     """The settings of all processes on one machine."""
 
-    prefill_devices: Devices | None = None
-    """GPUs of the prefill workers, as 0,2-4; unset: workers without a list are spread evenly over all GPUs."""
-    decode_devices: Devices | None = None
-    """GPUs of the decode workers; see prefill_devices."""
     both_devices: Devices | None = None
     """GPUs of the aggregated workers; see prefill_devices."""
     num_threads: int | None = Field(default=None, ge=1)

@@ -19,9 +19,11 @@ class WaitingCounts:
     def add(self, tenant: str, difference: int) -> None:
         """Count requests of a client that begin to wait, or with a negative number those that wait no more."""
         self.total += difference
-        self._by_client[tenant] += difference
-        if not self._by_client[tenant]:
-            del self._by_client[tenant]
+        # not ``+=`` and ``del``, which a Counter implements in Python
+        if number := self._by_client.get(tenant, 0) + difference:
+            self._by_client[tenant] = number
+        else:
+            self._by_client.pop(tenant, None)
 
     def has_slot(self, tenant: str, max_queue: int, num_more: int = 1) -> bool:
         """Return True if ``num_more`` requests of ``tenant`` may wait, as if they came one after the other.

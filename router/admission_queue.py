@@ -7,6 +7,7 @@ its place in a queue when a worker dies.
 import asyncio
 import time
 
+from contract.identity import Role
 from router.change_signal import ChangeSignal
 from router.fair_queue import QueueOrder
 from router.lanes import Entry, Lanes, WaitingRequest
@@ -48,6 +49,16 @@ class AdmissionQueue:
 
     def __len__(self) -> int:
         return len(self._lanes)
+
+    def decisions(self) -> dict[str, int]:
+        """Return how many requests were bound to workers, by the kinds of their legs, as in "prefill+decode"."""
+        return {
+            "+".join(dict.fromkeys(kinds)): number for kinds, number in self._placements.decisions.items()
+        }
+
+    def oldest_waits(self) -> dict[Role, float]:
+        """Return for how many seconds the oldest request has waited for workers, by the roles that it needs."""
+        return self._lanes.oldest_waits(time.monotonic())
 
     async def reserve(
         self, request: PlacementRequest, order: QueueOrder, deadline: float | None = None

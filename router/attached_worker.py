@@ -58,6 +58,15 @@ class AttachedWorker:
         """The worker id."""
         return self.registration.worker_id
 
+    @cached_property
+    def _pool_tokens(self) -> int:
+        """The tokens that the worker's KV pool holds; block 0 is the null block."""
+        registration = self.registration
+        if not registration.num_blocks:
+            return UNLIMITED
+        layout = registration.kv_layout
+        return (registration.num_blocks - 1) * (layout.block_size if layout else 0)
+
     @property
     def role(self) -> Role:
         """The role in which it has registered, or that it has taken since."""
@@ -141,7 +150,7 @@ class AttachedWorker:
             num_waiting=capacity.load.num_waiting,
             kv_cache_usage=capacity.load.kv_cache_usage,
             max_length=self.registration.max_model_len,
-            pool_tokens=_pool_tokens(self.registration),
+            pool_tokens=self._pool_tokens,
         )
 
     def debug_state(self) -> dict[str, Any]:
@@ -169,11 +178,3 @@ class AttachedWorker:
             "is_unsettled": capacity.credit.is_unsettled,
             "num_stale_entries": self._routes.num_stale_entries,
         }
-
-
-def _pool_tokens(registration: Registration) -> int:
-    """Return how many tokens the worker's KV pool holds; block 0 is the null block."""
-    if not registration.num_blocks:
-        return UNLIMITED
-    layout = registration.kv_layout
-    return (registration.num_blocks - 1) * (layout.block_size if layout else 0)

@@ -20,8 +20,7 @@ class AttemptOutput:
 
     def __init__(self, num_delivered: int, unread: UnreadAccount, max_bytes: int) -> None:
         self._delivery = Delivery(next_index=num_delivered)
-        self._on_overflow: Callable[[], None] = lambda: None
-        self._inbox: Inbox[TokenBatch] = Inbox(unread, max_bytes, lambda: self._on_overflow())
+        self._inbox: Inbox[TokenBatch] = Inbox(unread, max_bytes)
         self._due: list[Token] = []
         self._entries: list[pb.TokenEntry] = []
         self._end: EngineOutput | None = None
@@ -44,7 +43,7 @@ class AttemptOutput:
     def belong_to(self, attempt: int, on_overflow: Callable[[], None]) -> None:
         """Take what follows from this attempt only. on_overflow: called when too much is unread."""
         self._delivery.continue_as(attempt)
-        self._on_overflow = on_overflow
+        self._inbox.on_overflow = on_overflow
 
     def add(self, output: EngineOutput, entry: pb.TokenEntry) -> None:
         """Take the tokens of a worker's output. entry: counts with its size while the client has not read it."""

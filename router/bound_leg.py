@@ -13,6 +13,10 @@ from router.legs import LegKind, LegPlan, Result
 from wire.legs import cancel_to_proto
 
 
+def _drop(_event: Event) -> None:
+    pass
+
+
 class Leg:
     """The state of one leg.
 
@@ -29,7 +33,7 @@ class Leg:
         self._keys: tuple[LegKey, LegKey] = (("", 0, 0), ("", 0, 0))
         """The key of its entries, and the one by which it is cancelled."""
         self._hold: CreditHold | None = None
-        self._receive: Callable[[Event], None] = lambda event: None
+        self._receive: Callable[[Event], None] = _drop
 
     @property
     def has_emitted(self) -> bool:
@@ -58,6 +62,7 @@ class Leg:
     def unbind(self) -> None:
         """Receive nothing more, and release the worker's credit. Does nothing the second time."""
         self.worker.unbind(self._keys[0])
+        self._receive = _drop  # a cycle of references would wait for the search for garbage
         if self._hold:
             self._hold.release()
 

@@ -8,6 +8,7 @@ from hashlib import sha256
 from contract.errors import CancelledError, KvbatonError
 
 _MAX_NAME_CHARACTERS = 64
+_NO_OWNER = sha256(b"").digest()
 _Key = tuple[bytes, str]
 """The digest of an owner's credential, and a name."""
 _Named = defaultdict[_Key, "set[OpenRequest]"]
@@ -115,5 +116,7 @@ class OpenRequest:
 
 
 def _key(owner: str, name: str) -> _Key:
+    if not owner:
+        return _NO_OWNER, name
     _, _, credential = owner.partition(" ")
     return sha256(credential.strip().encode("utf-8", "surrogateescape")).digest(), name

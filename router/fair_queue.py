@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Generic, TypeVar
 
+import msgspec
+
 from router.request import BACKGROUND_PRIORITY
 
 AGING_PERIOD = 8
@@ -28,8 +30,7 @@ _BEGUN = -1.0
 """Tag of a request that was begun before: it stays before all that were not."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueOrder:
+class QueueOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of a request that decide when it is admitted.
 
     tenant: the client. family: the client's request that this is a part of. cost: tokens, or another measure of work.

@@ -103,17 +103,23 @@ class UnreadBytes:
         return max(self._accounts, key=lambda each: (by_tenant[each.tenant], each.num_bytes))
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class Inbox(Generic[Item]):
     """Owns the unread items of one attempt, which one task reads. ``on_overflow`` is called once if they are too large.
 
     It does less than ``asyncio.Queue``: every token of every answer passes it.
     """
 
-    def __init__(self, account: UnreadAccount, max_bytes: int, on_overflow: Callable[[], None]) -> None:
+    def __init__(
+        self, account: UnreadAccount, max_bytes: int, on_overflow: Callable[[], None] = _do_nothing
+    ) -> None:
         self._account = account
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._on_overflow = on_overflow
+        self.on_overflow = on_overflow
         self._items: deque[tuple[Item | KvbatonError, int]] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._take: Take[Item] | None = None
@@ -167,6 +173,7 @@ class Inbox(Generic[Item]):
     def close(self) -> None:
         """Drop what is unread: the client does not read any more."""
         self._take = None
+        self.on_overflow = _do_nothing  # a cycle of references would wait for the search for garbage
         self._account.forget(self._overflow)
         self._drop()
 
@@ -174,7 +181,7 @@ class Inbox(Generic[Item]):
         self.is_overfull = True
         self._drop()
         self._append(error, 0)
-        self._on_overflow()
+        self.on_overflow()
 
     def _append(self, item: Item | KvbatonError, num_bytes: int) -> None:
         self._items.append((item, num_bytes))

@@ -1,18 +1,29 @@
 """The state of a router for its operators: metrics and /debug/state."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client.registry import Collector
 
 from router.batches.service import BatchService
-from router.metrics import RouterMetrics
+from router.metrics import SAMPLE_SECONDS, RouterMetrics
+from router.pool_state import pool_states
 from router.request_path import RequestPath
+from serving.metric_aliases import Alias, AliasCollector
 
 
 class Inspection:
-    """Reads the parts of a router. batches: None if the router keeps no files."""
+    """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics."""
 
-    def __init__(self, path: RequestPath, metrics: RouterMetrics, batches: BatchService | None) -> None:
+    def __init__(
+        self,
+        path: RequestPath,
+        metrics: RouterMetrics,
+        batches: BatchService | None,
+        aliases: Sequence[Alias],
+    ) -> None:
+        self._aliases = aliases
         self._path = path
         self._metrics = metrics
         self._batches = batches
@@ -21,9 +32,23 @@ class Inspection:
         """Return the metrics of this moment."""
         if self._batches:
             self._metrics.batches.set_files(*await self._batches.gauges())
-        tracker = self._path.tracker
-        self._metrics.load.set(tracker.num_waiting, tracker.num_running, self._path.registry.views)
-        return self._metrics
+        path = self._path
+        metrics = self._metrics
+        metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
+        pools = pool_states(path.registry.workers, path.queue.oldest_waits())
+        metrics.load.set_pools(pools, metrics.recent.latency(), metrics.requests.times.goals.goals)
+        metrics.recent.set()
+        return AliasCollector(metrics, self._aliases, self._model_name)
+
+    async def sample(self) -> None:
+        """Sample the counts whose recent growth is published, until cancelled."""
+        while True:
+            await asyncio.sleep(SAMPLE_SECONDS)
+            self._metrics.recent.sample()
+
+    def _model_name(self) -> str:
+        models = self._path.models
+        return models.card().name if models.is_known else ""
 
     def debug_state(self) -> dict[str, Any]:
         """Return the model, the requests, the last moves and the workers as plain data."""

@@ -1,15 +1,20 @@
 """Waiting requests, sorted by the workers that they fit, and a time limit for those that fit none."""
 
 import asyncio
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import structs
+
 from contract.errors import UnavailableError
+from contract.identity import Role
 from router.fair_queue import FairQueue, QueueEntry, QueueOrder, StartRule
 from router.legs import RequestPlan
 from router.policy import PlacementRequest, candidates, missing_role, why_too_long
 from router.registry import Registry
+from router.request import BACKGROUND_PRIORITY
 from router.reservation import Reservation
 from router.role_timeouts import RoleTimeouts
 from router.views import WorkerViews
@@ -24,12 +29,16 @@ class Lane(NamedTuple):
 
 @dataclass(eq=False)
 class WaitingRequest:
-    """One request that waits for ``reservation``. timer: runs while the request fits no attached worker."""
+    """One request that waits for ``reservation``. timer: runs while the request fits no attached worker.
+
+    since: when the wait began, by the monotonic clock.
+    """
 
     request: PlacementRequest
     reservation: asyncio.Future[Reservation]
     timer: asyncio.TimerHandle | None = None
     is_queued: bool = True
+    since: float = field(default_factory=time.monotonic)
 
     def stop_timer(self) -> None:
         """Stop the timer, if it runs."""
@@ -66,6 +75,18 @@ class Lanes:
     def add(self, waiting: WaitingRequest, order: QueueOrder) -> Entry:
         """Queue a request."""
         return self._queue.add(self._lane_of(waiting, self._registry.views), order, waiting)
+
+    def oldest_waits(self, now: float) -> dict[Role, float]:
+        """Return for how many seconds the oldest request has waited, by the roles that requests need.
+
+        Requests in the background do not count.
+        """
+        oldest: dict[Role, float] = {}
+        for entry in self._queue:
+            if entry.order.priority != BACKGROUND_PRIORITY:
+                for role in entry.lane.plan.roles:
+                    oldest[role] = max(oldest.get(role, 0.0), now - entry.item.since)
+        return oldest
 
     def is_head(self, entry: Entry, may_start: StartRule[Lane, WaitingRequest]) -> bool:
         """Return True if the request is the next one of its lane."""
@@ -129,7 +150,7 @@ class Lanes:
         waiting.timer = None
         request = waiting.request
         if request.may_be_cut and request.max_length:
-            waiting.request = replace(request, max_length=0)
+            waiting.request = structs.replace(request, max_length=0)
             self._sorted_version = None
             self._on_shortened()
         else:

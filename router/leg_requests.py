@@ -3,9 +3,9 @@
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
 from msgspec import structs
 
 from contract.errors import ErrorKind, KvbatonError, WorkerLostError, error_from_kind
@@ -21,8 +21,7 @@ _LOST = (ErrorKind.UNAVAILABLE, ErrorKind.CANCELLED)
 """Errors with which a worker that ends rejects a leg."""
 
 
-@dataclass(frozen=True)
-class AttemptTask:
+class AttemptTask(msgspec.Struct, frozen=True, dict=True):
     """The rest of one choice's answer, which an attempt has to compute.
 
     delivered: tokens that the client has already. number: how many attempts there were before.

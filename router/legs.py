@@ -10,6 +10,8 @@ from functools import cached_property
 from itertools import pairwise
 from types import MappingProxyType
 
+import msgspec
+
 from contract.identity import Role
 from contract.requests import EngineRequest
 from protos import worker_pb2 as pb
@@ -55,15 +57,21 @@ class LegKind:
 
 
 def _prefill(request: EngineRequest) -> pb.Order:
-    return pb.Order(prefill=prefill_to_proto(request))
+    order = pb.Order()
+    prefill_to_proto(request, order.prefill)
+    return order
 
 
 def _decode(request: EngineRequest) -> pb.Order:
-    return pb.Order(decode=decode_to_proto(request))
+    order = pb.Order()
+    decode_to_proto(request, order.decode)
+    return order
 
 
 def _embed(request: EngineRequest) -> pb.Order:
-    return pb.Order(embed=embed_to_proto(request))
+    order = pb.Order()
+    embed_to_proto(request, order.embed)
+    return order
 
 
 LEG_KINDS: Mapping[str, LegKind] = MappingProxyType(
@@ -125,8 +133,7 @@ PLANS = (GENERATION, RECOMPUTE, EMBEDDING, CONTINUATION)
 """The plans that a request may wait for."""
 
 
-@dataclass(frozen=True)
-class LegPlan:
+class LegPlan(msgspec.Struct, frozen=True):
     """One leg of a request. kind: a key of the table of kinds. worker: a worker id.
 
     first_index: index in the answer of the first token that the leg emits.
@@ -137,8 +144,7 @@ class LegPlan:
     first_index: int = 0
 
 
-@dataclass(frozen=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True):
     """The legs of a request on chosen workers, in the order in which one takes over from the other."""
 
     legs: tuple[LegPlan, ...]

@@ -1,35 +1,52 @@
-"""The metrics of a router. Names and help texts are in ``serving.metrics``; to add a metric, begin there."""
+"""The metrics of a router. Names, labels and help texts are in ``serving.metric_names``; to add a metric, begin there."""
 
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from contract.errors import ErrorKind
+from contract.identity import WORKER_ROLES, Role
 from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
+from router.goals import GoalCounts, Goals, RecentCounts, attainment
 from router.move_record import MoveRecord
+from router.pool_state import PoolState, RecentLatency, decided_by
 from router.timings import Timings
-from router.views import WorkerView
-from serving.event_metrics import EventCounter, EventHistogram
-from serving.metrics import PREFIX, ROUTER_METRICS
+from router.worker_facts import ShownState
+from serving.event_metrics import EventCounter, EventHistogram, TallyCounter
+from serving.metric_names import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+_TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 _NUM_RECENT_MOVES = 256
+_LATENCY_SECONDS = 30.0
+_ATTAINMENT_SECONDS = 60.0
+SAMPLE_SECONDS = 5.0
+"""The time between two samples of the counts whose recent growth is published."""
+_FAULTS_OF_CLIENTS = (
+    ErrorKind.INVALID_REQUEST,
+    ErrorKind.NOT_FOUND,
+    ErrorKind.UNAUTHENTICATED,
+    ErrorKind.PAYLOAD_TOO_LARGE,
+    ErrorKind.UNSUPPORTED_MEDIA_TYPE,
+    ErrorKind.CANCELLED,
+)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
 
 
 class RouterMetrics(Collector):
     """All metrics of one router; a collector for ``serving.metrics.render``."""
 
-    def __init__(self) -> None:
+    def __init__(self, goals: Goals | None = None) -> None:
         self._registry = CollectorRegistry()
         self.load = LoadMetrics(self._registry)
-        self.requests = RequestMetrics(self._registry)
+        self.requests = RequestMetrics(self._registry, goals or Goals())
+        self.recent = RecentMetrics(self._registry, self.requests)
         self.batches = BatchMetrics(self._registry)
         self.drains = DrainMetrics(self._registry)
         self.moves = MoveMetrics(self._registry)
@@ -42,38 +59,86 @@ class RouterMetrics(Collector):
 
 
 class LoadMetrics:
-    """The requests and workers of this moment."""
+    """The requests and pools of this moment, and where requests were placed."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._waiting = _gauge(registry, "num_requests_waiting")
         self._running = _gauge(registry, "num_requests_running")
-        self._workers = _gauge(registry, "num_workers", "role")
+        self._decisions = _tally(registry, "routing_decisions_total")
+        self._workers = _gauge(registry, "workers")
+        self._utilization = _gauge(registry, "pool_utilization")
+        self._queue = _gauge(registry, "queue_seconds")
+        self._pressure = _gauge(registry, "scaling_pressure")
 
-    def set(self, num_waiting: int, num_running: int, workers: Iterable[WorkerView]) -> None:
-        """Set all gauges."""
+    def set_requests(self, num_waiting: int, num_running: int, decisions: Mapping[str, int]) -> None:
+        """Set the gauges of requests. decisions: number of placements by the kinds of their legs."""
         self._waiting.set(num_waiting)
         self._running.set(num_running)
-        by_role = Tally(worker.role.value for worker in workers)
-        for role in ("prefill", "decode", "both"):
-            self._workers.labels(role).set(by_role[role])
+        self._decisions.set(decisions)
+
+    def set_pools(self, pools: Mapping[Role, PoolState], recent: RecentLatency, goals: Goals) -> None:
+        """Set the gauges of pools. A pool without workers that is not needed has only numbers of workers."""
+        for role in WORKER_ROLES:
+            states = pools[role].states if role in pools else Tally[ShownState]()
+            for state in ShownState:
+                self._workers.labels(role.value, state.value).set(states[state])
+        for gauge in (self._utilization, self._queue, self._pressure):
+            gauge.clear()
+        for role, pool in pools.items():
+            if pool.utilization is not None:
+                self._utilization.labels(role.value).set(pool.utilization)
+            self._queue.labels(role.value).set(pool.queue_seconds)
+            self._pressure.labels(role.value).set(pool.pressure(goals, decided_by(role, pools, recent)))
+
+
+class RecentMetrics:
+    """The latency and the goals of the last seconds. Call ``sample`` every ``SAMPLE_SECONDS``."""
+
+    def __init__(self, registry: CollectorRegistry, requests: "RequestMetrics") -> None:
+        times = requests.times
+        self._attainment = _gauge(registry, "slo_attainment")
+        self._ttft_histogram = times.first_token
+        self._itl_histogram = times.token_gap
+        self._ttft = RecentCounts(times.first_token.counts, _LATENCY_SECONDS)
+        self._itl = RecentCounts(times.token_gap.counts, _LATENCY_SECONDS)
+        self._goals = RecentCounts(times.goals.counts, _ATTAINMENT_SECONDS)
+
+    def sample(self) -> None:
+        """Remember the counts of now, from which later ones are subtracted."""
+        for recent in (self._ttft, self._itl, self._goals):
+            recent.sample()
+
+    def latency(self) -> RecentLatency:
+        """Return the P90 of the last seconds."""
+        return RecentLatency(
+            self._ttft_histogram.quantile(self._ttft.growth(), 0.9),
+            self._itl_histogram.quantile(self._itl.growth(), 0.9),
+        )
+
+    def set(self) -> None:
+        """Set the gauge of goals."""
+        self._attainment.clear()
+        for slo, share in attainment(self._goals.growth()).items():
+            self._attainment.labels(slo).set(share)
 
 
 class RequestMetrics:
     """The outcomes, tokens and times of requests.
 
     first_token: records the seconds from a request's arrival to its first token. token_gap: records the seconds between two
-    deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly.
+    deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly. times: the
+    latencies. sizes: the tokens of requests.
     """
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._times = _Times(registry)
-        self.first_token = self._times.first_token.observe
-        self.token_gap = self._times.token_gap.observe
-        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+    def __init__(self, registry: CollectorRegistry, goals: Goals) -> None:
+        self.times = Times(registry, goals)
+        self.first_token = self.times.first_token.observe
+        self.token_gap = self.times.token_gap.observe
+        self.sizes = RequestSizes(registry)
         self.tokens = _event_counter(registry, "generation_tokens_total").add
-        self._success = _counter(registry, "request_success_total", "finished_reason")
-        self._errors = _counter(registry, "request_errors_total", "kind")
-        self._replays = _counter(registry, "request_replays_total", "kind")
+        self._success = _counter(registry, "request_success_total")
+        self._errors = _counter(registry, "request_errors_total")
+        self._replays = _counter(registry, "request_replays_total")
         self._local = _counter(registry, "request_local_recomputes_total")
         self._usual_success = {
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -83,12 +148,14 @@ class RequestMetrics:
         """Count a request with a complete answer."""
         success = self._usual_success.get(reason) or self._success.labels(reason.value)
         success.inc()
-        self._prompt_tokens.add(usage.num_prompt_tokens)
-        self._times.observe(timings)
+        self.sizes.observe(usage)
+        self.times.observe(timings, usage.num_completion_tokens)
 
     def failed(self, kind: ErrorKind) -> None:
         """Count a request that ended with an error; a client that disconnected counts as cancelled."""
         self._errors.labels(kind.value).inc()
+        if kind not in _FAULTS_OF_CLIENTS:
+            self.times.goals.failed()
 
     def replayed(self, kind: ErrorKind) -> None:
         """Count a failed attempt that another one follows."""
@@ -99,10 +166,11 @@ class RequestMetrics:
         self._local.inc()
 
 
-class _Times:
-    """The latency split of requests, in seconds."""
+class Times:
+    """The latency split of requests, in seconds. goals: how many requests met their goals."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, goals: Goals) -> None:
+        self.goals = GoalCounts(registry, goals)
         self.first_token = _histogram(registry, "time_to_first_token_seconds", _LONG)
         self.token_gap = _histogram(registry, "inter_token_latency_seconds", _SHORT)
         self._e2e = _histogram(registry, "e2e_request_latency_seconds", _LONG)
@@ -111,8 +179,11 @@ class _Times:
         self._transfer = _histogram(registry, "request_transfer_time_seconds", _SHORT)
         self._decode = _histogram(registry, "request_decode_time_seconds", _LONG)
 
-    def observe(self, timings: Timings) -> None:
-        """Record the phases of one request."""
+    def observe(self, timings: Timings, num_tokens: int) -> None:
+        """Record the phases of one request, whose answer has this many tokens."""
+        first = timings.queue + timings.prefill
+        itl = (timings.end_to_end - first) / (num_tokens - 1) if num_tokens > 1 else None
+        self.goals.answered(first, itl)
         self._e2e.observe(timings.end_to_end)
         self._queue.observe(timings.queue)
         self._prefill.observe(timings.prefill)
@@ -120,13 +191,32 @@ class _Times:
         self._decode.observe(timings.first_decode_step + timings.decode)
 
 
+class RequestSizes:
+    """The number of requests, and the tokens of complete ones. admitted: counts requests."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.admitted = _event_counter(registry, "requests_admitted_total").add
+        self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
+        self._prompt = _histogram(registry, "request_prompt_tokens", _TOKENS)
+        self._uncached = _histogram(registry, "request_uncached_prompt_tokens", _TOKENS)
+        self._answer = _histogram(registry, "request_generation_tokens", _TOKENS)
+
+    def observe(self, usage: Usage) -> None:
+        """Record the tokens of one request."""
+        num_tokens = usage.num_prompt_tokens
+        self._prompt_tokens.add(num_tokens)
+        self._prompt.observe(num_tokens)
+        self._uncached.observe(num_tokens - usage.num_cached_tokens)
+        self._answer.observe(usage.num_completion_tokens)
+
+
 class DrainMetrics:
     """The drains of workers, and their changes of roles."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._drains = _counter(registry, "drains_total", "result")
+        self._drains = _counter(registry, "drains_total")
         self._seconds = _histogram(registry, "drain_seconds", _LONG)
-        self._flips = _counter(registry, "flips_total", "role")
+        self._flips = _counter(registry, "flips_total")
 
     def ended(self, result: str, seconds: float) -> None:
         """Count a drain. result: empty, moved, undone or lost."""
@@ -142,13 +232,13 @@ class MoveMetrics:
     """The moves of answers from one worker to another while they are decoded. recent: the last ones that have succeeded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._moves = _counter(registry, "migrations_total", "result")
+        self._moves = _counter(registry, "migrations_total")
         self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
         self.recent = deque[MoveRecord](maxlen=_NUM_RECENT_MOVES)
 
-    def ended(self, result: str) -> None:
-        """Count a move. result: a ``MoveResult``."""
-        self._moves.labels(result).inc()
+    def ended(self, result: str, reason: str) -> None:
+        """Count a move. result: a ``MoveResult``. reason: drain or flip."""
+        self._moves.labels(result, reason).inc()
 
     def note(self, move: MoveRecord) -> None:
         """Record how long a move that has succeeded interrupted its answer; do nothing for another one."""
@@ -161,9 +251,9 @@ class BatchMetrics:
     """The folder of files, and the results of requests of batches."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._batches = _gauge(registry, "num_batches", "status")
+        self._batches = _gauge(registry, "num_batches")
         self._file_bytes = _gauge(registry, "num_file_bytes")
-        self._requests = _counter(registry, "batch_requests_total", "result")
+        self._requests = _counter(registry, "batch_requests_total")
 
     def count_requests(self, result: str, number: int) -> None:
         """Count requests of batches: completed, failed, expired, retried or stopped."""
@@ -176,17 +266,24 @@ class BatchMetrics:
         self._file_bytes.set(num_bytes)
 
 
-def _gauge(registry: CollectorRegistry, name: str, *labels: str) -> Gauge:
-    return Gauge(PREFIX + name, ROUTER_METRICS[name], labels, registry=registry)
+def _gauge(registry: CollectorRegistry, name: str) -> Gauge:
+    metric = ROUTER_METRICS[name]
+    return Gauge(PREFIX + name, metric.text, metric.labels, registry=registry)
 
 
-def _counter(registry: CollectorRegistry, name: str, *labels: str) -> Counter:
-    return Counter(PREFIX + name, ROUTER_METRICS[name], labels, registry=registry)
+def _counter(registry: CollectorRegistry, name: str) -> Counter:
+    metric = ROUTER_METRICS[name]
+    return Counter(PREFIX + name, metric.text, metric.labels, registry=registry)
 
 
 def _event_counter(registry: CollectorRegistry, name: str) -> EventCounter:
-    return EventCounter(registry, PREFIX + name, ROUTER_METRICS[name])
+    return EventCounter(registry, PREFIX + name, ROUTER_METRICS[name].text)
 
 
 def _histogram(registry: CollectorRegistry, name: str, bounds: tuple[float, ...]) -> EventHistogram:
-    return EventHistogram(registry, PREFIX + name, ROUTER_METRICS[name], bounds)
+    return EventHistogram(registry, PREFIX + name, ROUTER_METRICS[name].text, bounds)
+
+
+def _tally(registry: CollectorRegistry, name: str) -> TallyCounter:
+    metric = ROUTER_METRICS[name]
+    return TallyCounter(registry, PREFIX + name, metric.text, *metric.labels)

@@ -102,7 +102,7 @@ class Mover:
         An answer that cannot be moved stays as it is. Cancel the task to give the move up.
         """
         with source.capacity.former.moving():
-            return await _counted(self._metrics, self._move(run, source))
+            return await _counted(self._metrics, source, self._move(run, source))
 
     async def move_all(self, source: AttachedWorker, runs: Iterable[RequestRun]) -> Counter[MoveResult]:
         """Move all answers of ``runs`` that can be moved away from a worker; return how many moves had which result.
@@ -120,7 +120,7 @@ class Mover:
             async with asyncio.TaskGroup() as group:
 
                 async def move_next(run: RequestRun) -> None:
-                    work.done(run, await _counted(self._metrics, self._move(run, source)))
+                    work.done(run, await _counted(self._metrics, source, self._move(run, source)))
                     begin()
 
                 def begin() -> None:
@@ -214,10 +214,11 @@ class Mover:
         return never_moved_to(self._registry.views, source.name, sources, frozenset(blocked))
 
 
-async def _counted(metrics: MoveMetrics, moving: Awaitable[MoveResult]) -> MoveResult:
-    """Wait for the end of a move, and count it."""
+async def _counted(metrics: MoveMetrics, source: AttachedWorker, moving: Awaitable[MoveResult]) -> MoveResult:
+    """Wait for the end of a move away from a worker, and count it."""
+    reason = "drain" if source.capacity.credit.is_draining else "flip"
     result = await moving
-    metrics.ended(result.value)
+    metrics.ended(result.value, reason)
     return result
 
 

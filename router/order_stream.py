@@ -128,7 +128,11 @@ class OrderStream:
         num_cancels = 0 if self._starts else min(len(self._cancels), _MAX_CANCELS)
         self.counts.sent += num_cancels
         orders += (pb.Order(cancel=self._cancels.popleft()) for _ in range(num_cancels))
-        return (pb.RouterMessage(orders=pb.Orders(orders=orders)), on_sent) if orders else None
+        if not orders:
+            return None
+        message = pb.RouterMessage()
+        message.orders.orders.extend(orders)
+        return message, on_sent
 
     def _reject_late(self) -> None:
         """Reject the starts that the worker should have carried out by now, and look again when the next one is due."""

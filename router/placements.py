@@ -1,5 +1,6 @@
 """The workers of each request that is admitted, within the limits of its client."""
 
+from collections import Counter
 from collections.abc import Set
 
 from router.fair_queue import QueueOrder, StartRule
@@ -18,7 +19,8 @@ _NONE: frozenset[str] = frozenset()
 class Placements:
     """Decides which client may begin a request, chooses the workers, and holds their credit.
 
-    It owns the number of placements, by which equally loaded workers take turns.
+    It owns the number of placements, by which equally loaded workers take turns. decisions: their number, by the kinds of
+    the first and the last leg.
     """
 
     def __init__(
@@ -29,6 +31,7 @@ class Placements:
         self._shares = shares
         self._starts = starts
         self._turn = 0
+        self.decisions: Counter[tuple[str, str]] = Counter()
 
     def total_credit(self) -> TotalCredit:
         """Return the credit of the workers that decode, which bounds what each client runs and starts."""
@@ -68,7 +71,9 @@ class Placements:
         if placement is None:
             return None
         self._turn += 1
-        workers = [self._registry.get(leg.worker) for leg in placement.legs]
+        legs = placement.legs
+        self.decisions[legs[0].kind, legs[-1].kind] += 1
+        workers = [self._registry.get(leg.worker) for leg in legs]
         if pair := placement.hand_over:
             self._unreachable.record_probe(*map(self._registry.get, pair))
         is_alone = self._shares.is_alone(order.tenant, self._registry.held)

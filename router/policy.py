@@ -10,9 +10,10 @@ each size of worker, and not for each worker.
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass
 from itertools import chain, pairwise, permutations, product
 from operator import itemgetter
+
+import msgspec
 
 from contract.identity import Role
 from contract.membership import Credit
@@ -24,8 +25,7 @@ Pairs = frozenset[tuple[str, str]]
 _NONE: frozenset[str] = frozenset()
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The needs of a request, and what its earlier attempts have shown.
 
     num_prompt_tokens: with the tokens that were delivered already (num_delivered). num_answer_tokens: kept free for each of
@@ -260,6 +260,8 @@ class _Choice:
 
 def _fitting(workers: WorkerViews, request: PlacementRequest) -> frozenset[WorkerSize]:
     """Return the sizes of worker that a request fits."""
+    if max(request.num_prompt_tokens + 2, request.least_length) <= workers.common_length:
+        return workers.sizes
     return frozenset([size for size in workers.sizes if fits(size, request)])
 
 

@@ -8,7 +8,9 @@ the requests of its priority that were not begun yet. Tokens of older attempts t
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from contract.errors import KvbatonError, UnavailableError
 from contract.identity import Role
@@ -84,8 +86,10 @@ class PromptRuns:
 
     def close(self) -> None:
         """End all runs. Does nothing the second time."""
-        self._open_runs.difference_update(self.runs)
-        for run in self.runs:
+        runs = self.runs
+        self.runs = []  # a cycle of references would wait for the search for garbage
+        self._open_runs.difference_update(runs)
+        for run in runs:
             run.close()
 
 
@@ -245,7 +249,7 @@ class RequestRun:
 
         excluded: workers that must not be chosen. The answer is not cut to fit one.
         """
-        request = replace(
+        request = structs.replace(
             self._placement_request(1),
             plan=CONTINUATION,
             num_prompt_tokens=len(self.request.prompt_token_ids) + self.num_known_tokens,

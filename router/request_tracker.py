@@ -52,6 +52,7 @@ class RequestTracker:
         Raises OverloadedError, UnavailableError after ``close_admission``.
         """
         self.check_admission(request)
+        self._metrics.sizes.admitted(1)
         tracked = TrackedRequest(request, self._metrics, self._on_state, self._on_end)
         self._add(tracked)
         return tracked

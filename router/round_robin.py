@@ -3,8 +3,8 @@
 To begin a request (tokenize a prompt, enter the queue, call two workers, make a task for each answer) takes a millisecond or
 more of the event loop. A hundred at once would delay everything else that is ready by a tenth of a second.
 Here one request of each client begins in a round of the loop. While several clients are active, the next round begins after
-the loop has been left to others for a while. Of a client that is alone a few begin in a round, so that their orders to a
-worker are sent together.
+the loop has been left to others for a while. Of a client that is alone a few begin in a round, without a wait, so that their
+orders to a worker are sent together.
 """
 
 import asyncio
@@ -35,22 +35,27 @@ class RoundRobin:
         self._cpu_clock = cpu_clock
         self._recent = RecentClients(RECENT_SECONDS, clock)
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._num_begun = 0
+        """Requests that have begun in this round."""
         self._busy_before = 0.0
 
     async def wait_turn(self, client: str) -> None:
-        """Wait until no other request of this client has begun in this round of the event loop."""
+        """Wait until no other request of this client has begun in this round of the event loop, or few if it is alone."""
         self._recent.note(client)
-        if (waiting := self._waiting.get(client)) is not None:
+        if (waiting := self._waiting.get(client)) is None:
+            if not self._waiting:
+                self._schedule_round()
+            self._waiting[client] = deque()
+        elif waiting or self._num_begun >= _MOST_ALONE or not self._is_one_alone:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             waiting.append(turn)
             await turn
             return
-        if not self._waiting:
-            self._schedule_round()
-        self._waiting[client] = deque()
+        self._num_begun += 1
 
     def _next_round(self) -> None:
         most = _MOST_ALONE if self._is_one_alone else 1
+        self._num_begun = 0
         for client, waiting in list(self._waiting.items()):
             num_begun = 0
             while waiting and num_begun < most:
@@ -58,6 +63,7 @@ class RoundRobin:
                 if not turn.done():  # else it was cancelled
                     turn.set_result(None)
                     num_begun += 1
+            self._num_begun += num_begun
             if not num_begun:
                 del self._waiting[client]
         if self._waiting:

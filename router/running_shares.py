@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from router.recent_clients import RecentClients
 
 RECENT_SECONDS = 10.0
@@ -24,14 +26,17 @@ class Held:
 
     def add(self, tenant: str, num_requests: int, num_tokens: int) -> None:
         """Count requests that begin, or with negative numbers requests that end."""
-        self.num_requests[tenant] += num_requests
-        self.num_tokens[tenant] += num_tokens
-        if not self.num_requests[tenant]:
-            del self.num_requests[tenant], self.num_tokens[tenant]
+        # not ``+=`` and ``del``, which a Counter implements in Python
+        total = self.num_requests.get(tenant, 0) + num_requests
+        if total:
+            self.num_requests[tenant] = total
+            self.num_tokens[tenant] = self.num_tokens.get(tenant, 0) + num_tokens
+        else:
+            self.num_requests.pop(tenant, None)
+            self.num_tokens.pop(tenant, None)
 
 
-@dataclass(frozen=True)
-class TotalCredit:
+class TotalCredit(msgspec.Struct, frozen=True):
     """The credit of several workers together, and what is held of it."""
 
     num_workers: int
@@ -56,7 +61,7 @@ class RunningShares:
 
         That is always true if it holds none, or if it is alone.
         """
-        held_requests = use.held.num_requests[tenant]
+        held_requests = use.held.num_requests.get(tenant, 0)
         if not held_requests or self.is_alone(tenant, use.held):
             return True
         held_tokens = use.held.num_tokens[tenant]

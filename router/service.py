@@ -57,7 +57,7 @@ class RouterService:
 
     def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
-        metrics = RouterMetrics()
+        metrics = RouterMetrics(settings.goals)
         self._path = RequestPath(settings, metrics.requests)
         mover = Mover(self._path.registry, self._path.runs, metrics.moves)
         evacuation = Evacuation(
@@ -69,7 +69,7 @@ class RouterService:
             self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
-        self._inspection = Inspection(self._path, metrics, batches)
+        self._inspection = Inspection(self._path, metrics, batches, settings.aliases)
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
         )
@@ -132,6 +132,7 @@ class RouterService:
                 self._path.models.load_from_workers(self._path.registry), name="load the model"
             ),
             asyncio.create_task(self._report_health(), name="report gRPC health"),
+            asyncio.create_task(self._inspection.sample(), name="sample recent counts"),
         ]
 
     async def drain(self, at_once: asyncio.Event) -> None:

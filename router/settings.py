@@ -9,8 +9,10 @@ from pydantic import AfterValidator, Field
 from contract.errors import SettingError
 from contract.options import DrainOptions
 from router.batches.quota import FolderLimits
+from router.goals import Goals
 from router.limits import MAX_PROMPTS
 from serving.http_connections import HttpLimits
+from serving.metric_aliases import MetricsOptions
 from serving.settings import Address, Settings, check_secret, listed, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
@@ -32,7 +34,7 @@ def _check_origins(value: str) -> str:
     return value
 
 
-class RouterSettings(DrainOptions, Settings):
+class RouterSettings(DrainOptions, MetricsOptions, Settings):
     """The addresses, the model and the limits of a router."""
 
     http: Address = "127.0.0.1:8000"
@@ -64,6 +66,10 @@ class RouterSettings(DrainOptions, Settings):
     """File with admin keys, one per line; # begins a comment. It is read again when it changes."""
     metrics_need_key: bool = False
     """Require an API key for /metrics too, if there are keys."""
+    ttft_goal_ms: float = Field(default=1000.0, gt=0, le=600_000)
+    """Goal for the time to the first token, for the metrics of goals and of scaling."""
+    itl_goal_ms: float = Field(default=100.0, gt=0, le=600_000)
+    """Goal for the mean time between the tokens of an answer, for the same metrics."""
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
     """Origins of web pages that may call the HTTP API, separated by commas; * allows every origin."""
     allowed_hosts: str | None = None
@@ -146,6 +152,11 @@ class RouterSettings(DrainOptions, Settings):
     """Requests of one batch."""
     batches_max_concurrency: int = Field(default=8, ge=1)
     """Running requests of batches; they begin only while no other request waits for workers."""
+
+    @property
+    def goals(self) -> Goals:
+        """The goals of latency."""
+        return Goals(self.ttft_goal_ms / 1000, self.itl_goal_ms / 1000)
 
     @property
     def max_answers(self) -> int:

@@ -4,7 +4,7 @@ A view is replaced only when its worker has changed, so that a decision causes n
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,6 +32,11 @@ class WorkerSize(NamedTuple):
     max_length: int
     pool_tokens: int
     has_credit: bool
+
+    @property
+    def common_length(self) -> int:
+        """Tokens of prompt and answer up to which any request fits a worker of this size."""
+        return min(self.max_length, self.pool_tokens) if self.has_credit else 0
 
 
 class WorkerView(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,13 +104,16 @@ class WorkerViews:
     """Owns one view for each worker. Iterates over them, oldest worker first.
 
     decoding: the credit of all workers that can decode. version: changes with the set of workers, or with the size of one
-    of them; what a request fits stays the same until then. max_length: ``longest`` of their sizes. unsettled: the ids of the
+    of them; what a request fits stays the same until then. max_length: ``longest`` of their sizes. sizes: those of
+    the workers, each once. common_length: tokens that a request may have to fit every one of them. unsettled: the ids of the
     unsettled workers.
     """
 
     decoding: Credits = field(default_factory=Credits)
     version: int = 0
     max_length: int | None = None
+    sizes: frozenset[WorkerSize] = frozenset()
+    common_length: int = 0
     unsettled: frozenset[str] = frozenset()
     _ranked: dict[str, RankedView] = field(default_factory=dict)
     _by_role: dict[Role, list[RankedView]] = field(default_factory=lambda: {role: [] for role in Role})
@@ -161,11 +169,6 @@ class WorkerViews:
         """Return the workers of a role, least loaded first."""
         return self._by_role[role]
 
-    @property
-    def sizes(self) -> Collection[WorkerSize]:
-        """The sizes of the workers, each once."""
-        return self._by_size.keys()
-
     def of_size(self, size: WorkerSize) -> Set[str]:
         """Return the ids of the workers of a size."""
         return self._by_size[size]
@@ -181,10 +184,10 @@ class WorkerViews:
         fresh = WorkerViews.of(self)
         for role in Role:
             assert [each.view for each in self.ranked(role)] == [each.view for each in fresh.ranked(role)]
-        assert dict.fromkeys(self.sizes) == dict.fromkeys(fresh.sizes)
         assert all(self.of_size(size) == fresh.of_size(size) for size in self.sizes)
         assert self.decoding == fresh.decoding
-        assert self.max_length == longest(self.sizes)
+        assert self.sizes == fresh.sizes == self._by_size.keys()
+        assert (self.max_length, self.common_length) == (fresh.max_length, fresh.common_length)
         assert self.unsettled == {view.worker_id for view in self if view.is_unsettled}
         for sizes, members in self._members.items():
             assert members == {each.view.worker_id for each in self._ranked.values() if each.size in sizes}
@@ -206,7 +209,9 @@ class WorkerViews:
                 del self._by_size[former.size]
         if size:
             self._by_size.setdefault(size, set()).add(worker_id)
+        self.sizes = frozenset(self._by_size)
         self.max_length = longest(self.sizes)
+        self.common_length = min((size.common_length for size in self.sizes), default=0)
 
 
 def longest(sizes: Iterable[WorkerSize]) -> int | None:

@@ -4,7 +4,7 @@ Those of ``prometheus_client`` take locks and compare a value with each bucket, 
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
@@ -30,6 +30,28 @@ class EventCounter(Collector):
         yield CounterMetricFamily(self._name.removesuffix("_total"), self._text, value=self._value)
 
 
+class TallyCounter(Collector):
+    """Sums by the value of one label, which their owner counts. name: ends in ``_total``."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str, label: str) -> None:
+        self._name = name
+        self._text = text
+        self._label = label
+        self._sums: Mapping[str, float] = {}
+        registry.register(self)
+
+    def set(self, sums: Mapping[str, float]) -> None:
+        """Take the sums of now, by the label's value."""
+        self._sums = sums
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        """Yield the family."""
+        family = CounterMetricFamily(self._name.removesuffix("_total"), self._text, labels=[self._label])
+        for value, total in self._sums.items():
+            family.add_metric([value], total)
+        yield family
+
+
 class EventHistogram(Collector):
     """Counts of values, in buckets. bounds: the upper bound of each bucket but the last one, in order."""
 
@@ -45,6 +67,24 @@ class EventHistogram(Collector):
         """Count a value in the first bucket whose bound is not below it."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def counts(self) -> list[int]:
+        """Return how many values each bucket has, the one without a bound last."""
+        return list(self._counts)
+
+    def quantile(self, counts: Sequence[int], share: float) -> float | None:
+        """Return the value below which this share of ``counts`` is, between the bounds of its bucket; None without values.
+
+        counts: of this histogram's buckets. Values above all bounds count as the highest one.
+        """
+        rank = share * sum(counts)
+        lower = 0.0
+        for bound, count in zip(self._bounds, counts, strict=False):
+            if count and rank <= count:
+                return lower + (bound - lower) * rank / count
+            rank -= count
+            lower = bound
+        return lower if sum(counts) else None
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         """Yield the family."""

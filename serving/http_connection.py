@@ -130,8 +130,8 @@ class HttpConnection(web.RequestHandler):
             if self._num_unsent():
                 self._watch_writing()
                 self._loop.call_soon(self.rest_if_sent)  # uvloop sends at the end of a turn
-            elif self._wire is not None:
-                self._enter(_Phase.IDLE, self._limits.idle_seconds)
+            elif self._wire is not None:  # aiohttp closes a connection that is not kept
+                self._enter(_Phase.IDLE, self._limits.idle_seconds if resp.keep_alive else None)
             self._book.wait(self)
 
     def force_close(self) -> None:

@@ -1,7 +1,9 @@
 """Converts tokens to text incrementally (with the prefix and read offsets of Hugging Face's TGI).
 
 A token's text depends on its neighbours: a character may consist of several tokens, a leading space may be dropped at the
-start. Therefore each step decodes a short window twice, with and without the new tokens, and emits the difference.
+start. Therefore each step decodes a short window twice, with and without the new tokens, and emits the difference. The
+neighbours do not matter if a vocabulary consists of bytes, and no character is unfinished before or behind a token: that is
+so for most tokens, whose text is looked up.
 """
 
 from collections.abc import Sequence
@@ -29,15 +31,25 @@ class Detokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+        self._decode_one = tokenizer.decode_one
+        self._skips_special = skip_special_tokens
+        self._joins_bytes = tokenizer.joins_bytes
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._num_read = len(self._window)
+        self._ends_whole = self._joins_bytes and _is_whole(self._decode(self._window[-1:]))
+        """The bytes before the next token certainly end with a whole character."""
         self.has_unread = False
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; empty while a character is unfinished."""
+        if self._ends_whole and _is_whole(text := self._decode_one(token_id, self._skips_special)):
+            self._window = [token_id]
+            self._num_read = 1
+            return text
         self._window.append(token_id)
         text = self._unread(len(self._window))
         self.has_unread = text.endswith(_REPLACEMENT)
+        self._ends_whole = self._joins_bytes and _is_whole(text)
         if not self.has_unread:
             self._advance(len(self._window), text)
             return text
@@ -56,6 +68,7 @@ class Detokenizer:
             return ""
         text = self._unread(len(self._window))
         self._advance(len(self._window), text)
+        self._ends_whole = False
         return text
 
     def _unread(self, end: int) -> str:
@@ -71,3 +84,8 @@ class Detokenizer:
             del self._window[: self._num_read]
             end -= self._num_read
         self._num_read = end
+
+
+def _is_whole(text: str) -> bool:
+    """Return True for text that ends with a whole character. It may not be one if it is empty or ends with U+FFFD."""
+    return text != "" and not text.endswith(_REPLACEMENT)

@@ -52,8 +52,12 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self._messages = MessageEncoder(backend)
         self.length_bound = LengthBound(backend)
-        self._decode_one = lru_cache(_MAX_DECODED)(self._decode)
-        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(backend.to_str()).get("decoder"))
+        self.decode_one = lru_cache(_MAX_DECODED)(self._decode)
+        """Returns the text of one token as ``decode`` does: (token id, skip_special_tokens) → text."""
+        decoder = json.loads(backend.to_str()).get("decoder") or {}
+        self.joins_bytes = decoder.get("type") == "ByteLevel"
+        """True if the text of several tokens is that of their bytes in a row, whatever these are."""
+        self._is_byte_level = '"ByteLevel"' in json.dumps(decoder)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer":
@@ -107,7 +111,7 @@ class Tokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of ``token_ids``; invalid UTF-8 becomes U+FFFD, unknown ids have no text."""
         if len(token_ids) == 1:  # single tokens are decoded again and again
-            return self._decode_one(token_ids[0], skip_special_tokens)
+            return self.decode_one(token_ids[0], skip_special_tokens)
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_id(self, token: str | None) -> int | None:

@@ -1,6 +1,7 @@
 """Converts the orders that start a leg on a worker or cancel a request, and the call that hands a leg off.
 
-A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both.
+A leg's message contains the task and the transfer of its KV; ``EngineRequest`` contains both. ``into`` is the empty message
+to fill, if it is a part of another one (``task_to_proto``).
 """
 
 from contract.errors import InvalidRequestError
@@ -9,11 +10,14 @@ from protos import worker_pb2 as pb
 from wire.tasks import task_from_proto, task_to_proto
 
 
-def prefill_to_proto(request: EngineRequest) -> pb.PrefillRequest:
+def prefill_to_proto(request: EngineRequest, into: pb.PrefillRequest | None = None) -> pb.PrefillRequest:
     """Translate a prefill leg. Raises TypeError for a request that sends no KV."""
     if not isinstance(request.transfer, SendTransfer):
         raise TypeError(f"a prefill leg has a SendTransfer, not {request.transfer!r}")
-    return pb.PrefillRequest(task=task_to_proto(request), transfer_id=request.transfer.transfer_id)
+    message = pb.PrefillRequest() if into is None else into
+    task_to_proto(request, message.task)
+    message.transfer_id = request.transfer.transfer_id
+    return message
 
 
 def prefill_from_proto(message: pb.PrefillRequest) -> EngineRequest:
@@ -23,12 +27,15 @@ def prefill_from_proto(message: pb.PrefillRequest) -> EngineRequest:
     return task_from_proto(message.task, SendTransfer(message.transfer_id))
 
 
-def decode_to_proto(request: EngineRequest) -> pb.DecodeRequest:
+def decode_to_proto(request: EngineRequest, into: pb.DecodeRequest | None = None) -> pb.DecodeRequest:
     """Translate a decode leg. Raises TypeError for a request that sends KV."""
     if isinstance(request.transfer, SendTransfer):
         raise TypeError(f"a decode leg has a ReceiveTransfer or none, not {request.transfer!r}")
-    source = None if request.transfer is None else source_to_proto(request.transfer)
-    return pb.DecodeRequest(task=task_to_proto(request), source=source)
+    message = pb.DecodeRequest() if into is None else into
+    task_to_proto(request, message.task)
+    if request.transfer is not None:
+        message.source.MergeFrom(source_to_proto(request.transfer))
+    return message
 
 
 def decode_from_proto(message: pb.DecodeRequest) -> EngineRequest:
@@ -62,9 +69,11 @@ def source_from_proto(message: pb.TransferSource) -> ReceiveTransfer:
     )
 
 
-def embed_to_proto(request: EngineRequest) -> pb.EmbedLegRequest:
+def embed_to_proto(request: EngineRequest, into: pb.EmbedLegRequest | None = None) -> pb.EmbedLegRequest:
     """Translate an embedding. The pooling is not sent: the worker reads it from its model's folder."""
-    return pb.EmbedLegRequest(task=task_to_proto(request))
+    message = pb.EmbedLegRequest() if into is None else into
+    task_to_proto(request, message.task)
+    return message
 
 
 def embed_from_proto(message: pb.EmbedLegRequest, pooling: PoolingParams) -> EngineRequest:

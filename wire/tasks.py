@@ -7,27 +7,30 @@ from protos import worker_pb2 as pb
 from wire.sampling import sampling_from_proto, sampling_to_proto
 
 
-def task_to_proto(request: EngineRequest) -> pb.Task:
+def task_to_proto(request: EngineRequest, into: pb.Task | None = None) -> pb.Task:
     """Translate a request.
+
+    into: the empty message to fill, if it is a part of another one: to assign a message copies it, with a whole prompt.
 
     The leg's own message contains the transfer. An embedding's task has no sampling, and its pooling is not sent either,
     since the worker reads it from its model's folder. ``client_index``, ``arrival_time``, ``lora_request`` and
     ``multi_modal_inputs`` are not part of the protocol.
     """
-    return pb.Task(
-        request_id=request.request_id,
-        attempt=request.attempt,
-        choice=request.choice,
-        num_choices=request.num_choices,
-        first_index=request.first_index,
-        prompt_token_ids=request.prompt_token_ids,
-        sampling=None if request.pooling_params else sampling_to_proto(request.sampling),
-        eos_token_ids=request.eos_token_ids,
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        tenant=request.tenant,
-        deadline_seconds=request.deadline_seconds,
-    )
+    task = pb.Task() if into is None else into
+    task.request_id = request.request_id
+    task.attempt = request.attempt
+    task.choice = request.choice
+    task.num_choices = request.num_choices
+    task.first_index = request.first_index
+    task.prompt_token_ids.extend(request.prompt_token_ids)
+    if not request.pooling_params:
+        task.sampling.MergeFrom(sampling_to_proto(request.sampling))
+    task.eos_token_ids.extend(request.eos_token_ids)
+    task.priority = request.priority
+    task.cache_salt = request.cache_salt
+    task.tenant = request.tenant
+    task.deadline_seconds = request.deadline_seconds
+    return task
 
 
 def task_from_proto(

@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 import grpc.aio
+from prometheus_client.registry import Collector
 
 from contract.identity import Role, new_boot_id
 from engine.client import EngineClient, ProcessClient
@@ -19,6 +21,7 @@ from serving.descriptors import internal_connections, num_open_descriptors, rais
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
 from serving.logs import configure_logs, log_settings
+from serving.metric_aliases import AliasCollector
 from serving.metrics import EngineCollector
 from serving.settings import split_address
 from serving.signals import until_stopped
@@ -114,7 +117,7 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
         missing=worker.missing,
         not_ready=lambda: worker.drain.reason,
         state=worker.debug_state,
-        metrics=_metrics(worker),
+        metrics=_metrics(worker, settings),
         routes=DrainAdmin(worker).routes(),
     )
     async with AsyncExitStack() as stack:
@@ -139,9 +142,18 @@ async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> E
     return await ProcessClient.start(settings.engine(), factory, prepare=prepare)
 
 
-def _metrics(worker: Worker) -> Any:
-    async def collect() -> EngineCollector:
-        return EngineCollector(await worker.engine.call("counters"))
+def _metrics(worker: Worker, settings: WorkerSettings) -> Callable[[], Awaitable[Collector]]:
+    """Return the source of the worker's metrics."""
+    model_name = settings.served_model_name or settings.model.name
+
+    async def collect() -> Collector:
+        info = {
+            "worker": worker.identity.worker_id,
+            "role": worker.lifecycle.role.value,
+            "build": version("kvbaton"),
+        }
+        collector = EngineCollector(await worker.engine.call("counters"), info)
+        return AliasCollector(collector, settings.aliases, lambda: model_name)
 
     return collect
 

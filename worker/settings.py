@@ -10,6 +10,7 @@ from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
 from kv_transfer.settings import TransferSettings
+from serving.metric_aliases import MetricsOptions
 from serving.settings import Address, Settings, check_address, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
@@ -44,7 +45,7 @@ class PlaceSettings(Settings):
     """HOST:PORT of /health, /ready, /metrics and /debug/state."""
 
 
-class WorkerSettings(WorkerOptions, HostOptions, PortOptions, PlaceSettings):
+class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, PlaceSettings):
     """The settings of one prefill, decode or aggregated worker."""
 
     cores: str | None = None

@@ -100,12 +100,12 @@ class InputBatch:
     def append_tokens(self, states: Sequence[RequestState], drawn: Sequence[Sequence[int]]) -> None:
         """Append the sampled tokens of each of these requests of the step.
 
-        A token beyond the model's positions is dropped.
+        A token beyond the model's positions is dropped, and so is one of a request that has been removed.
         """
         table = self.token_table
         length = self.token_table.shape[1]
         for state, tokens in zip(states, drawn, strict=True):
-            if tokens and state.num_tokens < length:
+            if tokens and state.row is not None and state.num_tokens < length:
                 table[state.row, state.num_tokens] = tokens[0]
                 state.num_tokens += 1
 

@@ -22,7 +22,7 @@ from engine.models.decoder import CausalLM
 from engine.models.info import ModelInfo
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
-from engine.sampling.sampler import Draw, draw_by_torch
+from engine.sampling.sampler import Draw, Sampling, draw_by_torch
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,10 @@ class ForwardPass(Protocol):
     """
 
     draw: Draw
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if a pass may begin before the results of the one before are read, with ``PreparedInputs.fed``."""
 
     def begin(
         self,
@@ -61,10 +65,10 @@ class ForwardPass(Protocol):
     def logits(self, states: Tensor) -> Tensor:
         """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 only."""
 
-    def best_tokens(self, logits: Tensor) -> list[int] | None:
+    def best_tokens(self, logits: Tensor) -> Sampling | None:
         """Return the best token of each row of the last ``logits``, the lowest id among equals.
 
-        None if that is unknown, or a row has a value that is not a number.
+        None if they are not computed yet, or a row is known to have a value that is not a number.
         """
 
     def reserve(self, caches: Sequence[Tensor]) -> None:

@@ -18,9 +18,9 @@ from torch import Tensor
 from engine.attention.backend import StaticDecode
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
-from engine.compute.staging import copy_into, padded
+from engine.compute.staging import begin_copy, copy_into, padded
 from engine.connector import LayerWatch
-from engine.sampling.sampler import Draw
+from engine.sampling.sampler import Draw, Samples, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,8 @@ class _StaticTokens:
         """Write the tokens of a step, padded with zeros; return the size of the graph that holds them."""
         size = next(size for size in self.sizes if size >= inputs.num_reqs)
         copy_into(list(self._tokens), [padded(inputs.input_ids, size), padded(inputs.positions, size)])
+        if inputs.fed is not None:
+            self._tokens[0, : inputs.num_reqs].copy_(inputs.fed)
         return size
 
 
@@ -126,11 +128,17 @@ class StaticLogits:
         assert self._logits is not None
         return self._logits[:num_rows]
 
-    def best_of(self, num_rows: int) -> list[int] | None:
-        """Wait for the step; return the best tokens of the first rows, or None if one is not a number."""
+    def best_of(self, num_rows: int) -> Sampling:
+        """Return the best tokens of the first rows, which are read before the next step overwrites them."""
         assert self._best is not None
-        tokens, is_number = self._best[:, :num_rows].tolist()
-        return tokens if all(is_number) else None
+        best = self._best[:, :num_rows]
+        return Sampling(partial(_read_best, begin_copy(best)), best[0])
+
+
+def _read_best(copied: Callable[[], list[list[int]]]) -> Samples:
+    tokens, is_number = copied()
+    token_ids = [token if is_known else None for token, is_known in zip(tokens, is_number, strict=True)]
+    return Samples(token_ids, [1 - is_known for is_known in is_number], None)
 
 
 @dataclass(frozen=True)
@@ -170,8 +178,13 @@ class GraphedForward:
         self._caches: Sequence[Tensor] | None = None
         self._replayed: _Replayed | None = None
 
-    def best_tokens(self, logits: Tensor) -> list[int] | None:
-        """See ForwardPass. They are known of a replayed step."""
+    @property
+    def runs_ahead(self) -> bool:
+        """See ForwardPass."""
+        return self._plain.runs_ahead
+
+    def best_tokens(self, logits: Tensor) -> Sampling | None:
+        """See ForwardPass. They are computed in a replayed step."""
         if self._logits is None or self._replayed is None or logits is not self._replayed.logits:
             return None
         return self._logits.best_of(len(logits))

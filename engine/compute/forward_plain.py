@@ -12,7 +12,7 @@ from engine.compute.profiling import reserving_steps
 from engine.compute.staging import on_device
 from engine.connector import LayerWatch
 from engine.models.language_model import LanguageModel
-from engine.sampling.sampler import Draw, draw_by_torch
+from engine.sampling.sampler import Draw, Sampling, draw_by_torch
 
 
 class PlainForward:
@@ -31,6 +31,7 @@ class PlainForward:
         self.block_size = block_size
         self.device = device
         self.draw = draw
+        self.runs_ahead = device.type == "cuda"
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
@@ -38,6 +39,8 @@ class PlainForward:
         """Return the final hidden states; on a GPU they may still be computed."""
         step = self.backend.plan(inputs, self.block_size, self.device)
         input_ids, positions = on_device([inputs.input_ids, inputs.positions], self.device)
+        if inputs.fed is not None:
+            input_ids = inputs.fed.to(torch.int32)
         states: Tensor = self.model(input_ids, positions, step, caches, watch)
         return states
 
@@ -62,7 +65,7 @@ class PlainForward:
         """See ForwardPass."""
         return self.model.logits(states)
 
-    def best_tokens(self, logits: Tensor) -> list[int] | None:
+    def best_tokens(self, logits: Tensor) -> Sampling | None:
         """See ForwardPass."""
         return None
 

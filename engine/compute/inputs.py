@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.compute.batch import InputBatch
 from engine.outputs import SchedulerOutput
@@ -72,12 +73,14 @@ class PreparedInputs(Outline):
 
     Token level: input_ids, block_numbers, slot_mapping (block number × block size + offset: the slot of the token's KV).
     Request level: block_table ``[num_reqs, blocks of the longest sequence]`` (zero padded).
+    fed: int64 ``[num_reqs]``, the tokens of a step that runs ahead, on the device. Its ``input_ids`` are not known yet.
     """
 
     input_ids: IntVector
     block_numbers: IntVector
     slot_mapping: IndexVector
     block_table: IntVector
+    fed: Tensor | None = None
 
 
 def prepare_inputs(

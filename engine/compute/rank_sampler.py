@@ -1,6 +1,7 @@
 """The tokens of one rank's step: the same on every rank."""
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from engine.compute.inputs import IntVector
 from engine.compute.staging import on_device
 from engine.distributed.group import RankGroup
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import Samples, sample
+from engine.sampling.sampler import Samples, Sampling, begin_sampling
 from engine.sampling.sampling_batch import Drawing
 
 
@@ -25,6 +26,11 @@ class RankSampler:
         self._group = group
         self._device = device
 
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that returns a step's results."""
+        return self._group.rank == 0
+
     def logits(self, hidden: Tensor, rows: IntVector) -> Tensor:
         """Return the logits ``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 only)."""
         if len(rows) == hidden.shape[0]:  # in order, as they always are
@@ -32,18 +38,21 @@ class RankSampler:
         (indices,) = on_device([rows], self._device)
         return self._forward.logits(hidden[indices])
 
-    def sample_step(self, logits: Tensor, drawing: Drawing) -> Samples:
-        """Sample a step's tokens: the best ones if all rows take them and they are known already, else row by row."""
+    def begin_step(self, logits: Tensor, drawing: Drawing) -> Sampling:
+        """Begin to sample a step's tokens: the best ones if all rows take them and they are known already, else by row."""
         best = self._forward.best_tokens(logits) if drawing.takes_best else None
-        if best is not None:
-            return Samples(list(best), [0] * len(best), None)
-        return self.sample_rows(_repeated(logits, drawing.places), drawing.rows)
+        return best or self.begin_rows(_repeated(logits, drawing.places), drawing.rows)
 
-    def sample_rows(self, logits: Tensor, rows: list[SamplingRow]) -> Samples:
-        """Sample one token for each row."""
-        samples = sample(logits, rows, self._forward.draw) if self._group.rank == 0 else _unknown(len(rows))
-        if self._group.size == 1:
-            return samples
+    def begin_rows(self, logits: Tensor, rows: list[SamplingRow]) -> Sampling:
+        """Begin to sample one token for each row."""
+        if self._group.rank == 0:
+            sampling = begin_sampling(logits, rows, self._forward.draw)
+        else:
+            sampling = Sampling(partial(_unknown, len(rows)))
+        return sampling if self._group.size == 1 else Sampling(partial(self._shared, sampling))
+
+    def _shared(self, sampling: Sampling) -> Samples:
+        samples = sampling.read()
         return replace(samples, token_ids=self._group.share_tokens(samples.token_ids))
 
 

@@ -4,22 +4,21 @@ It decides nothing: the scheduler orders what runs. It owns the persistent batch
 half of the connector. Rank 0 of several samples the tokens and shares them, so that all ranks have the same ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
 from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
+from engine.compute.begun_step import BegunStep
 from engine.compute.forward import ForwardPass, forward_pass
-from engine.compute.inputs import Outline, PreparedInputs, outline_next, prepare_inputs
-from engine.compute.pooling import pool
+from engine.compute.inputs import Outline, prepare_inputs
 from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
 from engine.compute.rank_sampler import RankSampler
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
@@ -32,21 +31,10 @@ from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.prompt_logprobs import PromptLogprobs
-from engine.sampling.sampling_batch import Drawing
 from engine.settings import EngineSettings
 
 _T = TypeVar("_T")
 _HOST_PROFILE_TOKENS = 512
-
-
-@dataclass(frozen=True)
-class _Begun:
-    """A step whose forward pass has begun. states: waits for it; returns None if it was interrupted."""
-
-    batch: InputBatch
-    inputs: PreparedInputs
-    watch: LayerWatch | None
-    states: Callable[[], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -79,6 +67,7 @@ class ModelRunner:
         self._memory: PagedKVMemory | None = None
         self._batch: InputBatch | None = None
         self._ahead: Outline | None = None
+        self._unread: BegunStep | None = None
         self._connector: RankConnector | None = None
 
     @property
@@ -106,6 +95,11 @@ class ModelRunner:
         sampler = RankSampler(forward, self._group, self.device)
         lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
         self._loaded = _Model(loaded, forward, sampler, lists)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """True if the next step may begin before one is waited for; see ``begin``."""
+        return self._settings.enable_run_ahead and self._model.forward.runs_ahead
 
     def get_model_info(self) -> ModelInfo:
         """Return ``model_info``, for ``collective_rpc``."""
@@ -141,9 +135,9 @@ class ModelRunner:
             if self.model_info.has_head:
                 sampler = self._model.sampler
                 logits = sampler.logits(hidden, inputs.query_start_loc[1:] - 1)
-                sampler.sample_rows(
+                sampler.begin_rows(
                     logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths]
-                )
+                ).read()
                 del logits
         del hidden
         return available_kv_bytes(self._probe.read(), settings)
@@ -188,27 +182,44 @@ class ModelRunner:
         get an empty list, and so does a request whose logits are not numbers (it is in ``num_nans_in_logits``). One that
         pools gets none; rank 0 has its embedding in ``pooler_output``. Without scheduled tokens nothing is computed, and
         nothing is sampled if the step was interrupted.
+
+        If it ``runs_ahead``, the next step may begin before this one is waited for, with none but requests of this one, each
+        by the one token that this one samples: that token does not leave the device.
         """
         batch = _ready(self._batch, "initialize_from_config")
+        unread = self._unread
+        if unread is not None:
+            unread.sample()
+            self._ahead = unread.next_outline
         batch.update(scheduled)
         memory = self.memory
         memory.copy_blocks(scheduled.block_copies)
-        begun = self._begin(scheduled, batch, memory.layers) if scheduled.total_num_scheduled_tokens else None
+        begun = self._begin(scheduled, batch, unread) if scheduled.total_num_scheduled_tokens else None
+        self._unread = begun
         return partial(self._finish, scheduled, begun)
 
-    def _begin(self, scheduled: SchedulerOutput, batch: InputBatch, caches: Sequence[Tensor]) -> _Begun:
+    def _begin(self, scheduled: SchedulerOutput, batch: InputBatch, unread: BegunStep | None) -> BegunStep:
         inputs = prepare_inputs(batch, scheduled, self._ahead)
+        if unread is not None:
+            inputs = replace(inputs, fed=unread.tokens_of(inputs.req_ids))
         watch = self._layer_watch(scheduled)
         has_answers_only = inputs.num_tokens == inputs.num_reqs and scheduled.kv_connector_metadata is None
         with torch.inference_mode():
-            states = self._model.forward.begin(inputs, caches, watch, may_be_interrupted=has_answers_only)
-        return _Begun(batch, inputs, watch, states)
+            states = self._model.forward.begin(
+                inputs, self.memory.layers, watch, may_be_interrupted=has_answers_only
+            )
+        model = self._model
+        return BegunStep(scheduled, batch, inputs, watch, states, model.sampler, model.prompt_logprobs)
 
-    def _finish(self, scheduled: SchedulerOutput, begun: _Begun | None) -> ModelRunnerOutput:
+    def _finish(self, scheduled: SchedulerOutput, begun: BegunStep | None) -> ModelRunnerOutput:
         output = ModelRunnerOutput()
         if begun is not None:
-            with torch.inference_mode():
-                output = self._draw_tokens(scheduled, begun)
+            is_newest = self._unread is begun
+            if is_newest:
+                self._unread = None
+            output = begun.read()
+            if is_newest:
+                self._ahead = begun.next_outline
             self.memory.mark_computed()
         if self._connector is not None:
             if scheduled.kv_connector_metadata is not None:
@@ -235,29 +246,6 @@ class ModelRunner:
         if self._memory is not None:
             self._memory.close()
         self._group.close()
-
-    def _draw_tokens(self, scheduled: SchedulerOutput, begun: _Begun) -> ModelRunnerOutput:
-        batch = begun.batch
-        inputs = begun.inputs
-        watch = begun.watch
-        model = self._model
-        drawing = Drawing.of_step(batch, scheduled, inputs)  # while the pass is computed
-        self._ahead = outline_next(batch, inputs)
-        hidden = begun.states()
-        if hidden is None:
-            self._ahead = None
-            return ModelRunnerOutput(was_interrupted=True)
-        logits = model.sampler.logits(hidden, drawing.last)
-        if watch is not None:
-            watch.computed()
-        prompt_logprobs = model.prompt_logprobs.of_step(batch, inputs, drawing.states, hidden)
-        output = drawing.spread(model.sampler.sample_step(logits, drawing))
-        output.prompt_logprobs_dict = prompt_logprobs
-        may_pool = len(drawing.drawers) < len(drawing.states)
-        if may_pool and self._group.rank == 0:  # hidden states are equal on all ranks
-            pool(hidden, inputs, drawing.states, output)
-        batch.append_tokens(drawing.states, output.sampled_token_ids)
-        return output
 
     def _layer_watch(self, scheduled: SchedulerOutput) -> LayerWatch | None:
         if self._connector is None or scheduled.kv_connector_metadata is None:

@@ -1,12 +1,14 @@
-"""Asynchronous copies of a step's inputs from the host to the device."""
+"""Asynchronous copies: of a step's inputs from the host to the device, and of its tokens back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+_cuda: Any = torch.cuda
 
 
 def on_device(vectors: Sequence[NDArray[np.integer]], device: torch.device) -> list[Tensor]:
@@ -43,6 +45,26 @@ def padded(rows: NDArray[np.integer[Any]], num_rows: int, fill: int = 0) -> NDAr
     wide = np.full((num_rows, *rows.shape[1:]), fill, dtype=np.int32)
     wide[: len(rows)] = rows
     return wide
+
+
+def begin_copy(tensor: Tensor) -> Callable[[], Any]:
+    """Begin to copy a tensor to the host. The returned function waits for what was launched before, and returns a list.
+
+    It does not wait for what is launched later, which may overwrite the tensor.
+    """
+    if tensor.device.type == "cpu":
+        values = tensor.tolist()
+        return lambda: values
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copied.copy_(tensor, non_blocking=True)
+    is_copied = _cuda.Event()
+    is_copied.record(_cuda.current_stream(tensor.device))
+
+    def wait() -> Any:
+        is_copied.synchronize()
+        return copied.tolist()
+
+    return wait
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:

@@ -22,6 +22,7 @@ class RanksExecutor:
     """An Executor over rank processes; their models are loaded when the constructor returns. Used from one thread."""
 
     def __init__(self, settings: EngineSettings) -> None:
+        self.runs_ahead = False  # a rank answers one call after another
         self._step_seconds = settings.rank_timeout_seconds + _STEP_MARGIN_SECONDS
         self._types = MethodTypes()
         self._layout: KVLayout | None = None

@@ -81,6 +81,7 @@ class LocalRanksExecutor:
 
     def __init__(self, settings: EngineSettings) -> None:
         size = settings.tensor_parallel_size
+        self.runs_ahead = False
         self._exchange = Exchange(size)
         self.runners = [
             ModelRunner(settings, group=LocalRankGroup(rank, self._exchange)) for rank in range(size)

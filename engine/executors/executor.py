@@ -37,10 +37,14 @@ class Executor(Protocol):
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step on all ranks; return the first rank's result."""
 
+    @property
+    def runs_ahead(self) -> bool:
+        """True if a step may begin before the one before is waited for; see ``ModelRunner.begin``."""
+
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Start a step on all ranks. The function that is returned waits for it and returns the first rank's result.
 
-        It must be called before any other method.
+        It must be called before any other method, but for the ``begin`` of one step that runs ahead.
         """
 
     def interrupt(self) -> None:
@@ -85,6 +89,11 @@ class InProcessExecutor:
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""
         return self.begin(scheduled)()
+
+    @property
+    def runs_ahead(self) -> bool:
+        """See Executor."""
+        return self.runner.runs_ahead
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See Executor."""

@@ -18,7 +18,7 @@ from engine.kernels.draw import KernelDraw
 from engine.kernels.packed import PackedWeights, addresses, null_caches
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
-from engine.sampling.sampler import Draw
+from engine.sampling.sampler import Draw, Samples, Sampling
 
 _LINE = 64
 
@@ -66,6 +66,11 @@ class KernelDecoder:
         self._pool: _Pool | None = None
         self._in_flight: Any = None
         """Keeps the inputs of a running step alive while the kernels read them."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Return False: tokens are sampled on the host."""
+        return False
 
     def forward(
         self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
@@ -130,9 +135,10 @@ class KernelDecoder:
         """Return the logits ``[num_rows, vocab_size]`` of hidden states: float32, rounded to bfloat16."""
         return self._head.logits(states)
 
-    def best_tokens(self, logits: Tensor) -> list[int] | None:
+    def best_tokens(self, logits: Tensor) -> Sampling | None:
         """Return the best token of each row; see ForwardPass."""
-        return self._head.best_tokens(logits)
+        best = self._head.best_tokens(logits)
+        return None if best is None else Sampling(lambda: Samples(best, [0] * len(best), None))
 
     def reserve(self, caches: Sequence[Tensor]) -> None:
         """Do nothing: on the host nothing is measured."""
@@ -208,11 +214,11 @@ class _Head:
         self._best = best
         return logits
 
-    def best_tokens(self, logits: Tensor) -> list[int] | None:
+    def best_tokens(self, logits: Tensor) -> list[int | None] | None:
         """Return the best tokens of the newest logits; None for other logits, or if a row has none."""
         if logits is not self._logits:
             return None
-        tokens: list[int] = self._best.tolist()
+        tokens: list[int | None] = self._best.tolist()
         return None if -1 in tokens else tokens
 
 

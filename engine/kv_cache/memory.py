@@ -9,7 +9,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,6 +215,20 @@ class StagedKVMemory(PagedKVMemory):
         with self._lock:
             self._writing.append((done, rows))
         self._forget_written()
+
+    def landing_area(self, layout: KVLayout, num_blocks: int) -> "StagedKVMemory":
+        """See LandsDirectly. A library may write it at once: what was launched on that memory before is over."""
+        with torch.cuda.stream(self._copies):
+            area = StagedKVMemory(layout, num_blocks, self.pool.device)
+            self._launched().synchronize()
+        return area
+
+    def launch(self, work: Callable[[], None]) -> Computed:
+        """See LandsDirectly."""
+        with torch.cuda.stream(self._copies):
+            work()
+            launched: Computed = self._launched()
+        return launched
 
     def wait_until_unused(self) -> None:
         """See LandsDirectly."""

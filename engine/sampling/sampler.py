@@ -2,20 +2,22 @@
 
 Sums of floating-point numbers depend on their order, and the order on the batch. So probabilities become whole numbers
 before they are summed: ``round(exp((logit - max) / temperature) * 2**40)``, computed in float64, element by element. Their
-sums are exact in every batch and on every device. A step waits for the device once for its tokens, and once more for log
-probabilities.
+sums are exact in every batch and on every device. Everything is launched before the first result is read
+(``begin_sampling``), so the next step can be launched in between.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.compute.staging import to_device
+from engine.compute.staging import begin_copy, to_device
 from engine.outputs import LogprobsLists
 from engine.sampling.logits_processors import SamplingRow, adjusted
 from engine.sampling.randomness import UNIFORM_BITS, uniform_bits_of
@@ -37,8 +39,8 @@ _LOW_TOTAL_BITS = 29
 class Samples:
     """The sampled tokens, row by row.
 
-    token_ids: None if the row's logits are not numbers. num_nans: how many of them are not. logprobs: row i has 1 + k_i
-    entries, none if the row requires none or has no token.
+    token_ids: None if the row's logits are not numbers. num_nans: how many of them are not, as far as that is still known
+    when the tokens are read: at least 1. logprobs: row i has 1 + k_i entries, none if the row requires none or has no token.
     """
 
     token_ids: list[int | None]
@@ -46,8 +48,24 @@ class Samples:
     logprobs: LogprobsLists | None
 
 
+class Sampling(NamedTuple):
+    """Tokens that are being sampled.
+
+    read: waits for them. on_device: the same, int64 ``[num_rows]``, any token for a row that has none; None if only ``read``
+    has them.
+    """
+
+    read: Callable[[], Samples]
+    on_device: Tensor | None = None
+
+
 def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Samples:
-    """Sample one token per row of ``logits [num_rows, vocab_size]``; ``logits`` is not changed.
+    """Sample one token per row of ``logits [num_rows, vocab_size]``, and wait; see ``begin_sampling``."""
+    return begin_sampling(logits, rows, draw).read()
+
+
+def begin_sampling(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Sampling:
+    """Begin to sample one token per row of ``logits [num_rows, vocab_size]``, which may change as soon as this returns.
 
     The logits processors come first (``engine.sampling.logits_processors``). Temperature 0 takes the best token, the lowest
     id among equals. Otherwise temperature, min-p, top-k and top-p apply in this order, then the inverse of the cumulative
@@ -56,12 +74,36 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None
     raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
     scores = adjusted(raw, rows)
     random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    drawn, is_usable = _drawn(raw, scores, rows, random_rows, draw or draw_by_torch)
-    num_nans = [0] * len(rows) if all(is_usable) else _count_unusable(raw, scores)
-    token_ids = [None if count else token for token, count in zip(drawn, num_nans, strict=True)]
+    tokens, is_number = _drawn(raw, scores, rows, random_rows, draw or draw_by_torch)
+    drawn = begin_copy(torch.stack([tokens, is_number.to(torch.int64)]))
     wanted = [row.sampling.logprobs for row in rows]
     is_wanted = any(k is not None for k in wanted)
-    return Samples(token_ids, num_nans, token_logprobs(raw, token_ids, wanted) if is_wanted else None)
+    logprobs = _begin_logprobs(raw, tokens, wanted) if is_wanted else None
+    return Sampling(partial(_read, drawn, logprobs, raw, scores), tokens)
+
+
+def _read(
+    drawn: Callable[[], list[list[int]]],
+    logprobs: Callable[[], LogprobsLists] | None,
+    raw: Tensor,
+    scores: Tensor,
+) -> Samples:
+    """Wait for tokens and log probabilities; a row of NaN has neither."""
+    token_ids: list[int | None]
+    token_ids, is_usable = drawn()  # type: ignore[assignment]
+    lists = logprobs() if logprobs else None
+    if all(is_usable):
+        return Samples(token_ids, [0] * len(token_ids), lists)
+    num_nans = [0] * len(token_ids)
+    counts = _count_unusable(raw, scores)
+    for row in [row for row, has_token in enumerate(is_usable) if not has_token]:
+        token_ids[row] = None
+        num_nans[row] = max(1, counts[row])
+        if lists is not None:
+            lists.logprob_token_ids[row] = []
+            lists.logprobs[row] = []
+            lists.sampled_token_ranks[row] = 0
+    return Samples(token_ids, num_nans, lists)
 
 
 def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -72,15 +114,14 @@ def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArr
 
 def _drawn(
     raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int], draw: Draw
-) -> tuple[list[int], Sequence[int]]:
-    """Return a token of each row, at random in ``random_rows``, and 1 if the row holds numbers, else 0."""
+) -> tuple[Tensor, Tensor]:
+    """Return a token of each row, at random in ``random_rows``, and whether the row holds numbers."""
     tokens, is_number = _best(scores)
     if random_rows:
         tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
     if scores is not raw:
         is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
-    drawn, is_usable = torch.stack([tokens, is_number.to(torch.int64)]).tolist()
-    return drawn, is_usable
+    return tokens, is_number
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,9 +257,18 @@ def token_logprobs(
 
     A row without a token or without a k is empty.
     """
+    tokens = to_device(np.array([token or 0 for token in token_ids], dtype=np.int64), logits.device)
+    pairs = zip(token_ids, num_alternatives, strict=True)
+    return _begin_logprobs(logits, tokens, [None if token is None else k for token, k in pairs])()
+
+
+def _begin_logprobs(
+    logits: Tensor, tokens: Tensor, num_alternatives: Sequence[int | None]
+) -> Callable[[], LogprobsLists]:
+    """Begin ``token_logprobs`` of tokens that are where the logits are; return what waits for it."""
     asking: dict[int, list[int]] = {}
-    for row, (token_id, k) in enumerate(zip(token_ids, num_alternatives, strict=True)):
-        if token_id is not None and k is not None:
+    for row, k in enumerate(num_alternatives):
+        if k is not None:
             asking.setdefault(min(k, logits.shape[1]), []).append(row)
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE[logits.device.type] // logits.shape[1])
     parts = [
@@ -226,9 +276,17 @@ def token_logprobs(
         for k, rows in asking.items()
         for start in range(0, len(rows), at_once)
     ]
-    found = [_logprobs_of(logits, rows, [token_ids[row] for row in rows], k) for k, rows in parts]
-    numbers = iter(torch.cat(found).tolist() if found else [])
-    lists = LogprobsLists([[] for _ in token_ids], [[] for _ in token_ids], [0] * len(token_ids))
+    found = [_logprobs_of(logits, rows, tokens, k) for k, rows in parts]
+    copied = begin_copy(torch.cat(found) if found else tokens[:0])
+    return lambda: _logprob_lists(copied(), parts, len(num_alternatives))
+
+
+def _logprob_lists(
+    found: Sequence[float], parts: Sequence[tuple[int, Sequence[int]]], num_rows: int
+) -> LogprobsLists:
+    """Return the numbers of ``_logprobs_of``, part after part, by row. parts: (k, its rows)."""
+    numbers = iter(found)
+    lists = LogprobsLists([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], [0] * num_rows)
     for k, rows in parts:
         for row in rows:
             lists.logprob_token_ids[row] = [int(token) for token in islice(numbers, 1 + k)]
@@ -237,11 +295,11 @@ def token_logprobs(
     return lists
 
 
-def _logprobs_of(logits: Tensor, rows: Sequence[int], token_ids: Sequence[int | None], k: int) -> Tensor:
+def _logprobs_of(logits: Tensor, rows: Sequence[int], all_tokens: Tensor, k: int) -> Tensor:
     """Return token ids, their log probabilities and the first one's rank, row after row; float64 holds all exactly."""
-    places = to_device(np.array([rows, token_ids], dtype=np.int64), logits.device)
-    tokens = places[1][:, None]
-    logprobs = logits[places[0]].to(torch.float32).log_softmax(dim=-1)
+    places = to_device(np.array(rows, dtype=np.int64), logits.device)
+    tokens = all_tokens[places].clamp(0, logits.shape[1] - 1)[:, None]
+    logprobs = logits[places].to(torch.float32).log_softmax(dim=-1)
     best = logprobs.topk(k)
     own = logprobs.gather(1, tokens)
     ranks = (logprobs > own).sum(dim=-1, keepdim=True) + 1

@@ -23,12 +23,15 @@ def advance_matcher(request: Request, matcher: GrammarMatcher) -> Finish | None:
 
 
 def add_bitmask(plan: StepPlan, output: SchedulerOutput) -> None:
-    """Add to ``output`` the tokens that requests with a grammar may sample in this step."""
+    """Add to ``output`` the tokens that requests with a grammar may sample in this step.
+
+    A request whose answer is complete is in a step only if that step runs ahead; its token is discarded.
+    """
     rows: list[NDArray[np.int32]] = []
     for entry in plan:
         request = entry.request
         matcher = request.structured_output_request
-        if matcher is not None and entry.num_tokens == request.num_missing_tokens:
+        if matcher is not None and not matcher.is_complete and entry.num_tokens == request.num_missing_tokens:
             output.structured_output_request_ids[request.key] = len(rows)
             rows.append(matcher.bitmask)
     if rows:

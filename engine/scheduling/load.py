@@ -42,6 +42,17 @@ class Load:
         is_changed = live.has_changes or live.finished_req_ids or live.outbox or self._waits.has_pending
         return bool(is_changed) or self._remote_kv.has_work
 
+    def may_run_ahead(self) -> bool:
+        """Return whether nothing has happened that the next step must consider.
+
+        Requests that have finished only make room, which matters if another one waits for it.
+        """
+        live = self._live
+        if live.outbox or self._waits.has_pending or self._remote_kv.has_work:
+            return False
+        is_awaited = self._queues.waiting or self._queues.arrived or self._remote_kv.unserved
+        return not (is_awaited and (live.has_changes or live.finished_req_ids))
+
     def has_answers_only(self) -> bool:
         """Return whether the next step holds answers, and no prompt waits."""
         return bool(self._queues.running or self._queues.arrived) and not self._queues.waiting

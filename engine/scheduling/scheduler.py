@@ -5,7 +5,7 @@ One step, from top to bottom:
 1. ``schedule`` finishes requests that are overdue, and queues those whose waits are over (``waits``: for a grammar, or for
    KV that another worker computes). The ``Batcher`` gives the step's tokens and blocks to requests; it starts and preempts
    them. The result is an order for the runner, and for the connector (``remote_kv``).
-2. The runner computes. Meanwhile ``draft_next`` may prepare the next step.
+2. The runner computes. Meanwhile ``draft_next`` may prepare the next step, and ``schedule_ahead`` may decide it.
 3. ``update_from_output`` applies the results: tokens are sent, full blocks become findable, answers finish.
 
 Between steps, ``add_request`` queues a request or lets it wait (``intake``). A request can finish at any time: by its last
@@ -113,6 +113,14 @@ class Scheduler:
         plan = self.batcher.drafts.take_if_all_continue(output)
         return self._order(plan) if plan else None
 
+    def schedule_ahead(self, scheduled: SchedulerOutput) -> SchedulerOutput | None:
+        """Decide the next forward pass while ``scheduled`` is computed; None if that, or another event, could change it."""
+        has_orders = scheduled.kv_connector_metadata is not None
+        if has_orders or self.live.deadlines.is_due() or not self.load.may_run_ahead():
+            return None
+        plan = self.batcher.drafts.take_ahead()
+        return self._order(plan, has_tokens=False) if plan else None
+
     def draft_next(self, scheduled: SchedulerOutput) -> None:
         """Prepare the step after ``scheduled``, which is being computed, for the case that no request joins it."""
         self.batcher.draft(scheduled)
@@ -129,6 +137,7 @@ class Scheduler:
         for key, num_tokens in scheduler_output.num_scheduled_tokens.items():
             if running := requests.get(key):
                 self._results.apply_step(running, num_tokens, runner_output)
+        self.batcher.drafts.add_masks()
         return self.live.outbox.take()
 
     def note_duration(self, scheduled: SchedulerOutput, seconds: float) -> None:
@@ -136,11 +145,12 @@ class Scheduler:
         self.batcher.fair_steps.note(scheduled, seconds)
         self.load.step_times.note(scheduled, seconds)
 
-    def _order(self, plan: StepPlan) -> SchedulerOutput:
-        """Return the order to runner and connector for a planned step, and count it."""
+    def _order(self, plan: StepPlan, *, has_tokens: bool = True) -> SchedulerOutput:
+        """Return the order to runner and connector for a planned step, and count it. has_tokens: they are known already."""
         self.remote_kv.publish(plan)
         output = plan.to_output(self.pool)
-        add_bitmask(plan, output)
+        if has_tokens:
+            add_bitmask(plan, output)
         output.block_copies = self._results.forking.take_copies()
         output.finished_req_ids = self.live.take_finished()
         output.kv_connector_metadata = self.remote_kv.build_metadata()

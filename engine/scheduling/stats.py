@@ -65,7 +65,7 @@ class Totals(msgspec.Struct, kw_only=True):
     prefix_cache: PrefixCacheStats = msgspec.field(default_factory=PrefixCacheStats)
 
     def as_counters(self) -> dict[str, float]:
-        """Return name → value, with the names of ``serving.metrics.ENGINE_METRICS``."""
+        """Return name → value, with the names of ``serving.metric_names.WORKER_METRICS``."""
         return {
             "requests_total": self.num_requests,
             "requests_finished_total": self.num_finished,

@@ -19,13 +19,16 @@ class ScheduledRequest(msgspec.Struct, frozen=True):
 
 
 class StepPlan:
-    """Owns the token budget of one step, and the requests that share it in the order of the batch."""
+    """Owns the token budget of one step, and the requests that share it in the order of the batch.
+
+    drafted_order: what ``to_output`` returns of a draft, and completes; None of others.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.num_preempted = 0
         self._entries: dict[str, ScheduledRequest] = {}
-        self._drafted: SchedulerOutput | None = None
+        self.drafted_order: SchedulerOutput | None = None
 
     @classmethod
     def drafted(cls, requests: Sequence[Request], budget: int) -> "StepPlan":
@@ -35,8 +38,8 @@ class StepPlan:
         """
         draft = cls(budget - len(requests))
         draft._entries = {request.key: ScheduledRequest(request, 1, []) for request in requests}
-        draft._drafted = _output_of(draft._entries.values())
-        draft._drafted.scheduled_cached_reqs.num_computed_tokens = [
+        draft.drafted_order = _output_of(draft._entries.values())
+        draft.drafted_order.scheduled_cached_reqs.num_computed_tokens = [
             len(request.token_ids) for request in requests
         ]
         return draft
@@ -58,7 +61,7 @@ class StepPlan:
 
     def to_output(self, pool: BlockPool) -> SchedulerOutput:
         """Return the order to the runner, which from now on keeps every request in it."""
-        output = self._drafted or self._build_output()
+        output = self.drafted_order or self._build_output()
         output.num_common_prefix_blocks = [pool.num_common_blocks(self._entries)]
         return output
 

@@ -145,6 +145,10 @@ class _Sequence:
     pooling: PoolingParams | None = None
     pooled_codes: list[int] = field(default_factory=list)
 
+    def append(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self.codes.append(prefix_codes(self.token_ids)[-1])
+
 
 class FakeRunner:
     """Executes a SchedulerOutput as the real runner does, and asserts that it is consistent."""
@@ -241,6 +245,7 @@ class FakeRunner:
         if NAN_TOKEN in sequence.token_ids:
             assert output.num_nans_in_logits is not None
             output.num_nans_in_logits[key] = FAKE_VOCAB_SIZE
+            sequence.append(0)  # a step that runs ahead continues with any token
             return []
         code = sequence.codes[-1]
         seed = sequence.sampling.seed
@@ -251,8 +256,7 @@ class FakeRunner:
             ]
             output.other_choices[key] = OtherChoices(others, self._logprobs_of(others, sequence))
         token = fake_first_token(code, seed, 0, bitmask) if is_first else fake_token(code, bitmask)
-        sequence.token_ids.append(token)
-        sequence.codes.append(prefix_codes(sequence.token_ids)[-1])
+        sequence.append(token)
         return [token]
 
     def _pool(self, key: str, start: int, end: int, output: ModelRunnerOutput) -> None:
@@ -290,7 +294,10 @@ class FakeRunner:
 
 
 class FakeExecutor:
-    """One rank with a FakeRunner, loaded when the constructor returns (``engine.executors.executor.Executor``)."""
+    """One rank with a FakeRunner, loaded when the constructor returns (``engine.executors.executor.Executor``).
+
+    runs_ahead: steps may begin before the one before is waited for, as on a device; none of them is interrupted then.
+    """
 
     def __init__(self, settings: EngineSettings) -> None:
         if not settings.model.name:
@@ -305,6 +312,7 @@ class FakeExecutor:
         self.memory = FakeMemory(settings.kv_cache_bytes or 64, settings.block_size)
         self.runner = FakeRunner(self.memory)
         self.is_shut_down = False
+        self.runs_ahead = False
 
     @property
     def layout(self) -> KVLayout:
@@ -326,13 +334,13 @@ class FakeExecutor:
         return self.runner.execute_model(scheduled)
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Return a function that runs the step; see Executor."""
+        """Return a function that runs the step, as late as a device might: nothing is written before; see Executor."""
         self.runner.is_interrupted = False
         return partial(self.execute_model, scheduled)
 
     def interrupt(self) -> None:
         """Interrupt the step that has begun; see Executor."""
-        self.runner.is_interrupted = True
+        self.runner.is_interrupted = not self.runs_ahead
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Do nothing: ranks in this process end with it."""

@@ -1,6 +1,6 @@
-"""Captured decode steps without a GPU, for tests: a recorder that reruns a step, and a backend with static steps."""
+"""Captured decode steps without a GPU, for tests: a recorder that reruns a step, a backend with static steps, a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -9,7 +9,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.backend import LayerShape
 from engine.attention.torch_backend import TorchBackend
+from engine.compute.forward_graphs import GraphedForward, capture_sizes
+from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
+from engine.connector import LayerWatch
+from engine.models.loading import LoadedModel
+from engine.settings import EngineSettings
 
 
 class Rerun:
@@ -97,3 +102,50 @@ class StaticTorchDecode:
             enable_gqa=query.shape[1] != keys.shape[1],
         )
         return mixed[:, :, 0]
+
+
+class FakeDeviceForward(PlainForward):
+    """Computes a pass on the host when it begins, as a device does whose passes run ahead. fed: whether each began so."""
+
+    def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
+        super().__init__(loaded.model, StaticTorchBackend(), settings.block_size, device)
+        self.runs_ahead = True
+        self.fed: list[bool] = []
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """See PlainForward. The ids of tokens that are fed are unknown on the host."""
+        self.fed.append(inputs.fed is not None)
+        if inputs.fed is not None:
+            inputs.input_ids.fill(-1)
+        return super().forward(inputs, caches, watch)
+
+    def begin(
+        self,
+        inputs: PreparedInputs,
+        caches: Sequence[Tensor] | None,
+        watch: LayerWatch | None = None,
+        *,
+        may_be_interrupted: bool = False,
+    ) -> Callable[[], Tensor]:
+        """See ForwardPass."""
+        states = self.forward(inputs, caches, watch)
+        return lambda: states
+
+
+class FakeDeviceGraphs(GraphedForward):
+    """Graphs on that device: each replay overwrites what the one before has computed. fed: see FakeDeviceForward."""
+
+    def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
+        plain = FakeDeviceForward(loaded, settings, device)
+        sizes = capture_sizes(settings.max_num_seqs)
+        super().__init__(plain, RerunRecorder(), sizes=sizes, max_model_len=loaded.info.max_model_len)
+        self.fed: list[bool] = []
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        """See GraphedForward."""
+        self.fed.append(inputs.fed is not None)
+        return super().forward(inputs, caches, watch)

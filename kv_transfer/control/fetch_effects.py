@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
+from contract.outputs import TransferReport
 from engine.connector import Drained, Failed, Published, TransferEvent
 from kv_transfer.control.incoming_transfer import IncomingTransfer
 from kv_transfer.links.link import PeerRef
@@ -25,6 +26,14 @@ _TOGETHER_SECONDS = 0.002
 _OVERDUE_SECONDS = 0.25
 """A fetch that is later than this is not expected any more."""
 _NUM_REMEMBERED = 16
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_BYTES = tuple(float(4**power) for power in range(6, 19))
+_HISTOGRAMS = {
+    "transfer_seconds": _SECONDS,
+    "transfer_exposed_seconds": _SECONDS,
+    "transfer_size_bytes": _BYTES,
+}
+"""The histograms of fetches, with the upper bounds of their buckets: seconds, and 4 KiB to 64 GiB."""
 
 
 class ArrivalEstimates:
@@ -96,6 +105,8 @@ class FetchEffects:
         self.events: list[TransferEvent] = []
         self.arrival_estimates = ArrivalEstimates()
         worker.counters.add("transfer_fallbacks_total", 0)
+        for name, bounds in _HISTOGRAMS.items():
+            worker.counters.declare(name, bounds)
         for retry_step in ev.RetryStep:
             worker.counters.add("transfer_pulled_again_total", 0, rung=retry_step.value)
 
@@ -111,6 +122,13 @@ class FetchEffects:
     def terms_of(self, ref: PeerRef) -> PeerTerms:
         """Return the terms of a link; those between equal sides before it is up, or if nothing differs."""
         return self._terms.get(ref, self._own_terms)
+
+    def note_received(self, report: TransferReport) -> None:
+        """Count the times and the bytes of a fetch whose KV is taken."""
+        seconds = report.exposed_seconds + report.hidden_seconds
+        values = (seconds, report.exposed_seconds, float(report.num_bytes))
+        for (name, bounds), value in zip(_HISTOGRAMS.items(), values, strict=True):
+            self._worker.counters.observe(name, bounds, value)
 
     def remove_peer(self, ref: PeerRef) -> Source | None:
         """Remove a link; return where the peer was read."""

@@ -87,7 +87,9 @@ class FetchTransfers(Transfers):
             if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
             fetch = incoming.fetch
-            received = Received(list(fetch.first_tokens or ()), fetch.report(incoming.num_bytes))
+            report = fetch.report(incoming.num_bytes)
+            self._effects.note_received(report)
+            received = Received(list(fetch.first_tokens or ()), report)
             self._apply(incoming, fetch_side.acknowledged(fetch))
             return received
 

@@ -12,6 +12,7 @@ from contract.requests import EngineRequest, SendTransfer
 from engine.connector import FirstToken
 from kv_transfer.control.outgoing_transfer import AttemptHistory, OutgoingTransfer
 from kv_transfer.control.transfers import Transfers, TransferTable
+from kv_transfer.counters import Counters
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol import messages as msg
@@ -21,6 +22,26 @@ from kv_transfer.protocol.orders import PublishOrder
 from kv_transfer.protocol.reads import LeaseName
 from kv_transfer.protocol.send_side import Send, SendState, SendStep
 from kv_transfer.settings import LocalWorker
+
+_LEASE_AGES = (
+    "lease_age_seconds",
+    (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0),
+)
+"""A histogram and the upper bounds of its buckets."""
+
+
+def _declare(counters: Counters) -> None:
+    counters.add("leases_expired_total", 0)
+    counters.declare(*_LEASE_AGES)
+
+
+def _count(counters: Counters, outgoing: OutgoingTransfer, before: SendState, now: float) -> None:
+    """Count a lease that has expired, or that has ended, with a change of its state."""
+    send = outgoing.send
+    if send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
+        counters.add("leases_expired_total")
+    if send.is_done and outgoing.key is not None:
+        counters.observe(*_LEASE_AGES, now - outgoing.since)
 
 
 class SendTransfers(Transfers):
@@ -49,7 +70,7 @@ class SendTransfers(Transfers):
         self._block_size = worker.side.layout.block_size
         self._outgoing: TransferTable[OutgoingTransfer] = TransferTable()
         self._history = AttemptHistory()
-        worker.counters.add("leases_expired_total", 0)
+        _declare(worker.counters)
 
     def open_send(self, request: EngineRequest, block_ids: list[int], num_cached_tokens: int) -> None:
         """See ``SenderConnector``."""
@@ -200,8 +221,7 @@ class SendTransfers(Transfers):
     def _apply(self, outgoing: OutgoingTransfer, step: SendStep) -> None:
         before = outgoing.send.state
         outgoing.send, actions = step
-        if outgoing.send.state is SendState.EXPIRED and before not in (SendState.EXPIRED, SendState.PARKED):
-            self._worker.counters.add("leases_expired_total")
+        _count(self._worker.counters, outgoing, before, self._clock())
         for action in actions:
             self._perform(outgoing, action)
         if outgoing.send.is_done:

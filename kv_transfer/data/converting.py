@@ -1,6 +1,6 @@
-"""Converts blocks of a peer's layout into blocks of ours: tokens regrouped, heads picked, values rounded.
+"""Converts blocks of a peer's layout into blocks of ours: they are read into staging memory, verified there, and converted.
 
-The one module of ``kv_transfer`` that needs torch, which is imported only when a peer's layout differs. Values are moved or
+Of ``kv_transfer``, only what converts needs torch, which is imported when a peer's layout differs. Values are moved or
 rounded to nearest even, never combined, and float32 holds every bfloat16 exactly: a converted block is what its sender
 computed, in our dtype.
 """
@@ -8,13 +8,16 @@ computed, in our dtype.
 import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from contract.layout import KVLayout
+from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.counters import Counters
+from kv_transfer.data.landing import DeviceLanding
 from kv_transfer.protocol.digests import Share
 from kv_transfer.protocol.orders import Conversion, PullJob
-from kv_transfer.transports.block_views import clear, settle
+from kv_transfer.protocol.reads import Source
+from kv_transfer.transports.block_views import write_views
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,57 +31,109 @@ ReadShare = Callable[[PullJob, Share, int, Sequence[memoryview]], object]
 """(job, rank's share, first block, views): reads the sender's blocks into the views and verifies them."""
 
 
-class Converter:
-    """Converts pulls in staging memory: one buffer a pull, of at most ``max_bytes``, or what one block of ours needs.
+class Staging(Protocol):
+    """Memory that a peer's blocks are read into."""
 
-    Thread-safe. read: see ``ReadShare``.
+    def views(self, rank: int, num_blocks: int) -> Sequence[memoryview]:
+        """Return memory for so many blocks of one of the sender's ranks, until the next ``convert``."""
+
+    def convert(self, conversion: Conversion, first: int, block_ids: Sequence[int]) -> None:
+        """Write our blocks from ``first`` on, made of what is in the views, and wait for it."""
+
+
+class Converter:
+    """Converts pulls in staging memory of at most ``max_bytes`` for a peer, or what one block of ours needs.
+
+    On a pool in host memory that is a buffer for each pull. On a device it is an area of the device for each link, which
+    is kept until ``forget``. Thread-safe; one thread at a time converts what comes from one source. read: see ``ReadShare``.
     """
 
     def __init__(self, counters: Counters, max_bytes: int, read: ReadShare) -> None:
         self._counters = counters
         self._max_bytes = max_bytes
         self._read = read
+        self._areas: dict[Source, DeviceLanding] = {}
         counters.add(_IN_USE, 0)
         counters.add("transfer_converted_blocks_total", 0)
 
-    def convert(self, job: PullJob, conversion: Conversion, views: Sequence[memoryview]) -> None:
-        """Read and verify the sender's blocks in staging memory, piece by piece, and write ours into ``views``."""
-        plan = conversion.plan
-        size = plan.theirs.layout.block_bytes
-        with self.buffer(conversion) as buffer:
+    def start(self, memory: KVMemory) -> None:
+        """Convert into this pool; called once, before anything is converted."""
+        self._memory = memory
+
+    def convert(self, job: PullJob, conversion: Conversion) -> None:
+        """Read and verify the sender's blocks in staging memory, piece by piece, and write ours."""
+        with self.staging(job.source, conversion) as staging:
             for first, end in self._pieces(conversion):
-                blocks = plan.source_blocks(first, end, conversion.num_tokens)
-                num_bytes = len(blocks) * size
-                sources: dict[int, memoryview] = {}
-                for number, share in enumerate(job.shares):
-                    content = buffer[number * num_bytes : (number + 1) * num_bytes]
-                    staged = [content[start : start + size] for start in range(0, num_bytes, size)]
-                    self._read(job, share, blocks.start, staged)
-                    sources[share.rank] = content
-                targets = views[first - conversion.first_block : end - conversion.first_block]
-                clear(targets)
-                convert_blocks(conversion, sources, first, targets)
-                settle(targets)
-        self._counters.add("transfer_converted_blocks_total", len(views))
+                blocks = conversion.plan.source_blocks(first, end, conversion.num_tokens)
+                for share in job.shares:
+                    self._read(job, share, blocks.start, staging.views(share.rank, len(blocks)))
+                ours = slice(first - conversion.first_block, end - conversion.first_block)
+                staging.convert(conversion, first, job.block_ids[ours])
+        self._counters.add("transfer_converted_blocks_total", len(job.block_ids))
 
     @contextmanager
-    def buffer(self, conversion: Conversion) -> Iterator[memoryview]:
+    def staging(self, source: Source, conversion: Conversion) -> Iterator[Staging]:
         """Lend memory for the sources of the largest piece, of every rank that is read."""
-        sources = (
-            conversion.plan.source_blocks(*piece, conversion.num_tokens) for piece in self._pieces(conversion)
-        )
-        num_bytes = max(map(len, sources)) * conversion.source_bytes
-        self._counters.add(_IN_USE, num_bytes)
+        if isinstance(self._memory, LandsDirectly):
+            yield self._area(self._memory, source, conversion)
+            return
+        staging = HostStaging(self._memory, conversion, self._largest(conversion))
+        self._counters.add(_IN_USE, staging.num_bytes)
         try:
-            # Anonymous: its pages are allocated only as they are filled.
-            yield memoryview(mmap.mmap(-1, num_bytes))
+            yield staging
         finally:
-            self._counters.add(_IN_USE, -num_bytes)
+            self._counters.add(_IN_USE, -staging.num_bytes)
+
+    def forget(self, source: Source) -> None:
+        """Release the areas of a link that is gone; one that is read into lives until that read is terminal."""
+        for each in [each for each in list(self._areas) if each.token == source.token]:
+            if (area := self._areas.pop(each, None)) is not None:
+                area.wait()
+                self._counters.add(_IN_USE, -area.num_bytes)
+
+    def _area(self, memory: LandsDirectly, source: Source, conversion: Conversion) -> DeviceLanding:
+        """Return the source's area, made at the first use for as many blocks as any pull may have at once."""
+        area = self._areas.get(source)
+        if area is None:
+            plan = conversion.plan
+            per_block = -(-plan.ours.layout.block_size // plan.theirs.layout.block_size)
+            most = max(per_block, self._max_bytes // conversion.source_bytes)
+            area = self._areas[source] = DeviceLanding(memory, conversion, most)
+            self._counters.add(_IN_USE, area.num_bytes)
+        return area
+
+    def _largest(self, conversion: Conversion) -> int:
+        pieces = self._pieces(conversion)
+        return max(len(conversion.plan.source_blocks(*piece, conversion.num_tokens)) for piece in pieces)
 
     def _pieces(self, conversion: Conversion) -> list[tuple[int, int]]:
-        """Cut a conversion into (first, end) of our blocks whose sources fit into a buffer."""
+        """Cut a conversion into (first, end) of our blocks whose sources fit into staging memory."""
         most = self._max_bytes // conversion.source_bytes
         return list(conversion.plan.pieces(conversion.first_block, conversion.end_block, most))
+
+
+class HostStaging:
+    """A buffer in host memory for ``num_blocks`` of the sender's blocks, of every rank that is read. See ``Staging``."""
+
+    def __init__(self, memory: KVMemory, conversion: Conversion, num_blocks: int) -> None:
+        self.num_bytes = num_blocks * conversion.source_bytes
+        self._memory = memory
+        self._block_bytes = conversion.plan.theirs.layout.block_bytes
+        # Anonymous: its pages are allocated only as they are filled.
+        self._buffer = memoryview(mmap.mmap(-1, self.num_bytes))
+        self._contents: dict[int, memoryview] = {}
+
+    def views(self, rank: int, num_blocks: int) -> Sequence[memoryview]:
+        """See Staging."""
+        num_bytes = num_blocks * self._block_bytes
+        start = len(self._contents) * num_bytes
+        content = self._contents[rank] = self._buffer[start : start + num_bytes]
+        return [content[at : at + self._block_bytes] for at in range(0, num_bytes, self._block_bytes)]
+
+    def convert(self, conversion: Conversion, first: int, block_ids: Sequence[int]) -> None:
+        """See Staging."""
+        convert_blocks(conversion, self._contents, first, write_views(self._memory, block_ids))
+        self._contents.clear()
 
 
 def convert_blocks(

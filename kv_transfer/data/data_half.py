@@ -22,7 +22,6 @@ from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.block_views import write_views
 from kv_transfer.transports.transport import ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class DataHalf:
         self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
-        self._pulls = PullThreads(receiver.forget, self._on_bug)
+        self._pulls = PullThreads(self._forget, self._on_bug)
         self.post_probe = self._pulls.post
         for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
@@ -66,6 +65,7 @@ class DataHalf:
         self._memory = memory
         views = DigestViews(memory)
         self._reader.start(memory, views)
+        self._converter.start(memory)
         publisher = Publisher(memory, views, self._senders, self._reports)
         self.digest = publisher.digest
         self._watch = PassWatch(memory, publisher, self._thread.post)
@@ -123,6 +123,10 @@ class DataHalf:
         """See ``ShowsProgress``."""
         return {"thread that publishes KV": self._thread.progress()}
 
+    def _forget(self, source: Source) -> None:
+        self._receiver.forget(source)
+        self._converter.forget(source)
+
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
 
@@ -136,7 +140,7 @@ class DataHalf:
             (begin, end) = self._reader.read(job)
         else:
             begin = time.monotonic()
-            self._converter.convert(job, job.conversion, write_views(self._memory, job.block_ids))
+            self._converter.convert(job, job.conversion)
             end = time.monotonic()
         self._reports.fetch_event(job.key, ev.PieceLanded(len(job.block_ids), begin, end))
         return ev.PieceVerified(len(job.block_ids), end)

@@ -82,6 +82,7 @@ class Session:
     timeout_seconds: of the peer, for this worker's silence. offers: the dialer's choice, never empty for it.
     token: the key of this session's proofs, on data connections too; derived on both sides, never sent. terms: how the
     dialer converts the peer's KV into its own; None where nothing differs. digest: by which the acceptor announces blocks.
+    block_bytes: of the acceptor's blocks.
     """
 
     worker_id: str
@@ -92,6 +93,7 @@ class Session:
     token: str
     terms: PeerTerms | None = None
     digest: str = XXH3_64
+    block_bytes: int = 0
 
 
 class Dialing:
@@ -185,6 +187,7 @@ class Dialing:
             self._transcript.token(),
             terms_between(me.side, me.model_fingerprint, _side(welcome), welcome.model_fingerprint),
             welcome.digest,
+            welcome.layout.block_bytes,
         )
 
 

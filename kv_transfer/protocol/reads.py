@@ -25,6 +25,14 @@ def blocks_per_piece(block_bytes: int) -> int:
     return max(1, min(MAX_PIECE_BLOCKS, MAX_PIECE_BYTES // block_bytes))
 
 
+_PROBE_BYTES = 8 * 2**20
+
+
+def num_probe_blocks(block_bytes: int) -> int:
+    """Return how many times a probe reads the null block: 8 MiB, or one block."""
+    return max(1, _PROBE_BYTES // block_bytes)
+
+
 class StaleLeaseError(TransferError):
     """The lease is over or never existed: nothing of the read may be used."""
 
@@ -70,6 +78,10 @@ class LeaseName(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         """Return the transfer, for error texts."""
         return f"transfer {self.transfer_id} (attempt {self.attempt})"
+
+
+PROBE_LEASE = LeaseName("probe", 0, "null block")
+"""The lease of a sender's null block, many times over, which does not end: it has no KV, and is read by probes."""
 
 
 class RangeGrant(msgspec.Struct, frozen=True):
@@ -140,7 +152,7 @@ class Source(msgspec.Struct, frozen=True):
 
     token: proves the link to the peer's sender. transport: the name of the chosen one. address: that of its sender in rank
     0; other_addresses: in the ranks from 1 on. A transport reads from one rank (``of_rank``). digest: the algorithm by which
-    the peer announces blocks.
+    the peer announces blocks. block_bytes: of the peer's blocks in one rank; 0 if that is not known.
     """
 
     worker_id: str
@@ -150,6 +162,7 @@ class Source(msgspec.Struct, frozen=True):
     transport: str = "tcp"
     other_addresses: tuple[str, ...] = ()
     digest: str = XXH3_64
+    block_bytes: int = 0
 
     @property
     def num_ranks(self) -> int:

@@ -15,6 +15,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.events import ImpossibleEventError
 from kv_transfer.protocol.reads import Read, Source
 from kv_transfer.ranks.rank_messages import Answer, BeginSession, EndSession, Probe, Stop, ToRank
+from kv_transfer.transports.transport import slowest
 
 Range = ev.BlockRange | ev.RangeFailed
 _ENDED = "the ranks have ended"
@@ -203,8 +204,8 @@ class RankProgress:
 class _Question:
     """A question to all ranks. then: called with why it failed, empty for success. errors: by rank, None for success."""
 
-    then: Callable[[str], None]
-    errors: dict[int, str | None] = field(default_factory=dict)
+    then: Callable[[str, float | None], None]
+    answers: dict[int, Answer] = field(default_factory=dict)
 
 
 class RankQuestions:
@@ -227,7 +228,7 @@ class RankQuestions:
 
         It is not called if the session ends before.
         """
-        self._ask(token, BeginSession(token), lambda why_not: None if why_not else then())
+        self._ask(token, BeginSession(token), lambda why_not, _rate: None if why_not else then())
         return False
 
     def end(self, token: str) -> None:
@@ -236,16 +237,20 @@ class RankQuestions:
             self._open.pop(token, None)
         self._send_to_all(EndSession(token))
 
-    def probe(self, source: Source, read: Read) -> None:
-        """Block until all ranks have tried to read a source. Raises TransferError with the ranks that cannot, and why."""
+    def probe(self, source: Source, read: Read) -> float | None:
+        """Block until all ranks have tried to read a source, and return the rate of the slowest, if they measure.
+
+        Raises TransferError with the ranks that cannot, and why.
+        """
         key = f"probe {next(self._num_probes)}"
-        outcome = Mailbox[str]()
-        self._ask(key, Probe(key, source), outcome.put)
+        outcome = Mailbox[tuple[str, float | None]]()
+        self._ask(key, Probe(key, source), lambda *found: outcome.put(found))
         read.when_stopped(partial(self._send_to_all, Stop(key)))
-        why_not = outcome.get()
+        why_not, rate = outcome.get()
         read.check()
         if why_not:
             raise TransferError(why_not)
+        return rate
 
     def answer(self, rank: int, answer: Answer) -> None:
         """Take a rank's answer."""
@@ -253,12 +258,13 @@ class RankQuestions:
             question = self._open.get(answer.key)
             if question is None:
                 return
-            question.errors[rank] = answer.error
-            if len(question.errors) < self._num_ranks:
+            question.answers[rank] = answer
+            if len(question.answers) < self._num_ranks:
                 return
             del self._open[answer.key]
-        errors = sorted(question.errors.items())
-        question.then("; ".join(f"rank {rank}: {error}" for rank, error in errors if error is not None))
+        answers = sorted(question.answers.items())
+        errors = [f"rank {rank}: {each.error}" for rank, each in answers if each.error is not None]
+        question.then("; ".join(errors), slowest([each.bytes_per_second for _, each in answers]))
 
     def close(self) -> None:
         """End all questions, those that will be asked too: the ranks have ended."""
@@ -267,14 +273,14 @@ class RankQuestions:
             questions = list(self._open.values())
             self._open.clear()
         for question in questions:
-            question.then(_ENDED)
+            question.then(_ENDED, None)
 
-    def _ask(self, key: str, message: ToRank, then: Callable[[str], None]) -> None:
+    def _ask(self, key: str, message: ToRank, then: Callable[[str, float | None], None]) -> None:
         with self._lock:
             is_closed = self._is_closed
             if not is_closed:
                 self._open[key] = _Question(then)
         if is_closed:
-            then(_ENDED)
+            then(_ENDED, None)
         else:
             self._send_to_all(message)

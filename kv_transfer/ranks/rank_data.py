@@ -21,7 +21,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext
+from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext, slowest
 
 logger = logging.getLogger(__name__)
 _metadata = converter(TransferMetadata)
@@ -116,10 +116,9 @@ class RankReader:
         self.fetch = receiver.fetch
         self.close = receiver.close
 
-    def probe(self, source: Source, read: Read) -> None:
-        """See ProbingReceiver; every rank of ``source``."""
-        for each in self._each(source):
-            self._receiver.probe(each, read)
+    def probe(self, source: Source, read: Read) -> float | None:
+        """See ProbingReceiver; every rank of ``source``, of which the slowest counts."""
+        return slowest([self._receiver.probe(each, read) for each in self._each(source)])
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
@@ -248,12 +247,12 @@ class RankHalf:
             self._end_probe(key, "no thread can be started")
 
     def _probe(self, key: str, source: Source, read: Read) -> None:
-        error = self._data.chooser.why_not(source, read)
-        self._end_probe(key, None if error is None else error.message)
+        tried = self._data.chooser.try_out(source, read)
+        self._end_probe(key, None if tried.error is None else tried.error.message, tried.bytes_per_second)
 
-    def _end_probe(self, key: str, why_not: str | None) -> None:
+    def _end_probe(self, key: str, why_not: str | None, bytes_per_second: float | None = None) -> None:
         self._end_read(key)
-        self._socket.send(messages.Answer(key, why_not))
+        self._socket.send(messages.Answer(key, why_not, bytes_per_second))
 
     def _report_counters(self) -> None:
         if added := self._counters.take():

@@ -191,7 +191,7 @@ class RankReceiver:
     """The transports over which the ranks read; the chooser has it in place of a receiver. probe: see ProbingReceiver."""
 
     def __init__(
-        self, send_to_all: Callable[[messages.ToRank], None], probe: Callable[[Source, Read], None]
+        self, send_to_all: Callable[[messages.ToRank], None], probe: Callable[[Source, Read], float | None]
     ) -> None:
         self._send_to_all = send_to_all
         self.probe = probe

@@ -119,10 +119,14 @@ class LeaseIdle(RankMessage, frozen=True):
 
 
 class Answer(RankMessage, frozen=True):
-    """The answer to a ``BeginSession`` or a ``Probe``. error: None for success."""
+    """The answer to a ``BeginSession`` or a ``Probe``.
+
+    error: None for success. bytes_per_second: see ``ProbingReceiver``.
+    """
 
     key: str
     error: str | None = None
+    bytes_per_second: float | None = None
 
 
 class Counted(RankMessage, frozen=True):

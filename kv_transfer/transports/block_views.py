@@ -204,12 +204,14 @@ class LandingViews(_DeviceViews):
 
     Each view is host memory, until ``settle`` copies it to the device: what is not settled never gets there. After
     ``land_directly`` a library writes to the device itself, and each view is a copy of what is there now.
+    memory: the pool.
     """
 
     def __init__(
         self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
     ) -> None:
         super().__init__(memory, block_ids, part)
+        self.memory = memory
         self._landing = _Landing()
 
     @property
@@ -276,13 +278,6 @@ class LandingViews(_DeviceViews):
         if not self._landing.has_waited:
             self._memory.wait_until_unused()
             self._landing.has_waited = True
-
-
-def clear(views: Sequence[memoryview]) -> None:
-    """Fill ``views`` with zeros where they may hold bytes of something else than a block."""
-    if isinstance(views, LandingViews):
-        for view in views:
-            view[:] = bytes(len(view))
 
 
 def settle(views: Sequence[memoryview]) -> None:

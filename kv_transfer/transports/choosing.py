@@ -2,8 +2,9 @@
 
 The best transport that both sides support is chosen when a link comes up. All but the last one may fail although both
 support them (``shm``: the peer may be on another machine), and are probed first, in a thread of its own because the I/O
-thread must not wait; reads from that peer wait for the outcome. If a probe or several transfers in a row fail, the next
-transport is used.
+thread must not wait; reads from that peer wait for the outcome. How fast a transport is may depend on what its library
+finds between the two workers (``nixl``: CUDA IPC, RDMA, or TCP in disguise). Then its probe measures, so do those of the
+transports behind it, and the fastest is chosen. If a probe or several transfers in a row fail, the next transport is used.
 """
 
 import logging
@@ -56,6 +57,14 @@ class Alternatives:
         """Give a source up: its probe failed."""
         with self._lock:
             self._link(source).give_up(source)
+
+    def prefer(self, source: Source) -> None:
+        """Put a source before the others of its link: it is the fastest."""
+        with self._lock:
+            link = self._link(source)
+            if source in link.usable:
+                link.usable.remove(source)
+                link.usable.insert(0, source)
 
     def beside(self, source: Source) -> Source | None:
         """Return the best other source of the same link, if any."""
@@ -111,6 +120,14 @@ class Alternatives:
         )
 
 
+@dataclass(frozen=True)
+class Tried:
+    """The outcome of a probe. error: None if the source can be read. bytes_per_second: see ``ProbingReceiver``."""
+
+    error: KvbatonError | None = None
+    bytes_per_second: float | None = None
+
+
 @dataclass
 class _Probe:
     """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``.
@@ -159,6 +176,7 @@ class Chooser:
                 name,
                 offers[name].other_addresses,
                 session.digest,
+                session.block_bytes,
             )
             for name in self._receivers
             if name in offers
@@ -189,16 +207,15 @@ class Chooser:
         """Fetch by the source's transport."""
         self._receivers[source.transport].fetch(source, request, views, read)
 
-    def why_not(self, source: Source, read: Read) -> KvbatonError | None:
-        """Probe a source by its transport; return why it cannot be read, if so."""
+    def try_out(self, source: Source, read: Read) -> Tried:
+        """Probe a source by its transport."""
         try:
-            self._receivers[source.transport].probe(source, read)
+            return Tried(bytes_per_second=self._receivers[source.transport].probe(source, read))
         except KvbatonError as error:
-            return error
+            return Tried(error)
         except Exception as error:  # the boundary of a probe: reads wait for its end
             logger.exception("probing worker %s over %s failed", source.worker_id, source.transport)
-            return InternalError(repr(error))
-        return None
+            return Tried(InternalError(repr(error)))
 
     def forget(self, source: Source) -> None:
         """Drop every source of the same link, and end its probe."""
@@ -255,15 +272,46 @@ class Chooser:
     def _first_that_works(self, probe: _Probe) -> tuple[Source, str]:
         """Return the choice, and why it is not the first candidate (else empty). The last one is taken without a probe."""
         why_not: list[str] = []
-        for candidate in probe.candidates[:-1]:
-            error = self.why_not(candidate, probe.read)
-            if error is None:
-                return candidate, "; ".join(why_not)
-            why_not.append(f"{candidate.transport} failed: {error.message}")
+        for number, candidate in enumerate(probe.candidates[:-1]):
+            tried = self.try_out(candidate, probe.read)
+            if tried.error is None:
+                rates = {candidate: tried.bytes_per_second or 0.0}
+                if tried.bytes_per_second is not None:
+                    rates |= self._measured(probe.candidates[number + 1 :], probe.read)
+                return self._fastest(probe, rates, why_not)
+            why_not.append(f"{candidate.transport} failed: {tried.error.message}")
             self.alternatives.rule_out(candidate)
-            if isinstance(error, PeerSilentError):  # each further probe could take as long, and reads wait
+            if isinstance(
+                tried.error, PeerSilentError
+            ):  # each further probe could take as long, and reads wait
                 break
         return probe.candidates[-1], "; ".join(why_not)
+
+    def _measured(self, candidates: Sequence[Source], read: Read) -> dict[Source, float]:
+        """Return the rates of those that can be read and measure them."""
+        tried = {candidate: self.try_out(candidate, read) for candidate in candidates}
+        return {
+            candidate: outcome.bytes_per_second
+            for candidate, outcome in tried.items()
+            if outcome.bytes_per_second is not None
+        }
+
+    def _fastest(
+        self, probe: _Probe, rates: Mapping[Source, float], why_not: list[str]
+    ) -> tuple[Source, str]:
+        """Return the fastest source, and why it is not the first; the first one of ``rates`` is the best by its name."""
+        first = next(iter(rates))
+        chosen = max(rates, key=rates.__getitem__)
+        if len(rates) > 1:
+            found = ", ".join(f"{each.transport} {rate / 1e9:.3f} GB/s" for each, rate in rates.items())
+            logger.info("worker %s was read by probes: %s", first.worker_id, found)
+            if chosen != first:
+                why_not.append(f"{first.transport} is slower ({found})")
+        self.alternatives.prefer(chosen)
+        for each in rates:
+            if each not in (chosen, probe.candidates[0]):  # which jobs may still name
+                self._receivers[each.transport].forget(each)
+        return chosen, "; ".join(why_not)
 
     def _count(self, source: Source, reason: str, why: str) -> None:
         logger.info("worker %s is read over %s: %s", source.worker_id, source.transport, why)

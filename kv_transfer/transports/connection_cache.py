@@ -2,8 +2,10 @@
 
 import socket
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from contract.errors import PeerUnreachableError, TransferError
 from kv_transfer.links.framing import ShortReadError, parse_address, read_frame
@@ -17,6 +19,8 @@ from kv_transfer.protocol.reads import (
 )
 from kv_transfer.transports.data_handshake import MAX_DATA_FRAME_BYTES, DataReply, DataStatus, prove_session
 from kv_transfer.transports.data_port import shut_down
+
+_T = TypeVar("_T")
 
 
 class PeerConnection(ABC):
@@ -41,6 +45,11 @@ class PeerConnection(ABC):
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Do what ``ReceiverTransport.fetch`` does. Raises OSError too."""
 
+    def probe(self, read: Read) -> float | None:
+        """Do what ``ProbingReceiver.probe`` does; by default, connect. Raises OSError too."""
+        self.connect(read)
+        return None
+
     def has_ended(self) -> bool:
         """Test if an unused connection has to be replaced."""
         return False
@@ -57,6 +66,14 @@ class PeerConnection(ABC):
     def _check_link(self) -> None:
         if self._is_interrupted:
             raise TransferError(f"the link to {self._who} is gone")
+
+
+def rate_of(work: Callable[[], object], num_bytes: int) -> float:
+    """Return at how many bytes per second ``work`` reads so many bytes at its second call: the first one sets things up."""
+    work()
+    begin = time.monotonic()
+    work()
+    return num_bytes / max(time.monotonic() - begin, 1e-9)
 
 
 class DataPortConnection(PeerConnection):
@@ -105,9 +122,9 @@ class PeerReceiver:
         """See ``ReceiverTransport``. Raises PeerUnreachableError for a broken connection."""
         self._use(source, read, lambda connection: connection.fetch(request, views, read))
 
-    def probe(self, source: Source, read: Read) -> None:
-        """Connect. Raises what ``fetch`` would."""
-        self._use(source, read, lambda connection: connection.connect(read))
+    def probe(self, source: Source, read: Read) -> float | None:
+        """See ``ProbingReceiver``."""
+        return self._use(source, read, lambda connection: connection.probe(read))
 
     def forget(self, source: Source) -> None:
         """Close this source's connection, or interrupt its user, who closes it then."""
@@ -128,15 +145,16 @@ class PeerReceiver:
         for source in sources:
             self.forget(source)
 
-    def _use(self, source: Source, read: Read, work: Callable[[PeerConnection], object]) -> None:
-        """Run ``work`` with the source's connection. Raises what ``ReceiverTransport.fetch`` does."""
+    def _use(self, source: Source, read: Read, work: Callable[[PeerConnection], _T]) -> _T:
+        """Return what ``work`` does with the source's connection. Raises what ``ReceiverTransport.fetch`` does."""
         read.check()
         cached: PeerConnection | None = None
         is_good = False
         try:
             cached = self._take(source)
-            work(cached)
+            outcome = work(cached)
             is_good = True
+            return outcome
         except StaleLeaseError:
             is_good = self._keeps_stale
             raise

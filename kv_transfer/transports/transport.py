@@ -36,8 +36,17 @@ class ReceiverTransport(Protocol):
 class ProbingReceiver(ReceiverTransport, Protocol):
     """A receiver that can test whether a source is readable, and keeps the connection that the test opened."""
 
-    def probe(self, source: Source, read: Read) -> None:
-        """Raise what a ``fetch`` would."""
+    def probe(self, source: Source, read: Read) -> float | None:
+        """Return at how many bytes per second the source's null block is read; None if the transport measures nothing.
+
+        Raises what a ``fetch`` would.
+        """
+
+
+def slowest(rates: Sequence[float | None]) -> float | None:
+    """Return the lowest rate of several ranks (see ``ProbingReceiver``); None if one of them measures nothing."""
+    measured = [rate for rate in rates if rate is not None]
+    return min(measured) if measured and len(measured) == len(rates) else None
 
 
 @dataclass(frozen=True)

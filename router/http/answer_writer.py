@@ -47,7 +47,8 @@ class AnswerWriter:
                 if chunks := exchange.formatter.chunks(delta):
                     await stream.send(chunks)
             await stream.done()
-            return stream.response
+        del request[STREAM]  # a cycle of references would wait for the search for garbage
+        return stream.response
 
 
 class _Collected:

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -92,7 +92,7 @@ class BatchAnswers:
         if endpoint.parse is None:
             return await self._embedded(body, origin)
         exchange = endpoint.parse(body, origin)
-        exchange = replace(exchange, requests=_in_background(exchange.requests))
+        exchange = structs.replace(exchange, requests=_in_background(exchange.requests))
         found: list[Delta] = []
         with exchange.naming_fields():
             async with self._pipeline.generate(*exchange.requests) as deltas:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -21,8 +20,7 @@ OpenStream = Callable[[web.Request, dict[str, str], float], EventStream]
 """(request, headers, stall_seconds) → the stream of its answer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
     """The origin of a body: the id of its request, the tenant that sent it, and its time of arrival (monotonic)."""
 
     request_id: str
@@ -30,8 +28,7 @@ class Origin:
     arrival: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exchange:
+class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one body, and the formatter of their answer.
 
     field_names: field that an error of the pipeline names → its name in the body, if the two differ.
@@ -41,7 +38,7 @@ class Exchange:
     options: AnswerOptions
     formatter: AnswerFormatter
     open_stream: OpenStream = EventStream
-    field_names: Mapping[str, str] = field(default_factory=dict)
+    field_names: Mapping[str, str] = {}
 
     def naming_fields(self) -> "NamingFields":
         """Return a block in which an error of the pipeline comes to name the field of the body that it is about."""

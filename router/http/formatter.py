@@ -1,7 +1,6 @@
 """The interface of the classes that write answers in the objects of one API."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -13,8 +12,7 @@ Event = Json | msgspec.Raw
 """An object of a stream, or its JSON."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AnswerOptions:
+class AnswerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The parts of an answer that its client asked for.
 
     created: Unix seconds. num_choices: answers in total, each with its own last delta. num_chosen: answers to each prompt

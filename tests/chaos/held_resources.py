@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -67,22 +67,17 @@ def _held_by_worker(state: State) -> dict[str, Any]:
     }
 
 
-def counted_things(state: State) -> dict[str, int]:
-    """Return the numbers of descriptors and tasks of a process and its engine: they grow when something leaks."""
-    process = state["process"]
-    things = {"fds": process["num_open_fds"], "tasks": process["num_asyncio_tasks"]}
-    if engine := state.get("engine_process"):
-        things["engine fds"] = engine["num_open_fds"]
-    return things
+def _nothing_more(_states: Mapping[str, State]) -> dict[str, Any]:
+    return {}
 
 
 async def until_free(
     read: Callable[[], Awaitable[dict[str, State]]],
     timeout_seconds: float = 60,
     *,
-    at_most: dict[str, dict[str, int]] | None = None,
+    more: Callable[[Mapping[str, State]], dict[str, Any]] = _nothing_more,
 ) -> dict[str, State]:
-    """Return the states once every process is free and has no more of each resource than ``at_most``, by process name.
+    """Return the states once every process is free. more: returns what else is held, by process name.
 
     Raises AssertionError with what is still held after ``timeout_seconds``.
     """
@@ -91,19 +86,10 @@ async def until_free(
         async with asyncio.timeout(timeout_seconds):
             while True:
                 states = await read()
-                left = {name: resources_held(state) for name, state in states.items()}
-                left |= {f"{name} counts": more for name, more in _grown(states, at_most or {}).items()}
-                left = {name: held for name, held in left.items() if held}
+                left = {name: held for name, state in states.items() if (held := resources_held(state))}
+                left |= {f"{name} has grown": grown for name, grown in more(states).items()}
                 if not left:
                     return states
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise AssertionError(f"still held after {timeout_seconds:g} s: {left}") from None
-
-
-def _grown(states: dict[str, State], at_most: dict[str, dict[str, int]]) -> dict[str, Any]:
-    grown = {}
-    for name, limits in at_most.items():
-        now = counted_things(states[name])
-        grown[name] = {thing: (limits[thing], now[thing]) for thing in limits if now[thing] > limits[thing]}
-    return grown

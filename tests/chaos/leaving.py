@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,14 @@ from tests.chaos.clients import (
     mistake_in,
     pools,
 )
-from tests.chaos.held_resources import counted_things, read_states, until_free
+from tests.chaos.footprint import Footprint
+from tests.chaos.held_resources import State, read_states, until_free
+from tests.chaos.pool.descriptors import processes_of
 from tests.chaos.steady import steady_answers
 from tests.service import Service, running_service
 
 POOLS = pools(2, 2)
+_MAX_READINGS = 20
 
 
 @dataclass(frozen=True)
@@ -51,31 +54,45 @@ class LeaveReport:
 async def run_leaving(
     folder: Path, rng: random.Random, *, transport: str, num_streams: int, num_questions: int = 24
 ) -> LeaveReport:
-    """Run a warm-up round and a measured one: each process must be free after both, and the second must add nothing."""
+    """Run a warm-up round and a measured one: each process must be free after both, and the second must add nothing.
+
+    Pairs of workers may meet in the second round.
+    """
     report = LeaveReport()
     async with running_service(folder, *POOLS, "--transport", transport) as service:
         async with connected(service.http, service.grpc) as client:
             references = await steady_answers(client, rng, num_questions, answers=(20, 200))
-        read = partial(read_states, [(p["name"], p["admin"]) for p in service.processes])
         await _round(service, references, rng, num_streams, report)
-        warm = await until_free(read)
-        report.things_before = await _settled(read, warm)
+        warm = await _settled(service)
+        report.things_before = warm.as_dict()
         await _round(service, references, rng, num_streams, report)
-        states = await until_free(read, at_most=report.things_before)
-        report.things_after = {name: counted_things(state) for name, state in states.items()}
+        states = await until_free(
+            partial(_read, service), more=lambda states: _footprint(service, states).beyond(warm)
+        )
+        report.things_after = _footprint(service, states).as_dict()
     return report
 
 
-async def _settled(read: Any, warm: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """Return descriptors and tasks once two readings are equal: sockets of the clients close a little later."""
-    before = {name: counted_things(state) for name, state in warm.items()}
-    for _ in range(20):
-        await asyncio.sleep(0.5)
-        now = {name: counted_things(state) for name, state in (await until_free(read)).items()}
+async def _read(service: Service) -> dict[str, State]:
+    return await read_states([(process["name"], process["admin"]) for process in service.processes])
+
+
+def _footprint(service: Service, states: Mapping[str, State]) -> Footprint:
+    return Footprint.of(
+        states, {process["name"]: processes_of(process["pid"]) for process in service.processes}
+    )
+
+
+async def _settled(service: Service) -> Footprint:
+    """Return what is open once two readings are equal: sockets of the clients close a little later."""
+    before = None
+    for _ in range(_MAX_READINGS):
+        now = _footprint(service, await until_free(partial(_read, service)))
         if now == before:
             break
         before = now
-    return before
+        await asyncio.sleep(0.5)
+    return now
 
 
 async def _round(

@@ -15,7 +15,7 @@ import torch
 
 from tests.chaos.pool.answers import Choice, MixedAnswer, Way, mistake_in
 from tests.chaos.pool.balancer import running_balancer
-from tests.chaos.pool.descriptors import grown, own_descriptors
+from tests.chaos.pool.descriptors import descriptors_by_peer, grown, own_descriptors
 from tests.chaos.pool.faults import Fault, Faults
 from tests.chaos.pool.moves import Move, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
@@ -173,7 +173,7 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
 
 
 def test_moves_are_counted_by_result() -> None:
-    text = 'kvbaton_migrations_total{result="moved"} 10.0'
+    text = 'kvbaton_migrations_total{reason="drain",result="moved"} 10.0'
     assert results_of_moves([text, text]) == {"moved": 20}
 
 
@@ -218,6 +218,9 @@ def test_descriptors_are_set_aside_only_for_connections_to_living_processes() ->
             both = own_descriptors({"us": [us], "child": [child.pid]})
             assert both["child"]["socket"] == -1 and both["child"]["memfd"] == -2  # what a reader would have
             assert both["child"]["pidfd"] == 0
+            for_each_other = descriptors_by_peer({"us": [us], "child": [child.pid]})
+            assert for_each_other["child"]["us"] == {"socket": 3, "memfd": 2, "pidfd": 1}
+            assert for_each_other["us"]["child"] == {"socket": 3}
             alone = own_descriptors({"child": [child.pid]})["child"]
             assert grown(alone, both["child"]) == {"socket": (-1, 2), "memfd": (-2, 0), "pidfd": (0, 1)}
             with_child = both["us"]

@@ -77,7 +77,7 @@ def test_a_new_setting_of_a_worker_is_one_edit_in_one_file(tmp_path: Path) -> No
     assert (found["flag"], found["default or variable"], found["file"]) == (3, 7, 5)
     assert "max_made_up is '100'" in found["refusal"] and "at least 1, at most 99" in found["refusal"]
     assert found["up"][found["up"].index("--max-made-up") + 1] == "9"
-    commands = ("up", "serve", "run", "chat", "batch", "demo", "prefill", "decode", "both")
+    commands = ("up", "serve", "run", "chat", "batch", "bench", "demo", "prefill", "decode", "both")
     assert len(found["rows"]) == len(commands)
     assert all(
         "`--max-made-up` | `KVBATON_MAX_MADE_UP` | integer, at least 1, at most 99 | `7` |" in row

@@ -1,4 +1,4 @@
-"""The services of docker/compose.yaml under a profile, with variables replaced: by Compose itself, or by this file."""
+"""The services of a Compose file under a profile, with variables replaced: by Compose itself, or by this file."""
 
 import json
 import re
@@ -9,24 +9,34 @@ from typing import Any
 
 import yaml
 
+from cli.compose import compose
 from tests.docker.stack import FOLDER, docker
 
 Services = dict[str, dict[str, Any]]
 _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")
 
 
-def by_compose(profile: str, variables: Mapping[str, str]) -> Services:
-    """Return what `docker compose config` makes of the file. It needs Compose v2 and no engine."""
+SHIPPED = FOLDER / "compose.yaml"
+
+
+def written(folder: Path, *flags: str) -> Path:
+    """Return the file that `kvbaton compose` writes with these flags."""
+    path = folder / "compose.yaml"
+    compose([*flags, "--output", str(path), "--overwrite"])
+    return path
+
+
+def by_compose(profile: str, variables: Mapping[str, str], path: Path = SHIPPED) -> Services:
+    """Return what `docker compose config` makes of a file. It needs Compose v2 and no engine."""
     given = (f"COMPOSE_PROFILES={profile}", *(f"{name}={value}" for name, value in variables.items()))
-    whole = json.loads(docker("compose", "config", "--format", "json", variables=given))
+    whole = json.loads(docker("compose", "-f", str(path), "config", "--format", "json", variables=given))
     services: Services = whole["services"]
     return services
 
 
-def by_hand(profile: str, variables: Mapping[str, str]) -> Services:
+def by_hand(profile: str, variables: Mapping[str, str], path: Path = SHIPPED) -> Services:
     """Return the same services, as far as the tests read them, without Compose."""
-    text = (FOLDER / "compose.yaml").read_text()
-    replaced = _VARIABLE.sub(lambda found: variables.get(found[1]) or found[2], text)
+    replaced = _VARIABLE.sub(lambda found: variables.get(found[1]) or found[2], path.read_text())
     services: Services = {
         name: service
         for name, service in yaml.safe_load(replaced)["services"].items()

@@ -11,11 +11,10 @@ ROOT = Path(__file__).parents[2]
 PROFILES = {
     "cpu": {"prefill", "decode"},
     "gpu": {"prefill-gpu", "decode-gpu"},
-    "gpu4": {"prefill-gpu", "decode-gpu", "decode-gpu-2", "decode-gpu-3"},
-    "gpu8": {"prefill-gpu", "prefill-gpu-2", "decode-gpu", *(f"decode-gpu-{n}" for n in range(2, 7))},
 }
 NAMESPACES = "namespaces"
-GPU_PROFILES = [name for name in PROFILES if name.startswith("gpu")]
+MONITORING = {"prometheus": "9090", "grafana": "3000"}
+"""The services of others, and their ports."""
 SHARED = {"router", "secret"}
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
@@ -39,11 +38,12 @@ def one_shots() -> set[str]:
 
 
 def test_each_profile_adds_its_workers() -> None:
-    assert SERVICES.keys() == {*SHARED, NAMESPACES}.union(*PROFILES.values())
+    assert SERVICES.keys() == {*SHARED, *MONITORING, NAMESPACES}.union(*PROFILES.values())
+    assert all(SERVICES[name]["profiles"] == ["monitoring"] for name in MONITORING)
     for profile, names in PROFILES.items():
         workers = {name for name, service in SERVICES.items() if profile in service.get("profiles", ())}
         assert workers - {NAMESPACES} == names
-        assert (NAMESPACES in workers) == (profile in GPU_PROFILES)
+        assert (NAMESPACES in workers) == (profile == "gpu")
     assert all("profiles" not in SERVICES[name] for name in SHARED)
     assert "COMPOSE_PROFILES=gpu" in (ROOT / "docker" / ".env").read_text().splitlines()
 
@@ -67,11 +67,11 @@ def test_the_profiles_differ_in_the_device_only() -> None:
         }
 
 
-def test_only_the_routers_public_ports_are_published_and_only_to_this_machine() -> None:
-    assert [name for name, service in SERVICES.items() if "ports" in service] == ["router"]
-    ports = SERVICES["router"]["ports"]
-    assert [port.rpartition(":")[2] for port in ports] == ["8000", "9000"]
-    assert all(port.startswith("127.0.0.1:") for port in ports)
+def test_only_public_ports_are_published_and_only_to_this_machine() -> None:
+    published = {name: service["ports"] for name, service in SERVICES.items() if "ports" in service}
+    ends = {name: [port.rpartition(":")[2] for port in ports] for name, ports in published.items()}
+    assert ends == {"router": ["8000", "9000"], **{name: [port] for name, port in MONITORING.items()}}
+    assert all(port.startswith("127.0.0.1:") for ports in published.values() for port in ports)
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -83,8 +83,11 @@ def test_every_service_can_be_scaled_checked_and_stopped(name: str) -> None:
     if name in one_shots():
         assert service["healthcheck"] == {"disable": True}
         return
-    check = ["CMD", "true"] if name == NAMESPACES else ["CMD", "is-healthy", "9101"]
-    assert service["healthcheck"]["test"] == check
+    if name in MONITORING:
+        assert f":{MONITORING[name]}/" in service["healthcheck"]["test"][-1]
+    else:
+        check = ["CMD", "true"] if name == NAMESPACES else ["CMD", "is-healthy", "9101"]
+        assert service["healthcheck"]["test"] == check
     assert service["init"] is ("pid" not in service)
     assert service["cap_drop"] == ["ALL"]
     assert service["read_only"] is True
@@ -92,7 +95,7 @@ def test_every_service_can_be_scaled_checked_and_stopped(name: str) -> None:
 
 def test_the_secret_is_mounted_read_only_wherever_it_is_not_made() -> None:
     assert not SERVICES[NAMESPACES].get("volumes")
-    names = SERVICES.keys() - {NAMESPACES}
+    names = SERVICES.keys() - {NAMESPACES, *MONITORING}
     mounts = {name: [v for v in SERVICES[name]["volumes"] if v.startswith("secret:")] for name in names}
     assert mounts.pop("secret") == ["secret:/run/kvbaton/secret"]
     assert set(map(tuple, mounts.values())) == {("secret:/run/kvbaton/secret:ro",)}
@@ -113,7 +116,8 @@ def test_every_image_is_built_once_from_a_target_of_the_one_dockerfile() -> None
     builders = [service for service in SERVICES.values() if "build" in service]
     images = [service["image"] for service in builders]
     assert len(set(images)) == len(images)
-    assert {(service["image"], service["pull_policy"]) for service in SERVICES.values()} == {
+    own = [service for name, service in SERVICES.items() if name not in MONITORING]
+    assert {(service["image"], service["pull_policy"]) for service in own} == {
         (image, "never") for image in images
     }
     for build in (service["build"] for service in builders):
@@ -139,3 +143,32 @@ def test_the_build_context_holds_every_package_of_the_wheel() -> None:
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert packages - {"tools", "examples", "benchmarks", "tests"} <= kept
     assert {"pyproject.toml", "README.md", "LICENSE", "constraints"} <= kept
+
+
+def test_the_images_of_others_have_an_exact_version_and_read_our_files_only() -> None:
+    for name in MONITORING:
+        service = SERVICES[name]
+        assert re.fullmatch(rf"\$\{{{name.upper()}_IMAGE:-[\w/]+:v?\d+\.\d+\.\d+\}}", service["image"])
+        mounts = [volume.split(":") for volume in service["volumes"]]
+        assert all(options == ["ro"] for source, _, *options in mounts if source.startswith("."))
+        assert all((ROOT / "docker" / source).is_dir() for source, *_ in mounts if source.startswith("."))
+        assert {source for source, *_ in mounts if not source.startswith(".")} == {name}
+    assert "--config.file=/etc/prometheus/prometheus.yml" in SERVICES["prometheus"]["command"]
+
+
+def test_prometheus_finds_the_router_and_all_workers_by_name() -> None:
+    config = yaml.safe_load((ROOT / "docker" / "prometheus" / "prometheus.yml").read_text())
+    names = [name for job in config["scrape_configs"] for name in job["dns_sd_configs"][0]["names"]]
+    assert names == ["router", "workers"]
+    for name in set().union(*PROFILES.values()):
+        assert SERVICES[name]["networks"] == {"default": {"aliases": ["workers"]}}
+
+
+def test_grafana_finds_prometheus_and_the_dashboards() -> None:
+    folder = ROOT / "docker" / "grafana" / "provisioning"
+    sources = yaml.safe_load((folder / "datasources" / "prometheus.yml").read_text())["datasources"]
+    assert [source["url"] for source in sources] == ["http://prometheus:9090"]
+    providers = yaml.safe_load((folder / "dashboards" / "kvbaton.yml").read_text())["providers"]
+    targets = {volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]}
+    assert {provider["options"]["path"] for provider in providers} <= targets
+    assert "/etc/grafana/provisioning" in targets

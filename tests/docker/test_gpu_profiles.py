@@ -1,4 +1,4 @@
-"""The GPU profiles of docker/compose.yaml for 2, 4 and 8 GPUs: what each worker sees, shares and computes on."""
+"""The profile gpu of Compose files for 2, 4 and 8 GPUs: what each worker sees, shares and computes on."""
 
 import re
 from collections import Counter
@@ -7,25 +7,31 @@ from typing import Any
 
 import pytest
 
-from tests.docker.composed import Services, by_compose, by_hand, devices, started
+from tests.docker.composed import Services, by_compose, by_hand, devices, started, written
 
 ROOT = Path(__file__).parents[2]
 KERNELS = "/run/kvbaton/kernels"
 DOCKERFILE = (ROOT / "docker" / "Dockerfile").read_text()
+TWO_RANKS = {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}
+FOUR = ("--prefill-devices", "0", "--decode-devices", "1-3")
+EIGHT = ("--prefill-devices", "0,4", "--decode-devices", "1-3,5-7")
+RANKS = ("--prefill-devices", "0,1", "--decode-devices", "2-7", "--tensor-parallel-size", "2")
 MACHINES = [
-    pytest.param("gpu", {}, 2, id="2 GPUs"),
-    pytest.param("gpu4", {}, 4, id="4 GPUs"),
-    pytest.param("gpu8", {}, 8, id="8 GPUs"),
-    pytest.param("gpu", {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}, 4, id="4 GPUs, tp 2"),
-    pytest.param("gpu4", {"KVBATON_TENSOR_PARALLEL_SIZE": "2"}, 8, id="8 GPUs, tp 2"),
+    pytest.param((), {}, 2, 1, id="2 GPUs"),
+    pytest.param(FOUR, {}, 4, 1, id="4 GPUs"),
+    pytest.param(EIGHT, {}, 8, 1, id="8 GPUs"),
+    pytest.param((), TWO_RANKS, 4, 2, id="4 GPUs, tp 2"),
+    pytest.param(FOUR, TWO_RANKS, 8, 2, id="8 GPUs, tp 2"),
+    pytest.param(RANKS, {}, 8, 2, id="8 GPUs, tp 2 in the file"),
 ]
+"""The flags of `kvbaton compose`, variables, the number of GPUs, and those of each worker."""
 
 
 def workers(services: Services) -> dict[str, dict[str, Any]]:
     return {name: service for name, service in services.items() if "-gpu" in name}
 
 
-def check_policy(services: Services, variables: dict[str, str], num_gpus: int, folder: Path) -> None:
+def check_policy(services: Services, num_gpus: int, ranks: int, folder: Path) -> None:
     """Assert all that KV from GPU to GPU and compiled kernels need of the containers."""
     found = workers(services)
     owner = services["namespaces"]
@@ -33,7 +39,6 @@ def check_policy(services: Services, variables: dict[str, str], num_gpus: int, f
     assert owner["image"] != found["prefill-gpu"]["image"], "a new version of the workers would replace it"
     assert owner["init"] is True
     assert not devices(owner)
-    ranks = int(variables.get("KVBATON_TENSOR_PARALLEL_SIZE", "1"))
     taken = Counter[int]()
     roles = Counter[str]()
     for service in found.values():
@@ -58,27 +63,30 @@ def check_caches(service: dict[str, Any]) -> None:
     for variable in ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE"):
         assert f"{service['environment'][variable]}/".startswith(f"{KERNELS}/")
     [volume] = [each for each in service["volumes"] if each["target"] == KERNELS]
-    assert volume["type"] == "volume"
+    assert (volume["type"], volume["source"]) == ("volume", "kernels"), (
+        "shared, and kept when a container goes"
+    )
     assert not volume.get("read_only")
     assert not any(each.startswith("/run") for each in service["tmpfs"])
     assert service["read_only"] is True
 
 
-@pytest.mark.parametrize(("profile", "variables", "num_gpus"), MACHINES)
+@pytest.mark.parametrize(("flags", "variables", "num_gpus", "ranks"), MACHINES)
 def test_every_gpu_has_one_worker_that_sees_all(
-    profile: str, variables: dict[str, str], num_gpus: int, tmp_path: Path
+    flags: tuple[str, ...], variables: dict[str, str], num_gpus: int, ranks: int, tmp_path: Path
 ) -> None:
-    check_policy(by_hand(profile, variables), variables, num_gpus, tmp_path)
+    check_policy(by_hand("gpu", variables, written(tmp_path, *flags)), num_gpus, ranks, tmp_path)
 
 
 @pytest.mark.docker
-@pytest.mark.parametrize(("profile", "variables", "num_gpus"), MACHINES)
+@pytest.mark.parametrize(("flags", "variables", "num_gpus", "ranks"), MACHINES)
 def test_compose_reads_the_file_in_the_same_way(
-    profile: str, variables: dict[str, str], num_gpus: int, tmp_path: Path
+    flags: tuple[str, ...], variables: dict[str, str], num_gpus: int, ranks: int, tmp_path: Path
 ) -> None:
-    services = by_compose(profile, variables)
-    check_policy(services, variables, num_gpus, tmp_path)
-    assert services.keys() == by_hand(profile, variables).keys()
+    path = written(tmp_path, *flags)
+    services = by_compose("gpu", variables, path)
+    check_policy(services, num_gpus, ranks, tmp_path)
+    assert services.keys() == by_hand("gpu", variables, path).keys()
 
 
 def test_two_workers_share_a_gpu_where_their_places_are_equal(tmp_path: Path) -> None:

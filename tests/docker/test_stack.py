@@ -19,6 +19,12 @@ ANSWER_SECONDS = 120
 LONG = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 """Nine tokens in ten are still to come when the tests kill the worker that makes them."""
 PROMPT_IDS = list(range(3, 103))
+_SCRAPE = """
+import socket, urllib.request
+for name in ("router", "workers"):
+    for *_, (address, _) in socket.getaddrinfo(name, 9101, socket.AF_INET, socket.SOCK_STREAM):
+        print(urllib.request.urlopen(f"http://{address}:9101/metrics", timeout=10).read().decode())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +132,15 @@ def test_a_stream_outlives_the_container_that_makes_it(stack: Stack) -> None:
     assert "".join([*pieces, *map(text_of, rest[:-1])]) == undisturbed
     [router] = stack.containers("router")
     assert counter([admin_page(router, "/metrics")], "kvbaton_request_replays_total") >= 1
+
+
+def test_the_names_in_prometheus_configuration_are_those_of_every_process(stack: Stack) -> None:
+    """The metrics are read by address, as Prometheus does."""
+    stack.up()
+    (router,) = stack.containers("router")
+    text = docker("exec", router, "python", "-c", _SCRAPE)
+    assert text.count("# TYPE kvbaton_workers gauge") == 1
+    assert text.count("# TYPE kvbaton_worker_info gauge") == 2
 
 
 def test_sigterm_ends_every_service_and_down_leaves_nothing(stack: Stack) -> None:

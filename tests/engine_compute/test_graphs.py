@@ -16,7 +16,7 @@ from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
 from engine.models.loading import LoadedModel, load
-from engine.sampling.sampler import Samples, sample
+from engine.sampling.sampler import Sampling, begin_sampling
 from engine.settings import EngineSettings
 from engine.testing.graphs import RerunRecorder, StaticTorchBackend, StaticTorchDecode
 from tests.attention_cases import CPU
@@ -97,11 +97,11 @@ def test_a_rank_captures_graphs_on_its_pool_and_replays_them(
         driver.add(name, prompt)
     sampled = []
 
-    def count(logits: Tensor, *rest: Any) -> Samples:
+    def count(logits: Tensor, *rest: Any) -> Sampling:
         sampled.append(logits)
-        return sample(logits, *rest)
+        return begin_sampling(logits, *rest)
 
-    monkeypatch.setattr(rank_sampler, "sample", count)
+    monkeypatch.setattr(rank_sampler, "begin_sampling", count)
     assert driver.generate(list(prompts), 8) == expected
     assert len(sampled) == 1, "a replayed greedy step has its tokens, only the prompts' step samples"
     assert [recording.num_replays for recording in recorder.recordings] == [0, 0, 7, 0, 0]
@@ -137,12 +137,22 @@ def test_memory_of_graphs_is_taken_before_memory_is_measured(
 
 
 def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
-    """The step is then sampled row by row, which counts what is wrong."""
+    """The others keep theirs."""
     logits = StaticLogits()
     logits.write(torch.zeros(4, 5))
     logits.write(torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
-    assert logits.best_of(1) == [1]
-    assert logits.best_of(2) is None
+    assert logits.best_of(1).read().token_ids == [1]
+    found = logits.best_of(2).read()
+    assert (found.token_ids, found.num_nans) == ([1, None], [0, 1])
+
+
+def test_best_tokens_are_those_of_their_step_although_the_next_one_overwrites_them() -> None:
+    logits = StaticLogits()
+    logits.write(torch.eye(3))
+    best = logits.best_of(3)
+    logits.write(torch.eye(3).flip(0))
+    assert best.read().token_ids == [0, 1, 2]
+    assert logits.best_of(3).read().token_ids == [2, 1, 0]
 
 
 def graphed_forward(

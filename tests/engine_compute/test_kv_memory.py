@@ -146,6 +146,29 @@ def test_writing_waits_for_the_steps_before(staged: StagedKVMemory, monkeypatch:
     assert step.is_reached
 
 
+def test_each_step_has_an_event_of_its_own(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait for a step does not include those after it. Blocks that are freed now wait for the newest one."""
+    steps = [Step(), Step()]
+    launched = iter(steps)
+    monkeypatch.setattr(staged, "_launched", lambda: next(launched))
+    first = staged.mark_computed()
+    staged.mark_computed()
+    first.synchronize()
+    assert [step.is_reached for step in steps] == [True, False]
+    staged.wait_until_unused()
+    assert [step.is_reached for step in steps] == [True, True]
+
+
+def test_an_area_may_be_written_at_once(staged: StagedKVMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library writes it beside all streams, so nothing that was launched on its memory may still run, zeroing included."""
+    step = Step()
+    monkeypatch.setattr(staged, "_launched", lambda: step)
+    area = staged.landing_area(staged.layout, 3)
+    assert step.is_reached
+    assert area.num_blocks == 3
+    assert area.address != staged.address
+
+
 @pytest.mark.parametrize("block_id", [-1, NUM_BLOCKS])
 def test_a_block_outside_the_pool_is_rejected(block_id: int) -> None:
     for memory in (

@@ -19,7 +19,7 @@ from engine.compute.runner import ModelRunner
 from engine.connector import KVMemory, LayerWatch, SingleRankConnector
 from engine.executors.executor import create_executor
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.sampling.sampler import Samples, sample
+from engine.sampling.sampler import Sampling, begin_sampling
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, add_cached, greedy
@@ -167,12 +167,12 @@ def test_a_layer_watch_is_called_when_the_kv_of_a_layer_is_stored(
         connector.calls.append("attend")
         return attend(step, *args)
 
-    def sample_noted(*args: Any) -> Samples:
+    def sample_noted(*args: Any) -> Sampling:
         connector.calls.append("sample")
-        return sample(*args)
+        return begin_sampling(*args)
 
     monkeypatch.setattr(TorchStep, "attend", attend_noted)
-    monkeypatch.setattr("engine.compute.rank_sampler.sample", sample_noted)
+    monkeypatch.setattr("engine.compute.rank_sampler.begin_sampling", sample_noted)
     driver.executor.set_connector(SingleRankConnector(connector))
     driver.add("a", PROMPT)
     scheduled = SchedulerOutput(num_scheduled_tokens={"a": 21}, total_num_scheduled_tokens=21)

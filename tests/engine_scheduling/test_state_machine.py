@@ -25,11 +25,14 @@ ENDED_BY = ("deadline", "internal", "invalid_request", "transfer_failed")
 class SchedulerMachine(RuleBasedStateMachine):
     """A small pool, few places and a small budget, so that everything runs short."""
 
+    runs_ahead = False
+
     def __init__(self) -> None:
         super().__init__()
         self.engine = SteppedEngine(
             kv_cache_bytes=14, max_num_batched_tokens=6, max_num_seqs=3, remote_kv_timeout_seconds=5.0
         )
+        self.engine.executor.runs_ahead = self.runs_ahead
         self.asked: dict[str, EngineRequest] = {}
         self.num_requests = 0
         self.dismissed: dict[str, set[int]] = {}
@@ -296,3 +299,14 @@ class SchedulerMachine(RuleBasedStateMachine):
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = machine_settings(120, 50)
 TestScheduler.runTest = soaked(TestScheduler.runTest)  # type: ignore[method-assign]
+
+
+class MachineThatRunsAhead(SchedulerMachine):
+    """Steps begin before the tokens of the one before are known, as on a device."""
+
+    runs_ahead = True
+
+
+TestRunningAhead = MachineThatRunsAhead.TestCase
+TestRunningAhead.settings = machine_settings(60, 50)
+TestRunningAhead.runTest = soaked(TestRunningAhead.runTest)  # type: ignore[method-assign]

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +57,12 @@ async def tokens_of_engine(model: Path, *, at_once: bool = True, **settings: Any
         await client.shutdown()
 
 
-async def tokens_of_pair(model: Path, transport: str, **settings: Any) -> Tokens:
-    """Return the tokens of a prefill and a decode engine, one request after another."""
-    async with running_pair(model, sides=Sides(transport=transport), **_settings(settings)) as pair:
+async def tokens_of_pair(
+    model: Path, transport: str, decode: Mapping[str, Any] | None = None, **settings: Any
+) -> Tokens:
+    """Return the tokens of a prefill and a decode engine, one request after another. decode: settings of that one alone."""
+    sides = Sides(decode=dict(decode or {}), transport=transport)
+    async with running_pair(model, sides=sides, **_settings(settings)) as pair:
         found = []
         for request in requests():
             first, rest = await pair.ask(request.request_id, request.prompt_token_ids, request.sampling)

@@ -1,5 +1,6 @@
 """The bounds that `make gpu-check` measures against, and a dry run on any machine."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -63,16 +64,16 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
-    decodes = [(row["batch"], row["temperature"]) for row in parts["decode"]["rows"]]
-    assert decodes == [(1, 0.0), (1, 0.8), (3, 0.0), (3, 0.8)]
+    decodes = [(row["batch"], row["temperature"], row["runs_ahead"]) for row in parts["decode"]["rows"]]
+    ways = itertools.product((1, 3), (0.0, 0.8), (False, True))
+    assert decodes == list(ways)
     assert all(
         row["share_of_bound"] > 0
         for part in ("decode", "prefill", "long", "fp8")
         for row in parts[part]["rows"]
     )
-    assert [(row["model"], row["batch"]) for row in parts["fp8"]["rows"]] == [
-        ("tiny, FP8", 1),
-        ("tiny, FP8", 3),
+    assert [(row["model"], row["batch"], row["runs_ahead"]) for row in parts["fp8"]["rows"]] == [
+        ("tiny, FP8", batch, is_ahead) for batch, is_ahead in itertools.product((1, 3), (False, True))
     ]
     assert [(row["num_tokens"], row["length"]) for row in parts["long"]["rows"]] == [(1, 4200), (20, 4200)]
     (read,) = parts["reads"]["rows"]
@@ -98,9 +99,40 @@ def test_rows_are_written_one_by_one(tmp_path: Path) -> None:
             yield row
 
     run.write_each("decode", watched())
-    assert seen == [0, 1, 2, 3]
-    assert len(json.loads((tmp_path / "gpu_decode.json").read_text())["rows"]) == 4
+    assert seen == list(range(8))
+    assert len(json.loads((tmp_path / "gpu_decode.json").read_text())["rows"]) == 8
     assert [path.name for path in tmp_path.iterdir()] == ["gpu_decode.json"]
+
+
+_HANGING = """
+import time
+
+def test_first():
+    pass
+
+def test_second():
+    time.sleep(600)
+"""
+
+
+@pytest.mark.slow
+def test_a_part_that_takes_too_long_loses_nothing(tmp_path: Path) -> None:
+    """It is interrupted, not killed: pytest writes its results so far, and the parts behind it run."""
+    (tmp_path / "test_hanging.py").write_text(_HANGING)
+    results = tmp_path / "tests.xml"
+    script = f"""
+        source benchmarks/gpu_common.sh
+        part 8 hanging "$python" -m pytest -q -p no:cacheprovider -c /dev/null --junitxml {results} {tmp_path}
+        part 60 next echo the next part
+        exit "$failed"
+    """
+    environment = process_environment() | {"OUT": str(tmp_path), "PYTHON": sys.executable, "DRY_RUN": ""}
+    ended = subprocess.run(["bash", "-c", script], cwd=BENCHMARKS.parent, env=environment, check=False)
+    assert ended.returncode == 1
+    log = (tmp_path / "log").read_text()
+    assert "== hanging: exit status 124" in log
+    assert "the next part\n== next: exit status 0" in log
+    assert 'name="test_first"' in results.read_text()
 
 
 def test_facts_need_no_git(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -26,15 +26,16 @@ TRANSPORTS = ("tcp", *(["nixl"] if find_spec("nixl_cu13") else []))
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda_equals_cpu_in_float32(tmp_path: Path, family: str) -> None:
-    """Batches of each family, with and without graphs."""
+    """Batches of each family, with and without graphs, and with and without steps that run ahead."""
     make_model(tmp_path, family)
     expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
     for backend in ("torch", "triton"):
-        for is_eager in (True, False):
+        for is_eager, runs_ahead in ((True, True), (False, True), (False, False)):
+            settings: dict[str, Any] = {"attention_backend": backend, "enforce_eager": is_eager}
             found = asyncio.run(
-                tokens_of_engine(tmp_path, device="cuda", attention_backend=backend, enforce_eager=is_eager)
+                tokens_of_engine(tmp_path, device="cuda", enable_run_ahead=runs_ahead, **settings)
             )
-            assert_same_tokens(found, expected, (backend, is_eager))
+            assert_same_tokens(found, expected, (backend, is_eager, runs_ahead))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -44,6 +45,47 @@ def test_a_handover_gives_the_tokens_of_the_cpu(tmp_path: Path, transport: str) 
     expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
     found = asyncio.run(tokens_of_pair(tmp_path, transport, device="cuda"))
     assert_same_tokens(found, expected, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_blocks_that_are_converted_on_the_device_give_the_tokens_of_the_cpu(
+    tmp_path: Path, transport: str, block_size: int
+) -> None:
+    """The prefill engine has blocks of 16 tokens."""
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    found = asyncio.run(tokens_of_pair(tmp_path, transport, {"block_size": block_size}, device="cuda"))
+    assert_same_tokens(found, expected, (transport, block_size))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_give_the_tokens_of_the_cpu(tmp_path: Path) -> None:
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    found = asyncio.run(tokens_of_engine(tmp_path, device="cuda", tensor_parallel_size=2))
+    assert_same_tokens(found, expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (2, 2)], ids=["2 to 1", "1 to 2", "2 to 2"])
+def test_a_handover_between_numbers_of_ranks_gives_the_tokens_of_the_cpu(
+    tmp_path: Path, transport: str, ranks: tuple[int, int]
+) -> None:
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    sender, receiver = ranks
+    found = asyncio.run(
+        tokens_of_pair(
+            tmp_path,
+            transport,
+            {"tensor_parallel_size": receiver},
+            device="cuda",
+            tensor_parallel_size=sender,
+        )
+    )
+    assert_same_tokens(found, expected, (transport, ranks))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

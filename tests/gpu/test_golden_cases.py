@@ -32,6 +32,19 @@ def test_every_request_is_served_whole(tmp_path: Path) -> None:
     assert max(LENGTHS) > 2 * MAX_STEP_TOKENS
 
 
+@pytest.mark.slow
+def test_every_request_is_served_whole_by_several_ranks(tmp_path: Path) -> None:
+    """On the CPU, as the cases for several GPUs: alone, and handed over to another number of ranks."""
+    make_model(tmp_path, "llama")
+    alone = asyncio.run(tokens_of_engine(tmp_path, at_once=False, device="cpu"))
+    ranks = asyncio.run(tokens_of_engine(tmp_path, at_once=False, device="cpu", tensor_parallel_size=2))
+    assert_same_tokens(ranks, alone)
+    handed_over = asyncio.run(
+        tokens_of_pair(tmp_path, "tcp", {"tensor_parallel_size": 1}, device="cpu", tensor_parallel_size=2)
+    )
+    assert_same_tokens(handed_over, alone)
+
+
 def test_a_comparison_of_nothing_fails() -> None:
     whole = [[7] * NUM_ANSWERS] * len(LENGTHS)
     assert_same_tokens(whole, whole)

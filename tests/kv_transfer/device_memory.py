@@ -1,13 +1,14 @@
 """A pool on a device that every machine has: host memory behind the interface of a device."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from contract.layout import KVLayout
+from engine.connector import Computed
 from engine.kv_cache.memory import PinnedParts, PinnedRow, StagedKVMemory
 from kv_transfer.native.folding import fold_words
 from tests.kv_transfer.builders import LAYOUT
@@ -26,12 +27,28 @@ class _Recorded:
         self._log.append(("read", self._first))
 
 
+class _Launched:
+    """Operations of a slow device, which it carries out when they are waited for, and not before."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+
+    def synchronize(self) -> None:
+        if self._work is not None:
+            self._work()
+            self._work = None
+
+    def query(self) -> bool:
+        return self._work is None
+
+
 class FakeDevice(StagedKVMemory):
     """Counts the blocks whose bytes pass through host memory, and computes the sums of digests by the host's function.
 
     num_out, num_in: copies of blocks, or parts of them, to the host, and from there.
     num_folded: blocks, or parts of them, that were added up on the device. committed: blocks, in order. log: the copies that
-    were begun, and those that were waited for, with their first blocks. rows_in_use: of host memory.
+    were begun, and those that were waited for, with their first blocks, and "launched" operations. rows_in_use: of host
+    memory. areas: the areas of this device for blocks of a peer, which count for themselves.
     """
 
     def __init__(
@@ -44,6 +61,7 @@ class FakeDevice(StagedKVMemory):
         self.committed = list[int]()
         self.log = list[tuple[str, int]]()
         self.rows_in_use: weakref.WeakSet[PinnedRow] = weakref.WeakSet()
+        self.areas: list[FakeDevice] = []
 
     @property
     def can_fold(self) -> bool:
@@ -73,6 +91,15 @@ class FakeDevice(StagedKVMemory):
         self.log.append(("writing", block_ids[0]))
         super().write_rows(block_ids, start, rows)
 
+    def landing_area(self, layout: KVLayout, num_blocks: int) -> "FakeDevice":
+        area = FakeDevice(layout, num_blocks)
+        self.areas.append(area)
+        return area
+
+    def launch(self, work: Callable[[], None]) -> Computed:
+        self.log.append(("launched", 0))
+        return _Launched(work)
+
     def wait_until_unused(self) -> None:
         self.log.append(("unused", 0))
         super().wait_until_unused()
@@ -89,7 +116,8 @@ class FakeDevice(StagedKVMemory):
 
     @property
     def num_through_host(self) -> int:
-        return self.num_out + self.num_in
+        """Copies between this device and the host, those of its areas included."""
+        return self.num_out + self.num_in + sum(area.num_through_host for area in self.areas)
 
     def touched(self) -> set[int]:
         """Return the blocks in which something was written."""

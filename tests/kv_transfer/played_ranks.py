@@ -1,7 +1,7 @@
 """A worker of several ranks without processes: each rank's half is in this one, over a torch-free pool."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_data import RankHalf
 from kv_transfer.settings import TransferSettings
 from tests.kv_transfer.builders import LAYOUT, MODEL, Worker
-from tests.kv_transfer.fakes import ByteMemory, TransferDriver
+from tests.kv_transfer.fakes import ByteMemory, FilledMemory, TransferDriver
 
 SHARE = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
 """The layout of each of two ranks that share ``LAYOUT``."""
@@ -27,7 +27,7 @@ _MAX_BYTES = 2**20
 class PlayedRanks:
     """The work of an executor of several ranks, as a ``RankConnector`` for a ``TransferDriver``."""
 
-    def __init__(self, connector: RanksConnector, memories: list[ByteMemory]) -> None:
+    def __init__(self, connector: RanksConnector, memories: Sequence[FilledMemory]) -> None:
         self._connector, self._memories = connector, memories
         self.halves: list[RankHalf] = []
 
@@ -92,11 +92,11 @@ class PlayedRank:
 
 @contextmanager
 def worker_of_ranks(
-    settings: TransferSettings, memories: list[ByteMemory], layout: KVLayout = SHARE
+    settings: TransferSettings, memories: Sequence[FilledMemory], layout: KVLayout = SHARE, model: str = MODEL
 ) -> Iterator[Worker]:
     """Run a connector of ``len(memories)`` ranks; its driver's own memory is not used."""
     driver = TransferDriver(ByteMemory(layout, 1))
-    pair = TransferFactory(settings)(Side(layout, len(memories)), MODEL, driver.wake)
+    pair = TransferFactory(settings)(Side(layout, len(memories)), model, driver.wake)
     ranks = PlayedRanks(pair.ranks, memories)
     with ExitStack() as stack:
         stack.callback(ranks.close)

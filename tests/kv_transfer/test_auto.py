@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,11 @@ def test_a_lease_is_idle_once_every_sender_says_so() -> None:
 
 
 class Shelf:
-    """A receiver that records its calls; a probe waits for ``gate`` and may fail then."""
+    """A receiver that records its calls; a probe waits for ``gate`` and may fail then, or measure ``rate``."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.gate, self.error = threading.Event(), error
+    def __init__(self, error: Exception | None = None, rate: float | None = None) -> None:
+        self.gate, self.error, self.rate = threading.Event(), error, rate
+        self.num_probes = 0
         self.forgotten: list[Source] = []
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
@@ -202,12 +204,14 @@ class Shelf:
     def close(self) -> None:
         self.gate.set()
 
-    def probe(self, source: Source, read: Read) -> None:
+    def probe(self, source: Source, read: Read) -> float | None:
+        self.num_probes += 1
         with suppress(TransferError), read.interruptible(self.gate.set):
             assert self.gate.wait(30)
         read.check()
         if self.error is not None:
             raise self.error
+        return self.rate
 
 
 SESSION = Session("p", "b", "prefill", 3.0, (Offer("tcp", "there:1"), Offer("shm", "/there")), "token")
@@ -247,6 +251,71 @@ def test_reads_wait_for_the_choice_and_keep_their_order(error: Exception | None,
     ]
     assert [(first.transport, then.transport) for first, then in answers] == [("shm", expected)]
     assert shm.forgotten == ([provisional] if error else [])
+
+
+@pytest.mark.parametrize(
+    ("nixl", "tcp", "expected"),
+    [
+        ((None, 0.5e9), (None, 2e9), "tcp"),
+        ((None, 20e9), (None, 2e9), "nixl"),
+        ((None, 0.5e9), (TransferError("no port"), None), "nixl"),
+        ((None, 0.5e9), (None, None), "nixl"),
+        ((TransferError("no library"), None), (None, 2e9), "tcp"),
+    ],
+    ids=["slow", "fast", "alone", "unmeasured", "broken"],
+)
+def test_what_is_fastest_is_chosen_not_what_is_named_first(
+    nixl: tuple[Exception | None, float | None],
+    tcp: tuple[Exception | None, float | None],
+    expected: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A library may read from device to device, or copy through hosts by TCP: only a measurement shows it."""
+    caplog.set_level(logging.INFO, "kv_transfer")
+    shelves = {"shm": Shelf(TransferError("another machine")), "nixl": Shelf(*nixl), "tcp": Shelf(*tcp)}
+    offers = tuple(Offer(name, "there:1") for name in shelves)
+    for shelf in shelves.values():
+        shelf.gate.set()
+    chooser = Chooser(counters := Counters())
+    chooser.start(shelves, lambda _: None)
+    answers, told = list[Source](), threading.Event()
+
+    def hear(_provisional: Source, chosen: Source) -> bool:
+        answers.append(chosen)
+        told.set()
+        return True
+
+    chooser.choose(replace(SESSION, offers=offers), hear)
+    assert told.wait(30)
+    chooser.close()
+    (chosen,) = answers
+    assert chosen.transport == expected
+    assert (
+        counters.snapshot()[f"transfer_transport_chosen_total{{reason=fallback,transport={expected}}}"] == 1
+    )
+    (state,) = chooser.alternatives.debug_state()
+    assert state["transports"][0] == expected, "later transfers too"
+    is_beaten = nixl[0] is None and expected == "tcp"
+    assert ("nixl is slower (nixl 0.500 GB/s, tcp 2.000 GB/s)" in caplog.text) == is_beaten
+    assert bool(shelves["nixl"].forgotten) == is_beaten, "what is not read keeps no connection"
+    assert bool(shelves["tcp"].forgotten) == (nixl[1] == 20e9)
+
+
+def test_a_transport_that_measures_nothing_is_not_compared() -> None:
+    """Its speed is known from its name: no other one is tried."""
+    shm, tcp, told = Shelf(), Shelf(rate=9e9), threading.Event()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, lambda _: None)
+    shm.gate.set()
+
+    def hear(_provisional: Source, _chosen: Source) -> bool:
+        told.set()
+        return True
+
+    chooser.choose(SESSION, hear)
+    assert told.wait(30)
+    chooser.close()
+    assert (shm.num_probes, tcp.num_probes) == (1, 0)
 
 
 def test_a_choice_that_comes_too_late_is_forgotten() -> None:

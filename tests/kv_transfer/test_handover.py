@@ -5,10 +5,10 @@ from functools import partial
 import msgspec
 import pytest
 
-from contract.outputs import TokenLogprobs
+from contract.outputs import TokenLogprobs, TransferReport
 from engine.connector import FirstToken
 from kv_transfer.protocol.orders import TransferMetadata
-from tests.kv_transfer.builders import LAYOUT, TOKENS, Sides, hand_over, pair_of, prompt_of
+from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Sides, hand_over, pair_of, prompt_of
 from tests.kv_transfer.fakes import CorruptingReceiver
 
 BOTH = pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl"])
@@ -52,6 +52,25 @@ def test_chunks_cross_while_later_ones_are_computed(transport: str) -> None:
         prefill.wait_for(lambda: prefill.sent == [send.key], "sent")
         assert decode.published == [fetch.key]
         assert pair.prefill.count("leases_active") == 0
+        check_histograms(pair, received.report)
+
+
+def check_histograms(pair: Pair, report: TransferReport) -> None:
+    """Assert that one transfer and one lease are counted, each in the bucket of its value and all above."""
+    seconds = report.exposed_seconds + report.hidden_seconds
+    values = {
+        "transfer_seconds": seconds,
+        "transfer_exposed_seconds": report.exposed_seconds,
+        "transfer_size_bytes": report.num_bytes,
+    }
+    for name, value in values.items():
+        assert pair.decode.count(f"{name}_count") == pair.decode.count(f"{name}_bucket{{le=+Inf}}") == 1
+        assert pair.decode.count(f"{name}_sum") == value
+    size = pair.decode.driver.scheduler.counters()
+    assert size["transfer_size_bytes_bucket{le=4096.0}"] == (report.num_bytes <= 4096)
+    assert size["transfer_size_bytes_bucket{le=16384.0}"] == 1
+    assert pair.prefill.count("lease_age_seconds_count") == 1
+    assert pair.decode.count("lease_age_seconds_count") == 0
 
 
 @BOTH

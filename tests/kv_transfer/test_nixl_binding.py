@@ -1,6 +1,8 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
 import gc
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from kv_transfer.transports.nixl.agent import Region, load, why_missing
 from kv_transfer.transports.nixl.sender import NixlSender
 from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device, interface_of
 from kv_transfer.transports.registry import auto_names
+from tests.chaos.settings import process_environment
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import LAYOUT, context_for
 
@@ -79,6 +82,20 @@ def test_the_devices_of_a_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", None)])
 def test_the_library_keeps_to_the_interface_of_the_workers_host(host: str, interface: str | None) -> None:
     assert interface_of(host) == interface
+
+
+@pytest.mark.parametrize("given", [{}, {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "n"}])
+def test_reads_between_gpus_without_a_visible_nvlink_may_use_cuda_ipc(given: dict[str, str]) -> None:
+    """UCX reads by TCP there unless it is allowed to. What an operator has set stays."""
+    program = (
+        "import os; from kv_transfer.transports.nixl.settings import prepare_ucx; prepare_ucx('127.0.0.1')"
+    )
+    program += "; print(os.environ['UCX_CUDA_IPC_ENABLE_GET_ZCOPY'])"
+    environment = process_environment() | given
+    found = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == given.get("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "y")
 
 
 def test_a_missing_library_says_what_to_install() -> None:

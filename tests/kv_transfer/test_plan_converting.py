@@ -1,17 +1,16 @@
 """Blocks converted by a plan equal the whole prompt's KV, cut again: any block sizes, ranks, dtypes, pieces."""
 
-import msgspec
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from contract.layout import KVLayout, Side
-from engine.kv_cache.memory import TORCH_DTYPES, StagedKVMemory
+from engine.kv_cache.memory import TORCH_DTYPES
 from kv_transfer.data.converting import convert_blocks
+from kv_transfer.data.landing import convert_in_pool
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
-from kv_transfer.transports.block_views import clear, settle, write_views
 from tests.kv_transfer.test_plan import ranges
 
 UNTOUCHED = 7.0
@@ -69,19 +68,30 @@ def test_converted_blocks_are_the_prompt_cut_again(
         assert b"".join(targets) == bytes(as_bytes(expected))
 
 
-def test_a_pool_that_is_reached_by_copies_gets_whole_blocks() -> None:
-    """Like on a device: after ``settle`` the pool holds what was converted into a block's host copy, and nothing else."""
-    ours = KVLayout(num_layers=2, num_kv_heads=2, head_dim=3, block_size=4, dtype="float32")
-    theirs = msgspec.structs.replace(ours, block_size=8, dtype="bfloat16")
-    plan, memory = TransferPlan(Side(ours), Side(theirs)), StagedKVMemory(ours, 6, torch.device("cpu"))
-    kv, block_ids = prompt_kv(plan, 10), [5, 2, 3]
-    content = as_bytes(cut(kv, plan.theirs, 0, 0, 2))
-    targets = write_views(memory, block_ids)
-    clear(targets)
-    convert_blocks(Conversion(plan, 0, 3, 10), {0: content}, 0, targets)
-    assert not memory.pool.any()
-    settle(targets)
-    memory.commit(block_ids)
-    moved = torch.cat([memory.pool[block] for block in block_ids], dim=3)
-    assert torch.equal(moved[:, :, :, :10], kv.float())
-    assert not moved[:, :, :, 10:].any() and not memory.pool[[0, 1, 4]].any()
+@settings(deadline=None, max_examples=40)
+@given(ranges(), st.integers(1, 8))
+def test_blocks_converted_within_a_pool_are_the_prompt_cut_again(
+    case: tuple[TransferPlan, int, int, int], most: int
+) -> None:
+    """Slots behind the prompt's end are zero; no other block changes, nor do the landed ones."""
+    plan, num_tokens, first, end = case
+    kv, ours = prompt_kv(plan, num_tokens), plan.ours.layout
+    expected_kv = kv.to(TORCH_DTYPES[ours.dtype])
+    for rank in range(plan.ours.num_ranks):
+        pool = cut(expected_kv[:, :, :, :0], plan.ours, rank, 0, end - first + 2)
+        block_ids = list(range(1, end - first + 1))[::-1]
+        for piece_first, piece_end in plan.pieces(first, end, most):
+            blocks = plan.source_blocks(piece_first, piece_end, num_tokens)
+            landed = {
+                each: cut(kv, plan.theirs, each, blocks.start, blocks.stop + 1)
+                for each in plan.ranks_of(rank)
+            }
+            before = {each: content.clone() for each, content in landed.items()}
+            chosen = block_ids[piece_first - first : piece_end - first]
+            conversion = Conversion(plan, first, end, num_tokens, rank)
+            convert_in_pool(conversion, landed, piece_first, pool, chosen)
+            assert all(torch.equal(landed[each], before[each]) for each in landed)
+        expected = cut(expected_kv, plan.ours, rank, first, end)
+        expected[-1, :, :, :, num_tokens - (end - 1) * ours.block_size :] = 0
+        assert torch.equal(pool[block_ids], expected)
+        assert bool((pool[[0, -1]] == UNTOUCHED).all())

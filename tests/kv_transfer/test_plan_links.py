@@ -15,13 +15,13 @@ from contract.identity import Role
 from contract.layout import KVLayout, Side
 from contract.requests import EngineRequest
 from kv_transfer.counters import Counters
-from kv_transfer.data.converting import Converter
+from kv_transfer.data.converting import Converter, HostStaging
 from kv_transfer.protocol.orders import Conversion
 from kv_transfer.protocol.plan import TransferPlan
 from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, settings_for, worker
-from tests.kv_transfer.fakes import CorruptingReceiver, GatedMemory
+from tests.kv_transfer.fakes import ByteMemory, CorruptingReceiver, GatedMemory
 from tests.kv_transfer.test_plan_converting import as_bytes, cut, prompt_kv
 
 WIDE = msgspec.structs.replace(LAYOUT, block_size=8)
@@ -210,8 +210,10 @@ def test_a_buffer_holds_the_largest_piece_and_is_counted_while_it_is_lent() -> N
         (Conversion(quarter, 0, 2, NUM_TOKENS), 4 * LAYOUT.block_bytes),
     ):
         converter = Converter(counters, 2 * HALF.block_bytes, lambda *_: None)
-        with converter.buffer(conversion) as buffer:
-            assert buffer.nbytes == counters.snapshot()["transfer_staging_bytes"] == num_bytes
+        converter.start(ByteMemory(LAYOUT, 1))
+        with converter.staging(Source("p", "boot", "", "token"), conversion) as staging:
+            assert isinstance(staging, HostStaging)
+            assert staging.num_bytes == counters.snapshot()["transfer_staging_bytes"] == num_bytes
         assert counters.snapshot()["transfer_staging_bytes"] == 0
 
 

@@ -62,6 +62,7 @@ class World:
     reports: Reports
     ranks: list[PlayedRank]
     counters: Counters
+    rate: float | None = None
 
     def pull(self, read: Read | None = None) -> tuple[Read, list[PullJob]]:
         """Post a read of four blocks; return what each rank receives."""
@@ -72,7 +73,7 @@ class World:
         return read, [rank.receive() for rank in self.ranks]
 
     def probe(self, read: Read) -> None:
-        self.group.sessions.probe(SOURCE, read)
+        self.rate = self.group.sessions.probe(SOURCE, read)
 
     def assert_nothing_reported(self) -> None:
         """Check that all messages of the ranks so far were received, and none was passed on."""
@@ -214,6 +215,22 @@ def test_a_peer_can_be_read_when_every_rank_can(why_not: str | None, message: st
         world.ranks[1].send(messages.Answer(key, why_not))
         thread.join(30)
         assert [str(error) for error in raised] == ([message] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("rates", "expected"), [((3.0, 2.0), 2.0), ((3.0, None), None), ((None, None), None)]
+)
+def test_a_peer_is_read_as_fast_as_by_the_slowest_rank(
+    rates: tuple[float | None, float | None], expected: float | None
+) -> None:
+    """If a rank measures nothing, nothing can be compared."""
+    with two_ranks() as world:
+        thread, raised = in_thread(lambda: world.probe(Read()))
+        for rank, rate in zip(world.ranks, rates, strict=True):
+            rank.send(messages.Answer(rank.receive().key, None, rate))
+        thread.join(30)
+        assert raised == []
+        assert world.rate == expected
 
 
 def test_a_probe_can_be_stopped_and_ends_with_the_ranks() -> None:

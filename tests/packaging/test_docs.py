@@ -13,8 +13,8 @@ DOCS = ROOT / "docs"
 LAWS, GLOSSARY, SOURCES = DOCS / "laws.md", DOCS / "glossary.md", DOCS / "design-sources.md"
 PAGES = pytest.mark.parametrize("page", [LAWS, GLOSSARY, SOURCES], ids=lambda page: page.name)
 PRODUCT = (
-    "benchmarks cli contract decode_service docker engine kv_transfer kvbaton native prefill_service protos router "
-    "serving text tools worker"
+    "autoscaler benchmarks cli contract decode_service docker engine kv_transfer kvbaton native prefill_service protos "
+    "router serving text tools worker"
 ).split()
 SUFFIXES = {"", ".c", ".h", ".proto", ".py", ".sh", ".toml", ".yaml"}
 NO_CODES = {

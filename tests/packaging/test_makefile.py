@@ -102,13 +102,23 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
         ["make"], cwd=ROOT, env={"PATH": str(programs)}, capture_output=True, text=True, check=True
     )
     targets = [line.split()[0] for line in result.stdout.splitlines()]
-    wanted = ["install", "demo", "test", "test-slow", "check", "protos", "settings-docs", "format"]
+    wanted = [
+        "install",
+        "demo",
+        "test",
+        "test-slow",
+        "check",
+        "protos",
+        "settings-docs",
+        "metrics-docs",
+        "format",
+    ]
     assert {*wanted, "mutants", "soak", "gpu-check", "test-docker", "test-sdk", "clean"} <= set(targets)
 
 
 def test_check_compares_what_is_generated(programs: Path) -> None:
     lines = planned(programs, "check")
-    for tool in ("generate_protos", "generate_settings_docs"):
+    for tool in ("generate_protos", "generate_settings_docs", "generate_metrics_docs", "generate_dashboards"):
         assert any(line.endswith(f"-m tools.{tool} --check") for line in lines)
 
 

@@ -81,7 +81,8 @@ class Moves:
         await nothing_is_left(self.cluster)
 
     def count(self, result: str) -> float:
-        return self.metrics._registry.get_sample_value("kvbaton_migrations_total", {"result": result}) or 0.0
+        labels = {"result": result, "reason": "flip"}
+        return self.metrics._registry.get_sample_value("kvbaton_migrations_total", labels) or 0.0
 
 
 @asynccontextmanager

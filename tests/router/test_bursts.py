@@ -43,7 +43,7 @@ async def turns_of(*names: str) -> list[tuple[int, str]]:
 
 async def test_one_request_of_each_client_begins_in_a_round() -> None:
     """A client's requests begin in order, one a round; another client does not wait behind them."""
-    begun = await turns_of("m0", "m1", "m2", "m3", "a0")
+    begun = await turns_of("b0", "m0", "m1", "m2", "m3", "a0")
     assert [name for _, name in begun if name[0] == "m"] == ["m0", "m1", "m2", "m3"]
     when = {name: number for number, name in begun}
     assert when["a0"] == when["m0"] and len({when[f"m{number}"] for number in range(4)}) == 4
@@ -54,7 +54,7 @@ async def test_a_few_requests_of_a_client_that_is_alone_begin_in_a_round() -> No
     begun = await turns_of(*names)
     assert [name for _, name in begun] == names
     in_a_round = Counter(when for when, _ in begun)
-    assert sorted(in_a_round.values()) == [1, 3, 8, 8]
+    assert sorted(in_a_round.values()) == [4, 8, 8]
 
 
 async def test_a_client_rests_after_its_turn_while_others_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,15 @@ async def test_with_more_workers_more_requests_start(orders: Orders) -> None:
     orders.starts.num_workers = 3
     while orders.starts.may_start("m"):
         orders.start("m", 1)
-    assert len(orders.sent) == 12
+    assert len(orders.sent) == 24
+
+
+async def test_fewer_requests_start_beside_other_clients(orders: Orders) -> None:
+    orders.start("m", 1)
+    orders.start("m", 1, is_alone=False)
+    while orders.starts.may_start("m"):
+        orders.start("m", 1, is_alone=False)
+    assert len(orders.sent) == 4
 
 
 @pytest.mark.parametrize("is_alone", [True, False])
@@ -170,7 +178,7 @@ async def test_a_worker_that_does_not_read_holds_up_its_client_for_a_moment_only
     while orders.starts.may_start("m"):
         orders.start("m")
         num_started += 1
-    assert num_started == 4
+    assert num_started == 8
 
 
 @given(st.lists(st.sampled_from(["start", "sent", "late"]), max_size=40))

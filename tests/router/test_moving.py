@@ -285,7 +285,7 @@ async def test_a_drain_moves_what_the_worker_decodes_and_nothing_waits_for_its_d
         await made.ends()
         assert len(made.source.received.hand_offs) == 1 and not made.source.received.cancels
         metrics = await made.cluster.metrics()
-        assert metrics['kvbaton_migrations_total{result="moved"}'] == 1
+        assert metrics['kvbaton_migrations_total{reason="drain",result="moved"}'] == 1
         assert metrics["kvbaton_migration_pause_seconds_count"] == 1
         (move,) = (await made.cluster.debug_state())["moves"]
         assert (move["source"], move["targets"]) == (SOURCE, [TARGET])

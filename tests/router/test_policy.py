@@ -1,9 +1,7 @@
 """The choice of workers for a request, and when they have room."""
 
-from dataclasses import replace
-
 import pytest
-from msgspec.structs import replace as view_with
+from msgspec.structs import replace
 
 from contract.identity import Role
 from router.legs import (
@@ -77,11 +75,11 @@ def test_equally_loaded_workers_take_turns() -> None:
         (worker(P, 0, tokens=99), worker(D, 0, tokens=70), True),
         (worker(P, 0, tokens=100), worker(D, 0), False),
         (worker(P, 0), worker(D, 0, tokens=71), False),
-        (worker(P, 0), view_with(worker(D, 0, tokens=1), num_requests=4), False),
-        (view_with(worker(P, 0, tokens=1), num_requests=4), worker(D, 0), False),
+        (worker(P, 0), replace(worker(D, 0, tokens=1), num_requests=4), False),
+        (replace(worker(P, 0, tokens=1), num_requests=4), worker(D, 0), False),
         (worker(P, 0), worker(D, 0, tokens=1, usage=0.96), False),
-        (worker(P, 0), view_with(worker(D, 0), max_tokens=5), True),
-        (worker(P, 0), view_with(worker(D, 0), max_requests=0), False),
+        (worker(P, 0), replace(worker(D, 0), max_tokens=5), True),
+        (worker(P, 0), replace(worker(D, 0), max_requests=0), False),
     ],
 )
 def test_a_request_waits_until_the_credits_of_both_reach(
@@ -122,7 +120,7 @@ def test_a_replay_without_prefill_worker_is_computed_where_it_is_decoded() -> No
         ([worker(D, 0), worker(P, 0)], None, None),
         ([worker(B, 0)], None, None),
         (
-            [view_with(worker(B, 0), max_requests=0)],
+            [replace(worker(B, 0), max_requests=0)],
             "no prefill and no decode worker",
             "no prefill and no decode worker",
         ),
@@ -181,5 +179,5 @@ def test_what_an_embedding_lacks_is_named(workers: list[WorkerView], missing: st
 )
 def test_choices_begin_together_or_wait(num_running: int, num_choices: int, has_room: bool) -> None:
     """Each choice counts as a leg. A request with more choices than a worker's credit runs there alone."""
-    view = view_with(worker(B, 0), num_requests=num_running, num_tokens=num_running, max_tokens=10_000)
+    view = replace(worker(B, 0), num_requests=num_running, num_tokens=num_running, max_tokens=10_000)
     assert bool(chosen([view], replace(WISH, num_choices=num_choices))) is has_room

@@ -32,6 +32,7 @@ from router.prepared_request import PreparedRequest
 from router.registry import Registry
 from router.reservation import Reservation
 from router.running_shares import RunningShares
+from router.start_limiter import _MOST_ALONE
 from router.testing.worker import kv_layout
 from router.unreachable_pairs import UnreachablePairs
 from router.views import WorkerView
@@ -259,27 +260,27 @@ async def test_a_worker_that_is_lost_before_the_legs_begin_fails_their_attempts(
 
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_reservation_counts_as_a_start(monkeypatch: pytest.MonkeyPatch, is_begun: bool) -> None:
-    """A client's fifth request waits while four are decided on, until the orders of one are sent or one is given up."""
+    """A client's next request waits while a few are decided on, until the orders of one are sent or one is given up."""
     monkeypatch.setattr("router.start_limiter._TIMEOUT_SECONDS", 60.0)
     made = Queue(max_requests=100)
     async with AsyncExitStack() as stack, AsyncExitStack() as late:
-        for _ in range(4):
+        for _ in range(_MOST_ALONE):
             reservation = await made.reserve(stack)
-        fifth = asyncio.create_task(made.reserve(late))
+        following = asyncio.create_task(made.reserve(late))
         await next_rounds()
-        assert not fifth.done()
+        assert not following.done()
         if is_begun:
             made.begin(reservation)
             for worker in made.registry.workers:
                 taken = worker.orders.take()
                 assert taken
                 await next_rounds()
-                assert not fifth.done()
+                assert not following.done()
                 for sent in taken[1]:
                     sent()
         else:
             reservation.release()
-        await asyncio.wait_for(fifth, 5)
+        await asyncio.wait_for(following, 5)
 
 
 @given(st.lists(st.sampled_from(["reserve", "begin", "release", "close"]), max_size=30))

@@ -21,7 +21,7 @@ from router.service import RouterService
 from router.settings import RouterSettings
 from router.testing.script import Script
 from router.testing.worker import ScriptedWorker
-from serving.metrics import ROUTER_METRICS
+from serving.metric_names import ROUTER_METRICS
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files
@@ -117,9 +117,14 @@ async def test_metrics_have_the_documented_names_types_and_values() -> None:
     assert metrics['kvbaton_request_errors_total{kind="invalid_request"}'] == 1
     assert metrics["kvbaton_prompt_tokens_total"] == 18
     assert metrics["kvbaton_generation_tokens_total"] == 6
+    assert metrics["kvbaton_requests_admitted_total"] == 3  # one of them is found invalid later
+    assert metrics['kvbaton_request_prompt_tokens_bucket{le="5.0"}'] == 0
+    assert metrics['kvbaton_request_prompt_tokens_bucket{le="10.0"}'] == 2
+    assert metrics["kvbaton_request_uncached_prompt_tokens_sum"] == 18
+    assert metrics["kvbaton_request_generation_tokens_sum"] == 6
     assert metrics["kvbaton_time_to_first_token_seconds_count"] == 2
     assert metrics["kvbaton_inter_token_latency_seconds_count"] == 4
-    assert metrics['kvbaton_num_workers{role="both"}'] == 1
+    assert metrics['kvbaton_workers{pool="both",state="serving"}'] == 1
 
 
 async def test_a_request_shows_in_the_gauges_and_in_the_debug_state() -> None:

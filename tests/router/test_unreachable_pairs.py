@@ -1,6 +1,5 @@
 """Two workers that live and cannot reach each other: the pair is at fault, neither of the two."""
 
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -126,7 +125,7 @@ def test_no_unreachable_pair_is_ever_chosen_and_idle_workers_always_serve(
 ) -> None:
     """P6: the ladder as a property: a pair that works, else one that is both, else the decode worker alone."""
     workers, severed = pool
-    wish: PlacementRequest = replace(WISH, is_replay=is_replay)
+    wish: PlacementRequest = msgspec.structs.replace(WISH, is_replay=is_replay)
     placement = place(WorkerViews.of(workers), wish, turn, severed)
     by_id = {each.worker_id: each for each in workers}
     if placement is not None:

@@ -82,7 +82,7 @@ async def test_answers_leave_a_worker_that_has_become_a_prefill_worker() -> None
         assert len(made.source.received.hand_offs) == 1 and not made.source.received.cancels
         assert len(made.target.received.decodes) == 1
         metrics = await made.cluster.metrics()
-        assert metrics['kvbaton_migrations_total{result="moved"}'] == 1
+        assert metrics['kvbaton_migrations_total{reason="flip",result="moved"}'] == 1
         assert metrics['kvbaton_flips_total{role="prefill"}'] == 1
 
 

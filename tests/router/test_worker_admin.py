@@ -288,7 +288,7 @@ async def test_an_operator_changes_a_workers_role_and_legs_follow_it() -> None:
         assert worker.received.prefills and not worker.received.decodes
         metrics = await cluster.metrics()
         assert metrics['kvbaton_flips_total{role="prefill"}'] == 1
-        assert metrics['kvbaton_num_workers{role="prefill"}'] == 2
+        assert metrics['kvbaton_workers{pool="prefill",state="serving"}'] == 2
 
 
 async def test_a_worker_that_is_to_change_does_not_count_for_its_role() -> None:

@@ -1,12 +1,12 @@
 """A worker that is smaller than the others takes what fits it, and no request is rejected because of it."""
 
 import asyncio
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from contract.errors import SIZE_PARAM, InvalidRequestError
 from contract.identity import Role

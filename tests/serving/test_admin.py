@@ -23,7 +23,8 @@ class Service:
         return {"blocks": {"free": 7}, "roles": {"decode"}}
 
     async def metrics(self) -> EngineCollector:
-        return EngineCollector({"num_requests_running": 3.0, "transfer_blocks_total{transport=tcp}": 12.0})
+        counters = {"num_requests_running": 3.0, "transfer_blocks_total{transport=tcp}": 12.0}
+        return EngineCollector(counters, {"worker": "w", "role": "decode", "build": "1"})
 
 
 @pytest.fixture

@@ -21,6 +21,33 @@ def pieces(tokenizer: Tokenizer, ids: list[int], prompt: list[int] | None = None
     return [*[detokenizer.push(token) for token in ids], detokenizer.flush()]
 
 
+class ByWindows(Detokenizer):
+    """Decodes a window for each token, whatever the token is."""
+
+    def push(self, token_id: int) -> str:
+        self._ends_whole = False
+        return super().push(token_id)
+
+
+BYTES = st.lists(
+    st.sampled_from([*byte_ids(b"a\xc3\xa9\xe2\x82\xac\xff"), word_id("hello"), word_id(" world"), END])
+)
+
+
+@given(BYTES, BYTES, st.booleans(), st.integers(0, 20))
+def test_a_token_that_is_looked_up_has_the_text_of_its_window(
+    ids: list[int], prompt: list[int], skips: bool, flush_at: int
+) -> None:
+    """Tokens that end within a character, invalid bytes and special tokens come before, between and behind them."""
+    both = [kind(byte_level(), prompt, skip_special_tokens=skips) for kind in (Detokenizer, ByWindows)]
+    for number, token in enumerate(ids):
+        if number == flush_at:
+            assert both[0].flush() == both[1].flush()
+        assert both[0].push(token) == both[1].push(token)
+        assert both[0].has_unread == both[1].has_unread
+    assert both[0].flush() == both[1].flush()
+
+
 def test_a_character_split_over_tokens_comes_whole() -> None:
     ids = byte_ids("a€\U0001f600é".encode())
     assert pieces(byte_level(), ids) == ["a", "", "", "€", "", "", "", "\U0001f600", "", "é", ""]

@@ -18,6 +18,7 @@ from queue import Empty
 from typing import TypeVar
 
 from contract.errors import TransferError
+from engine.connector import KVMemory
 from engine.mailbox import Mailbox
 from kv_transfer.transports.nixl.agent import NixlAgent, NixlLibrary
 from kv_transfer.transports.nixl.reads import AgentDriver, NixlRead
@@ -29,7 +30,12 @@ _T = TypeVar("_T")
 
 
 class NixlThread:
-    """Owns the agent and its thread. Every method may be called from any thread; a caller of the driver holds ``_turn``."""
+    """Owns the agent and its thread. Every method may be called from any thread; a caller of the driver holds ``_turn``.
+
+    memory: this worker's pool, once it is registered.
+    """
+
+    memory: KVMemory | None = None
 
     def __init__(
         self, library: NixlLibrary, name: str, on_failed: Callable[[str, BaseException], None]

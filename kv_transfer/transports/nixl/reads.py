@@ -128,6 +128,16 @@ class AgentDriver:
         self._pools.add(pool)
         pool.enter(self._agent, metadata)
 
+    def land_in(self, pool: RemotePool, region: Region, memory: object) -> None:
+        """Make ``region``, which ``memory`` owns, the area that this peer's blocks are read into. Raises TransferError."""
+        if pool not in self._pools:
+            raise TransferError(f"{pool.who} is disconnected")
+        pool.land_in(self._agent, region, memory)
+
+    def leave_landing(self, pool: RemotePool) -> None:
+        """Undo ``land_in``, when nothing is posted to it. Raises TransferError."""
+        pool.leave_landing()
+
     def disconnect(self, pool: RemotePool) -> None:
         """Remove a peer's pool, as soon as no read of it is posted."""
         self._pools.discard(pool)

@@ -18,17 +18,26 @@ from functools import partial
 import numpy as np
 
 from contract.errors import PeerUnreachableError, TransferError
+from contract.layout import KVLayout
+from engine.connector import LandsDirectly
 from kv_transfer.links.framing import read_frame, write_frame
-from kv_transfer.protocol.reads import BlockPart, PeerSilentError, Read, ReadRequest, Source
+from kv_transfer.protocol.reads import (
+    BlockPart,
+    PeerSilentError,
+    Read,
+    ReadRequest,
+    Source,
+    num_probe_blocks,
+)
 from kv_transfer.transports.block_views import LandingViews, block_outside, block_span, check_sizes
-from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import DataStatus
 from kv_transfer.transports.data_port import shut_down
 from kv_transfer.transports.leases import NUM_SLOTS, SLOT_BYTES, granted_blocks, lease_ended
 from kv_transfer.transports.nixl.agent import ID_TYPE, Ids, Region
 from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.reads import NixlRead, ReadStep, SlotsStep
-from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, RemotePool
+from kv_transfer.transports.nixl.remote_pool import MAX_SLOTS_AT_ONCE, DescribedRegion, RemotePool
 from kv_transfer.transports.nixl.sender import (
     MAX_NIXL_FRAME_BYTES,
     Help,
@@ -36,6 +45,7 @@ from kv_transfer.transports.nixl.sender import (
     NixlPoolInfo,
     NixlResting,
     agent_name,
+    region_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -181,6 +191,20 @@ class _Peer(DataPortConnection):
         lane.find_out(read)
         return lane
 
+    def probe(self, read: Read) -> float | None:
+        """Read the null block into an area of this worker's device, or host memory where a read of blocks goes there."""
+        lane = self.connect(read)
+        pool = lane.pool
+        into = self._probe_blocks(pool)
+        into_ids = np.arange(into.region.num_blocks, dtype=ID_TYPE)
+        step = ReadStep(into, into_ids, np.zeros_like(into_ids))
+        lane.prepare(read)
+        rate = rate_of(lambda: lane.run_bounded([step], read), into.region.num_bytes)
+        lane.prepare(read)  # if the probe was late, this finds out again whether reads need help
+        lane.end_help()
+        self._nixl_thread.ask(lambda driver: driver.leave_landing(pool))
+        return rate
+
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Read the blocks, then if their lease has ended. A stop ends it after the posted part, once that is terminal."""
         lane = self.connect(read)
@@ -205,6 +229,15 @@ class _Peer(DataPortConnection):
         if pool.found.numbers(len(slots)) != list(generations):
             raise lease_ended(request, self._who, f"while {len(views)} blocks")
 
+    def _probe_blocks(self, pool: RemotePool) -> DescribedRegion:
+        memory = self._nixl_thread.memory
+        if isinstance(memory, LandsDirectly) and region_of(memory).is_device == pool.region.is_device:
+            size = pool.region.block_bytes
+            area = memory.landing_area(plain_layout(size), num_probe_blocks(size))
+            region = region_of(area)
+            self._nixl_thread.ask(lambda driver: driver.land_in(pool, region, area))
+        return pool.landing or pool.bounce_blocks
+
     def _move(
         self,
         lane: _Lane,
@@ -216,27 +249,53 @@ class _Peer(DataPortConnection):
     ) -> None:
         """Read part by part. The last one looks at the slots too, which it posts only when its blocks have arrived.
 
-        The blocks go straight into this worker's own pool, or by way of ``bounce`` to views that are not of it.
+        The blocks go straight into this worker's own pool, or an area of its device; by way of ``bounce`` into other views.
         """
         pool = lane.pool
-        own = self._nixl_thread.pool_blocks
-        own_ids = None if own is None else _places_in(own.region, pool.region, views, part)
+        places = self._places(pool, views, part)
         step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
-        if own_ids is None:
+        if places is None:
             step = pool.bounce.region.num_blocks
         for start in range(0, len(views), step):
             here = slice(start, start + step)
             ids = block_ids[here]
-            if own is None or own_ids is None:
+            if places is None:
                 blocks = ReadStep(pool.bounce_blocks, np.arange(len(ids), dtype=ID_TYPE), ids, part)
             else:
-                blocks = ReadStep(own, own_ids[here], ids, part)
+                into, into_ids = places
+                blocks = ReadStep(into, into_ids[here], ids, part)
             is_last = start + step >= len(views)
             self._run(lane, [blocks, look] if is_last else [blocks], read)
-            if own_ids is None:
+            if places is None:
                 first, last = block_span(pool.region.block_bytes, part)
                 for number, view in enumerate(views[here]):
                     view[:] = pool.bounce.block(number)[first:last]
+
+    def _places(
+        self, pool: RemotePool, views: Sequence[memoryview], part: BlockPart | None
+    ) -> tuple[DescribedRegion, Ids] | None:
+        """Return the memory of this worker that the views are, and which of its blocks; None if it cannot be read into.
+
+        Memory of a device is read into that of a device only: to or from host memory the library would go through TCP.
+        """
+        into = self._nixl_thread.pool_blocks
+        if into is None:
+            return None
+        ids = into.region.find(views, part)
+        if not isinstance(views, LandingViews):
+            return None if ids is None else (into, ids)
+        area = region_of(views.memory)
+        if area.is_device != pool.region.is_device:
+            return None
+        if ids is None:
+            if pool.landing is None or pool.landing.region != area:
+                self._nixl_thread.ask(lambda driver: driver.land_in(pool, area, views.memory))
+            into = pool.landing
+            ids = area.find(views, part)
+        if into is None or ids is None:
+            return None
+        views.land_directly()
+        return into, ids
 
     def _run(self, lane: _Lane, steps: Steps, read: Read) -> None:
         """Run steps. Raises ReadStoppedError before and after them, TransferError without a link."""
@@ -253,19 +312,9 @@ class _Peer(DataPortConnection):
         read.check()
 
 
-def _places_in(
-    own: Region, theirs: Region, views: Sequence[memoryview], part: BlockPart | None
-) -> Ids | None:
-    """Return this pool's blocks that the views are, if the peer's can be read into them; None if not.
-
-    Memory of a device is read into that of a device only: to or from host memory the library would go through TCP.
-    """
-    ids = own.find(views, part)
-    if ids is not None and isinstance(views, LandingViews):
-        if own.is_device != theirs.is_device:
-            return None
-        views.land_directly()
-    return ids
+def plain_layout(block_bytes: int) -> KVLayout:
+    """Return a layout with blocks of this size, which is a multiple of four bytes in every layout."""
+    return KVLayout(num_layers=1, num_kv_heads=1, head_dim=block_bytes // 4, block_size=1, dtype="float16")
 
 
 class NixlReceiver(PeerReceiver):

@@ -43,8 +43,11 @@ class RemotePool:
     """A peer's blocks and its table of generations, and memory of our own besides the pool to read them into.
 
     region, table: the peer's memory. bounce: a few blocks of its size in our host memory. found: slots of the table,
-    as they were when last read.
+    as they were when last read. landing: an area of our device for its blocks, once one is read into.
     """
+
+    landing: DescribedRegion | None = None
+    _landing_memory: object = None
 
     def __init__(self, agent_name: str, who: str, region: Region, table: Region) -> None:
         """Raises TransferError for regions that cannot be memory."""
@@ -58,7 +61,9 @@ class RemotePool:
         self.bounce = HostMemory(size, min(max(1, _BOUNCE_BYTES // size), region.num_blocks))
         self.found = HostMemory(SLOT_BYTES, MAX_SLOTS_AT_ONCE)
         self._looks: dict[tuple[int, ...], Any] = {}
+        self._landing_undo = ExitStack()
         self._undo = ExitStack()
+        self._undo.callback(self.leave_landing)
 
     def enter(self, agent: NixlAgent, metadata: bytes) -> None:
         """Make it readable by ``agent``. Does not wait for the peer. Needs ``release``, also after a failure."""
@@ -70,6 +75,21 @@ class RemotePool:
         self.bounce_blocks = DescribedRegion(agent, self.bounce.region, self._undo)
         self._found_slots = DescribedRegion(agent, self.found.region, self._undo)
         self._undo.callback(self._forget_looks, agent)
+
+    def land_in(self, agent: NixlAgent, region: Region, memory: object) -> None:
+        """Make an area of a device the one to read into. memory: owns it, and is kept while it is registered."""
+        self.leave_landing()
+        self._landing_memory = memory
+        with ExitStack() as undo:
+            agent.register(region, undo)
+            self.landing = DescribedRegion(agent, region, undo)
+            self._landing_undo = undo.pop_all()
+
+    def leave_landing(self) -> None:
+        """Release the area, if there is one."""
+        self._landing_undo.close()
+        self.landing = None
+        self._landing_memory = None
 
     def look_at(self, agent: NixlAgent, slots: tuple[int, ...]) -> Any:
         """Return a read of these slots into ``found``, cached: the next read is mostly under the same lease."""

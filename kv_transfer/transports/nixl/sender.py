@@ -112,6 +112,7 @@ class NixlSender(Sender):
         except KvbatonError as error:
             self.why_not_offered = f"the KV pool cannot be registered: {error.message}"
             return
+        self.nixl_thread.memory = memory
         self.pool_info = NixlPoolInfo(
             DataStatus.OK,
             agent=agent,

@@ -10,15 +10,25 @@ one call, and blocks lie in the stream as in memory: the kernel copies them a te
 (x86-64).
 """
 
+import mmap
 import select
 import socket
 from collections.abc import Iterator, Sequence
 from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
+from engine.connector import KVMemory
 from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
-from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source, StaleLeaseError
-from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver
+from kv_transfer.protocol.reads import (
+    PROBE_LEASE,
+    PeerSilentError,
+    Read,
+    ReadRequest,
+    Source,
+    StaleLeaseError,
+    num_probe_blocks,
+)
+from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
@@ -44,6 +54,11 @@ class TcpSender(LendingSender):
         super().__init__(LeaseBook(context.on_idle))
         self._port = DataPort(context, "kv-data", self._serve, transport="tcp")
         self.address = self._port.address
+
+    def start(self, memory: KVMemory) -> None:
+        """Lend from this pool, and its null block to probes."""
+        super().start(memory)
+        self.leases.extend(PROBE_LEASE, [0] * num_probe_blocks(memory.layout.block_bytes))
 
     def close(self) -> None:
         """Shut every connection down and join every thread."""
@@ -105,6 +120,17 @@ class _Connection(DataPortConnection):
             self._dial()
             limit_waits(self._sock, self._timeout_seconds, self._timeout_seconds)
             self._is_connected = True
+
+    def probe(self, read: Read) -> float | None:
+        """Read the null block into host memory. Raises StaleLeaseError if the peer does not lend it."""
+        size = self._source.block_bytes
+        if not size:
+            return super().probe(read)
+        count = num_probe_blocks(size)
+        content = memoryview(mmap.mmap(-1, count * size))
+        views = [content[start : start + size] for start in range(0, count * size, size)]
+        request = ReadRequest(PROBE_LEASE, 0, count)
+        return rate_of(lambda: self.fetch(request, views, read), count * size)
 
     def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Send one request, and receive its pieces. Stopping shuts the connection down: no byte can land afterwards."""

@@ -1,13 +1,13 @@
-"""The descriptors of the pool's processes that no living peer explains: their number may not grow.
+"""The descriptors of a pool's processes, by the living peer that they are for: the numbers may not grow.
 
 A worker's links come and go with its peers, so the number of all its descriptors proves little. Here every connection to
-another living process of the pool is set aside with all that it needs, exactly:
+another living process of the pool is counted apart, with all that it needs, exactly:
 
 - a TCP connection (router stream, call, control link, ``tcp`` data): one descriptor at each end;
 - a connection of the ``shm`` transport: at the reader a Unix socket, the sender's pool and table of generations, and a pidfd
   of the sender, by which it is recognized; at the sender one Unix socket.
 
-A descriptor for a peer that is dead, or a second one for the same thing, stays in the count.
+A descriptor for a peer that is dead, or for none, is the process's own.
 """
 
 import re
@@ -64,19 +64,32 @@ def own_descriptors(pids: Mapping[str, Sequence[int]]) -> dict[str, Kinds]:
 
     pids: the processes of each part.
     """
+    return {name: found[name] for name, found in descriptors_by_peer(pids).items()}
+
+
+def descriptors_by_peer(pids: Mapping[str, Sequence[int]]) -> dict[str, dict[str, Kinds]]:
+    """Return what each part of a pool has open for each part, for itself included. pids: the processes of each part."""
     parts = {name: [_Process.read(pid) for pid in own] for name, own in pids.items()}
     part_of = {pid: name for name, own in pids.items() for pid in own}
     ends = {end: name for name, part in parts.items() for process in part for end, _ in process.connections}
-    found = {name: sum((process.kinds for process in part), Counter()) for name, part in parts.items()}
+    found: dict[str, dict[str, Kinds]] = {
+        name: {peer: Counter() for peer in parts} | {name: sum((each.kinds for each in part), Counter())}
+        for name, part in parts.items()
+    }
+
+    def move(name: str, peer: str, kinds: Mapping[str, int]) -> None:
+        found[name][name].subtract(kinds)
+        found[name][peer].update(kinds)
+
     for name, part in parts.items():
         for process in part:
-            peers = [ends.get(peer, name) for _, peer in process.connections]
-            found[name][_SOCKET] -= sum(peer != name for peer in peers)
+            for _, end in process.connections:
+                move(name, ends.get(end, name), {_SOCKET: 1})
             for watched in process.pidfds:
                 sender = part_of.get(watched, name)
                 if sender != name:
-                    found[name].subtract(_READER)
-                    found[sender][_SOCKET] -= 1
+                    move(name, sender, _READER)
+                    move(sender, name, {_SOCKET: 1})
     return found
 
 

@@ -1,0 +1,182 @@
+"""Makes orders of the proposals of both pools."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoscaler.decision import Decision, Order, PoolDecision, Reason, Verb
+from autoscaler.memory import FlipMemory, Memory
+from autoscaler.policy import ScalingPolicy
+from autoscaler.proposal import CONFIRMATIONS, Proposal
+from autoscaler.sharing import FlipChoice, best_flip, pressure, within_budget
+from autoscaler.signals import POOLS
+from contract.identity import Role
+
+
+class Arbiter:
+    """Decides one time, at ``now``. memory: with the readings of this decision, but for those in ``proposals``."""
+
+    def __init__(
+        self, policy: ScalingPolicy, memory: Memory, now: float, proposals: Mapping[Role, Proposal]
+    ) -> None:
+        self._policy = policy
+        self._memory = memory
+        self._now = now
+        self._proposals = proposals
+        self._needed = {role: proposal.needed for role, proposal in proposals.items()}
+        self._present = {role: proposal.present for role, proposal in proposals.items()}
+        self._wanted = self._fitted()
+        existing = {role: proposal.num_existing for role, proposal in proposals.items()}
+        self._room = None if policy.budget is None else policy.budget - policy.num_devices(existing)
+        self._orders: list[Order] = []
+
+    def decide(self, rate: float) -> tuple[Decision, Memory]:
+        """Return the decision and the memory after it."""
+        for role, proposal in self._proposals.items():
+            if proposal.forgotten:
+                self._orders.append(Order(Verb.FORGET, role, proposal.forgotten))
+        choice = self._flip_choice()
+        flips = self._memory.flips.with_candidate(choice.source if choice else None)
+        if choice and flips.num_seen >= CONFIRMATIONS:
+            flips = replace(flips, last_source=choice.source, last_at=self._now)
+            self._orders.append(Order(Verb.FLIP, choice.source))
+            results = self._flipped(choice)
+        else:
+            awaited = choice.target if choice else None
+            neediest_first = sorted(
+                POOLS, key=lambda role: -pressure(self._needed[role], self._present[role])
+            )
+            results = {role: self._changed(role, int(role is awaited)) for role in neediest_first}
+        decision = Decision(
+            time=self._now,
+            pools={role: results[role] for role in POOLS},
+            orders=tuple(self._orders),
+            rate=rate,
+        )
+        return decision, _remembered(self._memory, self._proposals, decision, flips)
+
+    def _fitted(self) -> dict[Role, int]:
+        """Return the numbers that the pools get, as far as time and budget allow.
+
+        The budget takes a worker away only if it is exceeded, or if the other pool lacks its least number.
+        """
+        wanted = {
+            role: max(one.number, _shrunk(self._policy, self._memory, self._now, one))
+            for role, one in self._proposals.items()
+        }
+        fitted = within_budget(self._policy, wanted, self._needed)
+        policy = self._policy
+        is_exceeded = policy.budget is not None and policy.num_devices(self._present) > policy.budget
+        if is_exceeded or any(self._present[role] < policy.bounds(role).least for role in POOLS):
+            return fitted
+        return {role: max(fitted[role], min(wanted[role], self._present[role])) for role in POOLS}
+
+    def _flip_choice(self) -> FlipChoice | None:
+        """Return the flip that would help, if the source can spare a worker or none can be added instead."""
+        if any(proposal.is_changing for proposal in self._proposals.values()):
+            return None
+        choice = best_flip(self._policy, self._present, self._wanted, self._needed)
+        if choice is None or (choice.costs > 1.0 and self._num_addable(choice.target) > 0):
+            return None
+        flips = self._memory.flips
+        is_opposite = flips.last_source is choice.target
+        if is_opposite and self._now - flips.last_at < self._policy.damping.opposite_flip_interval:
+            return None
+        return choice
+
+    def _flipped(self, choice: FlipChoice) -> dict[Role, PoolDecision]:
+        """Return the results of a flip."""
+        remark = f"a flip leaves {choice.source.value} at {choice.costs:.1f}x"
+        return {
+            choice.source: self._result(choice.source, -1, Reason.FLIP, remark),
+            choice.target: self._result(choice.target, 1, Reason.FLIP, remark),
+        }
+
+    def _changed(self, role: Role, num_awaited: int) -> PoolDecision:
+        """Order what a pool needs. num_awaited: workers that it will get by a flip soon."""
+        proposal = self._proposals[role]
+        missing = self._wanted[role] - proposal.present
+        if missing > 0:
+            return self._grown(proposal, missing, num_awaited)
+        if missing < 0:
+            return self._smaller(proposal)
+        if proposal.number > proposal.present:
+            return self._result(role, 0, Reason.BUDGET)
+        if proposal.number < proposal.present:
+            return self._result(role, 0, Reason.STABILIZING)
+        return self._result(role, 0, proposal.reason if proposal.forgotten else Reason.STEADY)
+
+    def _grown(self, proposal: Proposal, missing: int, num_awaited: int) -> PoolDecision:
+        role = proposal.role
+        if proposal.num_starting or proposal.workers.num_changing:
+            return self._result(role, 0, Reason.IN_FLIGHT)
+        kept = min(missing, proposal.workers.num_draining)
+        if kept:
+            self._orders.append(Order(Verb.KEEP, role, kept))
+            return self._result(role, kept, proposal.reason)
+        needed = missing - num_awaited
+        added = min(needed, self._num_addable(role))
+        if added > 0:
+            self._orders.append(Order(Verb.ADD, role, added))
+            if self._room is not None:
+                self._room -= added * self._policy.bounds(role).devices
+        reason = Reason.FLIP if num_awaited and not needed else proposal.reason
+        is_short = added < needed or self._wanted[role] < proposal.number
+        return self._result(role, max(0, added), Reason.BUDGET if is_short else reason)
+
+    def _smaller(self, proposal: Proposal) -> PoolDecision:
+        role = proposal.role
+        if proposal.is_changing:
+            return self._result(role, 0, Reason.IN_FLIGHT)
+        must_shrink = self._wanted[role] < min(proposal.number, proposal.present)
+        is_beyond = proposal.present > self._policy.bounds(role).most
+        is_early = self._now - proposal.memory.removed_at < self._policy.damping.removal_interval
+        if is_early and not must_shrink:
+            return self._result(role, 0, Reason.STABILIZING)
+        self._orders.append(Order(Verb.DRAIN, role))
+        reason = Reason.BUDGET if must_shrink else Reason.BOUNDS if is_beyond else proposal.reason
+        return self._result(role, -1, reason)
+
+    def _num_addable(self, role: Role) -> int:
+        """Return how many workers the budget and the bounds of a pool leave room for."""
+        bounds = self._policy.bounds(role)
+        within_bounds = max(0, bounds.most - self._proposals[role].num_existing)
+        return (
+            within_bounds if self._room is None else min(within_bounds, max(0, self._room) // bounds.devices)
+        )
+
+    def _result(self, role: Role, difference: int, reason: Reason, remark: str = "") -> PoolDecision:
+        proposal = self._proposals[role]
+        return PoolDecision(
+            present=proposal.present,
+            desired=proposal.present + difference,
+            proposed=proposal.number,
+            reason=reason,
+            forecast=proposal.forecast,
+            reading=proposal.reading,
+            remark=remark or (f"{proposal.forgotten} given up" if proposal.forgotten else ""),
+        )
+
+
+def _shrunk(policy: ScalingPolicy, memory: Memory, now: float, proposal: Proposal) -> int:
+    """Return the number to which a pool may shrink: one that has sufficed for a while; else the present number."""
+    since = memory.steady_since
+    seconds = policy.damping.stabilization
+    if since is None or now - since < seconds or not proposal.memory.may_shrink(now, seconds):
+        return min(proposal.present, policy.bounds(proposal.role).most)
+    return min(proposal.present, proposal.memory.most_proposed)
+
+
+def _remembered(
+    memory: Memory, proposals: Mapping[Role, Proposal], decision: Decision, flips: FlipMemory
+) -> Memory:
+    """Return the memory after the decision."""
+    pools = {}
+    for role, proposal in proposals.items():
+        result = decision.pools[role]
+        kept = proposal.memory
+        if result.desired < result.present and result.reason is not Reason.FLIP:
+            kept = kept.with_removal(decision.time, decision.rate)
+        elif result.desired > result.present:
+            kept = kept.with_growth(decision.time, decision.rate)
+        pools[role] = replace(kept, expected=result.desired)
+    return replace(memory, prefill=pools[Role.PREFILL], decode=pools[Role.DECODE], flips=flips)

@@ -1,0 +1,130 @@
+"""The decisions of the law, and the line that is logged for each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from autoscaler.feedback import Reading
+from contract.identity import Role
+
+
+class Verb(StrEnum):
+    """An order of the law."""
+
+    ADD = "add"
+    """Start workers."""
+    DRAIN = "drain"
+    """Let workers end their work, and remove them then."""
+    KEEP = "keep"
+    """Let workers that drain serve again."""
+    FLIP = "flip"
+    """Let workers take the role of the other pool."""
+    FORGET = "forget"
+    """Remove workers that do not become ready."""
+
+
+class Reason(StrEnum):
+    """The reason for which a pool changes or stays. The values are labels of metrics."""
+
+    STEADY = "steady"
+    FORECAST = "forecast"
+    LATENCY = "latency"
+    IDLE = "idle"
+    WAKE = "wake"
+    BOUNDS = "bounds"
+    BUDGET = "budget"
+    FLIP = "flip"
+    STABILIZING = "stabilizing"
+    IN_FLIGHT = "in_flight"
+    FORGOTTEN = "forgotten"
+    NO_SIGNALS = "no_signals"
+
+
+@dataclass(frozen=True)
+class Order:
+    """Something to do to ``number`` workers of a pool."""
+
+    verb: Verb
+    role: Role
+    number: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolDecision:
+    """The result for one pool.
+
+    present: workers that serve or are about to. desired: the number after the orders of this decision. proposed: the number
+    that the pool proposes, which time and budget may not allow yet. forecast: workers that
+    the forecast needs. reading: None without signals. remark: further facts for the log.
+    """
+
+    present: int
+    desired: int
+    proposed: int
+    reason: Reason
+    forecast: float = 0.0
+    reading: Reading | None = None
+    remark: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """The result of one run of the law. rate: requests per second that it is made for."""
+
+    time: float
+    pools: Mapping[Role, PoolDecision]
+    orders: tuple[Order, ...] = ()
+    rate: float = 0.0
+
+    @property
+    def changes_something(self) -> bool:
+        """True if there are orders."""
+        return bool(self.orders)
+
+    @property
+    def line(self) -> str:
+        """The decision for people, in one line."""
+        return " | ".join(_pool_text(role, pool) for role, pool in self.pools.items())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the decision as plain data for JSON."""
+        return {
+            "time": round(self.time, 3),
+            "rate": round(self.rate, 4),
+            "pools": {role.value: _pool_facts(pool) for role, pool in self.pools.items()},
+            "orders": [
+                {"verb": order.verb.value, "pool": order.role.value, "number": order.number}
+                for order in self.orders
+            ],
+        }
+
+
+def _pool_text(role: Role, pool: PoolDecision) -> str:
+    change = f"{pool.present}" if pool.desired == pool.present else f"{pool.present}→{pool.desired}"
+    if pool.reason is Reason.NO_SIGNALS:
+        return f"{role.value} {change}: held, {pool.remark}"
+    name = "TTFT" if role is Role.PREFILL else "ITL"
+    parts = [f"feed-forward {pool.forecast:.1f}"]
+    if (reading := pool.reading) is not None:
+        latency = "-" if reading.latency is None else f"{1e3 * reading.latency:.0f}"
+        parts.insert(0, f"{name} p90 {latency}/{1e3 * reading.goal:.0f} ms")
+        parts.append(f"used {100 * reading.used:.0f} %")
+    if pool.remark:
+        parts.append(pool.remark)
+    return f"{role.value} {change} ({pool.reason.value}): {', '.join(parts)}"
+
+
+def _pool_facts(pool: PoolDecision) -> dict[str, Any]:
+    reading = pool.reading
+    return {
+        "present": pool.present,
+        "desired": pool.desired,
+        "proposed": pool.proposed,
+        "reason": pool.reason.value,
+        "forecast": round(pool.forecast, 3),
+        "latency_p90_seconds": reading and reading.latency,
+        "goal_seconds": reading and reading.goal,
+        "used": reading and round(reading.used, 3),
+        "remark": pool.remark,
+    }

@@ -1,0 +1,155 @@
+"""Feed-forward: the workers that a rate of arrivals needs, from the timing model alone."""
+
+import math
+from dataclasses import dataclass, replace
+
+from autoscaler.policy import Goals
+from autoscaler.signals import LoadSignals
+from autoscaler.timing_model import TimingModel
+from contract.identity import Role
+
+_LEAST_LOAD = 0.3
+_MOST_LOAD = 0.9
+_MOST_WORKERS = 1000
+_FULL_BATCH = 0.9
+"""The part of the batch that is used in the mean: arrivals are random."""
+_KV_MARGIN = 1.1
+_SLACK_FACTOR = 2.0
+"""A goal for first tokens is at least this multiple of the time of a long prompt alone: no number of workers is faster."""
+_STEP_FACTOR = 1.25
+_CORRECTION_GAIN = 0.1
+_P90_OF_NORMAL = 1.2816
+
+
+@dataclass(frozen=True)
+class Corrections:
+    """Factors by which measured times differ from the model's, as moving means between 0.5 and 2."""
+
+    prefill: float = 1.0
+    step: float = 1.0
+
+    def with_reading(self, timing: TimingModel, load: LoadSignals, answers_each: float) -> "Corrections":
+        """Return the factors after one more reading. answers_each: answers that each decode worker continues."""
+        changed = self
+        tokens = load.uncached_prompt_tokens
+        if load.prefill_seconds_per_token and tokens > 0:
+            predicted = timing.prefill.seconds(tokens, squared_variation(load)) / tokens
+            changed = replace(
+                changed, prefill=_moved(self.prefill, load.prefill_seconds_per_token / predicted)
+            )
+        if load.step_seconds and answers_each >= 1.0:
+            predicted = timing.step_seconds(answers_each, answers_each * mean_context(load))
+            changed = replace(changed, step=_moved(self.step, load.step_seconds / predicted))
+        return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """The workers that each pool needs, as real numbers, and what they were calculated from.
+
+    batch: answers of a full decode worker. goals: those of the policy, or longer ones where no pool could meet them.
+    prompt_seconds: time of a long prompt (90th percentile) alone. step_seconds: time of a step for one answer alone.
+    """
+
+    prefill: float
+    decode: float
+    batch: int
+    goals: Goals
+    prompt_seconds: float
+    step_seconds: float
+
+    def of(self, role: Role) -> float:
+        """Return the workers that a pool needs."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+
+def demand(
+    timing: TimingModel, goals: Goals, load: LoadSignals, rate: float, corrections: Corrections
+) -> Demand:
+    """Return the workers that ``rate`` requests per second need, of the lengths that ``load`` has."""
+    variation = squared_variation(load)
+    long_prompt = corrections.prefill * timing.prefill.seconds(
+        max(load.uncached_prompt_tokens_p90, load.uncached_prompt_tokens)
+    )
+    context = mean_context(load)
+    alone = corrections.step * timing.step_seconds(1, context)
+    reachable = Goals(
+        ttft=max(goals.ttft, _SLACK_FACTOR * long_prompt), itl=max(goals.itl, _STEP_FACTOR * alone)
+    )
+    service = corrections.prefill * timing.prefill.seconds(load.uncached_prompt_tokens, variation)
+    patience = reachable.ttft - long_prompt - timing.transfer.seconds(load.prompt_tokens)
+    batch = largest_batch(timing, reachable.itl / corrections.step, context)
+    step = corrections.step * timing.step_seconds(batch, batch * context)
+    return Demand(
+        prefill=prefill_workers(rate * service, service, variation, patience),
+        decode=rate * load.answer_tokens * step / (batch * _FULL_BATCH),
+        batch=batch,
+        goals=reachable,
+        prompt_seconds=long_prompt,
+        step_seconds=alone,
+    )
+
+
+def prefill_workers(offered: float, service: float, variation: float, patience: float) -> float:
+    """Return the workers with which nine of ten prompts wait no longer than ``patience`` seconds, as a real number.
+
+    offered: busy workers in the mean. The prefill workers are taken for an M/G/n queue, because the router binds a prompt
+    to the worker that has the least to do. Its waiting time is nearly exponential: P(W > t) = ρ·exp(-t·n·(1-ρ)/r), with the
+    mean rest r of a prompt that is being computed. Between two whole numbers the result is interpolated.
+    """
+    rest = service * (1.0 + variation) / 2.0
+    below = 0.0
+    for number in range(1, _MOST_WORKERS):
+        load = _load_within(patience * number / rest) if rest > 0.0 else _MOST_LOAD
+        suffices_for = load * number
+        if offered <= suffices_for:
+            return number - 1 + (offered - below) / (suffices_for - below)
+        below = suffices_for
+    return offered / _MOST_LOAD
+
+
+def _load_within(patience: float) -> float:
+    """Return the greatest load at which the 90th percentile of the wait is ``patience``, in mean rests of a worker."""
+    low = _LEAST_LOAD
+    high = _MOST_LOAD
+    for _ in range(20):
+        middle = (low + high) / 2.0
+        if math.log(10.0 * middle) / (1.0 - middle) <= patience:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def largest_batch(timing: TimingModel, step_bound: float, context: float) -> int:
+    """Return the most answers that a worker continues in steps of at most ``step_bound`` seconds, and holds; at least 1.
+
+    context: mean tokens of an answer with its prompt, halfway.
+    """
+    held = int(timing.kv_tokens / max(context, 1.0) / _KV_MARGIN)
+    most = max(1, min(timing.max_answers, held))
+    low = 1
+    while low < most:
+        middle = (low + most + 1) // 2
+        if timing.step_seconds(middle, middle * context) <= step_bound:
+            low = middle
+        else:
+            most = middle - 1
+    return low
+
+
+def mean_context(load: LoadSignals) -> float:
+    """Return the tokens that an answer has halfway, with its prompt."""
+    return load.prompt_tokens + load.answer_tokens / 2.0
+
+
+def squared_variation(load: LoadSignals) -> float:
+    """Return the squared coefficient of variation of prompt lengths, estimated from their mean and 90th percentile."""
+    if load.uncached_prompt_tokens <= 0:
+        return 0.0
+    excess = load.uncached_prompt_tokens_p90 / load.uncached_prompt_tokens - 1.0
+    return float(min(2.0, max(0.0, excess / _P90_OF_NORMAL)) ** 2)
+
+
+def _moved(factor: float, observed: float) -> float:
+    return min(2.0, max(0.5, factor + _CORRECTION_GAIN * (min(observed, 4.0) - factor)))

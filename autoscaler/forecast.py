@@ -1,0 +1,81 @@
+"""The rate of arrivals when a worker that is ordered now will be ready.
+
+The forecast is the greatest of three: the moving average, Holt's trend (damped, Gardner and McKenzie 1985), and the rate at
+the same time of the day before.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+_AVERAGE_SECONDS = 60.0
+_LEVEL_GAIN = 0.3
+_TREND_GAIN = 0.05
+_DAMPING = 0.95
+"""The factor by which a trend is expected to weaken from one reading to the next."""
+_MOST_GROWTH = 2.0
+"""The trend forecasts at most this multiple of the present rate: a step is not the beginning of a slope without an end."""
+_SLOT_SECONDS = 300.0
+_DAY_SLOTS = 288
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The mean rate of one slot of a day. number: counts the slots since the clock's zero."""
+
+    number: int
+    mean: float
+    num_readings: int = 1
+
+    def with_reading(self, rate: float) -> "Slot":
+        """Return the slot with one reading more."""
+        num_readings = self.num_readings + 1
+        return Slot(self.number, self.mean + (rate - self.mean) / num_readings, num_readings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """The remembered rates. recent: (time, rate) of the last minute. days: slots of the last day and a half."""
+
+    recent: tuple[tuple[float, float], ...] = ()
+    level: float = 0.0
+    trend: float = 0.0
+    days: tuple[Slot, ...] = ()
+
+    def with_reading(self, time: float, rate: float) -> "Forecast":
+        """Return the forecast after one more reading. Readings come every few seconds, at times that never decrease."""
+        kept = tuple(one for one in self.recent if one[0] > time - _AVERAGE_SECONDS)
+        level = rate
+        trend = 0.0
+        if self.recent:
+            expected = self.level + _DAMPING * self.trend
+            level = expected + _LEVEL_GAIN * (rate - expected)
+            trend = _DAMPING * self.trend + _TREND_GAIN * (level - self.level - _DAMPING * self.trend)
+        return replace(
+            self, recent=(*kept, (time, rate)), level=level, trend=trend, days=self._days_with(time, rate)
+        )
+
+    def at(self, time: float, horizon: float) -> float:
+        """Return the rate that is expected ``horizon`` seconds after ``time``."""
+        if not self.recent:
+            return 0.0
+        average = sum(rate for _, rate in self.recent) / len(self.recent)
+        return max(average, self._by_trend(horizon), self._day_before(time + horizon))
+
+    def _by_trend(self, horizon: float) -> float:
+        span = self.recent[-1][0] - self.recent[0][0]
+        if span <= 0.0:
+            return self.level
+        num_readings = horizon * (len(self.recent) - 1) / span
+        growth = self.trend * _DAMPING * (1.0 - math.pow(_DAMPING, num_readings)) / (1.0 - _DAMPING)
+        return min(self.level + growth, _MOST_GROWTH * self.level)
+
+    def _day_before(self, time: float) -> float:
+        number = int(time // _SLOT_SECONDS) - _DAY_SLOTS
+        return next((slot.mean for slot in self.days if slot.number == number), 0.0)
+
+    def _days_with(self, time: float, rate: float) -> tuple[Slot, ...]:
+        number = int(time // _SLOT_SECONDS)
+        if self.days and self.days[-1].number == number:
+            return (*self.days[:-1], self.days[-1].with_reading(rate))
+        kept = tuple(slot for slot in self.days if slot.number > number - _DAY_SLOTS - _DAY_SLOTS // 2)
+        return (*kept, Slot(number, rate))

@@ -1,0 +1,82 @@
+"""The law: how many workers each pool is to have, decided every few seconds. Pure: signals and memory in, decision out.
+
+1. For each pool the forecast and the timing model propose a number (``demand``), and the measured latency proposes one
+   (``feedback``). The greater one counts (``proposal``), within the bounds of the pool.
+2. The proposals are fitted into the budget of devices (``sharing``).
+3. A pool that needs more keeps workers that drain; then it takes a worker of the other pool, if that one can spare it; then
+   workers are added (``arbiter``). Workers that start are counted. One that starts for too long is given up.
+4. A pool shrinks by one worker at a time, to a number that has sufficed for a while.
+5. A pool has one change at a time. Without signals nothing changes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autoscaler.arbiter import Arbiter
+from autoscaler.decision import Decision, PoolDecision, Reason
+from autoscaler.demand import demand
+from autoscaler.memory import Memory
+from autoscaler.policy import ScalingPolicy
+from autoscaler.proposal import Proposal, propose
+from autoscaler.signals import POOLS, Signals
+from autoscaler.timing_model import TimingModel
+
+_BACKLOG_SECONDS = 30.0
+"""The time in which requests that wait already are to be served, beside those that arrive."""
+
+
+def decide(
+    policy: ScalingPolicy, timing: TimingModel, memory: Memory, signals: Signals
+) -> tuple[Decision, Memory]:
+    """Decide what to do now. Returns the decision and the memory for the next call.
+
+    policy: what the operator has decided. timing: the model of the workers. The caller carries the orders out, in their
+    order, and calls again after a few seconds whether it could or not: what is present then counts.
+    """
+    load = signals.load
+    if load is None:
+        return _held(memory, signals)
+    start_seconds = signals.start_seconds or timing.start_seconds
+    answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
+    forecast = memory.forecast.with_reading(signals.time, load.arrival_rate)
+    corrections = memory.corrections.with_reading(timing, load, answers_each)
+    rate = forecast.at(signals.time, start_seconds) + load.num_waiting / _BACKLOG_SECONDS
+    needed = demand(timing, policy.goals, load, rate, corrections)
+    proposals = {role: propose(policy, memory, signals, needed, role, start_seconds) for role in POOLS}
+    memory = replace(
+        memory,
+        forecast=forecast,
+        corrections=corrections,
+        steady_since=_steady_since(memory, proposals.values(), signals.time),
+    )
+    return Arbiter(policy, memory, signals.time, proposals).decide(rate)
+
+
+def _held(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
+    """Change nothing, and begin every wait anew when there are signals again."""
+    pools = {}
+    for role in POOLS:
+        present = signals.pool(role).num_ready + len(signals.pool(role).starting_ages)
+        pools[role] = PoolDecision(
+            present=present,
+            desired=present,
+            proposed=present,
+            reason=Reason.NO_SIGNALS,
+            remark="no router has answered",
+        )
+    memory = replace(
+        memory,
+        prefill=memory.prefill.interrupted(),
+        decode=memory.decode.interrupted(),
+        flips=memory.flips.with_candidate(None),
+        steady_since=None,
+    )
+    return Decision(time=signals.time, pools=pools), memory
+
+
+def _steady_since(memory: Memory, proposals: Iterable[Proposal], now: float) -> float:
+    """Return since when nothing has interrupted the law; now if a pool was changed by others."""
+    if memory.steady_since is None:
+        return now
+    is_expected = all(one.memory.expected in (None, one.present) for one in proposals)
+    return memory.steady_since if is_expected else now

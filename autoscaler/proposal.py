@@ -1,0 +1,103 @@
+"""The number of workers that one pool proposes for itself, from the forecast and from its measured latency."""
+
+import math
+from dataclasses import dataclass, replace
+
+from autoscaler.decision import Reason
+from autoscaler.demand import Demand
+from autoscaler.feedback import Reading, reading
+from autoscaler.memory import Memory, PoolMemory
+from autoscaler.policy import ScalingPolicy
+from autoscaler.signals import PoolSignals, Signals
+from contract.identity import Role
+
+CONFIRMATIONS = 2
+"""Readings in a row that are needed before a pool grows, or a worker flips."""
+_TOLERANCE = 0.05
+"""A part of a worker that is not added: the forecast is not that exact."""
+_MARGIN = 1.15
+"""A pool keeps the workers for this multiple of the forecast, so that a little more load does not bring them back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """One pool in one decision.
+
+    present: workers that serve or are about to. forgotten: those that start for too long. forecast: workers that the
+    forecast needs; needed: those that it needs by forecast or latency, as real numbers. number: the whole number that it
+    proposes, within its bounds. reason: why. memory: that of the pool, after this reading.
+    """
+
+    role: Role
+    workers: PoolSignals
+    memory: PoolMemory
+    present: int
+    forgotten: int
+    reading: Reading
+    forecast: float
+    needed: float
+    number: int
+    reason: Reason
+
+    @property
+    def num_starting(self) -> int:
+        """Workers that are about to serve."""
+        return self.present - self.workers.num_ready
+
+    @property
+    def is_changing(self) -> bool:
+        """True while a change of the pool is not complete."""
+        return bool(self.num_starting or self.workers.num_draining or self.workers.num_changing)
+
+    @property
+    def num_existing(self) -> int:
+        """The workers that occupy devices when the forgotten ones are removed."""
+        return self.workers.num_existing - self.forgotten
+
+
+def propose(
+    policy: ScalingPolicy,
+    before: Memory,
+    signals: Signals,
+    needed: Demand,
+    role: Role,
+    start_seconds: float,
+) -> Proposal:
+    """Propose a number of workers for a pool. ``signals`` have a load. start_seconds: the time that a start takes."""
+    load = signals.load
+    assert load is not None
+    damping = policy.damping
+    memory = before.pool(role)
+    workers = signals.pool(role)
+    forgotten = sum(age > damping.forgotten_after * start_seconds for age in workers.starting_ages)
+    present = workers.num_ready + len(workers.starting_ages) - forgotten
+    now = reading(role, signals, load, needed, before.prefill.used)
+    memory = memory.with_ready(signals.time, workers.num_ready).with_used(now.used)
+    now = replace(now, used=memory.used)
+    memory = memory.with_reading(is_high=now.is_high(damping))
+    by_forecast = max(0, math.ceil(needed.of(role) - _TOLERANCE))
+    by_latency = now.number(present, damping, is_confirmed=memory.num_high >= CONFIRMATIONS)
+    if signals.time - memory.ready_changed_at < damping.settling:
+        by_latency = min(by_latency, present)
+    number = max(by_forecast, by_latency)
+    reason = Reason.LATENCY if by_latency > by_forecast else Reason.FORECAST
+    if load.arrival_rate == 0 and load.num_waiting == 0 and workers.num_in_flight == 0:
+        number = 0
+        reason = Reason.IDLE
+    elif present == 0 and number < 2:
+        number = 1
+        reason = Reason.WAKE
+    clamped = policy.bounds(role).clamp(number)
+    kept = min(present, policy.bounds(role).most, math.ceil(_MARGIN * needed.of(role) - _TOLERANCE))
+    return Proposal(
+        role=role,
+        workers=workers,
+        memory=memory.with_proposal(signals.time, max(clamped, kept), damping.stabilization),
+        present=present,
+        forgotten=forgotten,
+        reading=now,
+        forecast=needed.of(role),
+        needed=max(needed.of(role), float(number) if number > present else 0.0),
+        number=clamped,
+        reason=reason if clamped == number else Reason.BOUNDS,
+    )

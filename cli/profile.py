@@ -1,0 +1,160 @@
+"""Measures the times of a running service, for the timing model of the autoscaler.
+
+The router splits the time of each answer (``Server-Timing``): the prompt's computation, the wait for its KV, and the steps
+of its answer. So requests from outside suffice, whatever the workers run on. Nothing else may use the service meanwhile.
+"""
+
+import asyncio
+import random
+import re
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from autoscaler.fitting import PromptSample, StepSample, fit_prefill, fit_step, fit_transfer
+from autoscaler.timing_model import TimingModel
+from cli.ask import served_model
+from cli.endpoint import Endpoint
+from contract.errors import KvbatonError, SettingError, UnavailableError
+from contract.identity import Role
+
+_SHORTEST = 16
+_ANSWER_TOKENS = 64
+_ROUNDS = 5
+_LARGEST_BATCH = 64
+_TIMING = re.compile(r"(\w+);dur=([0-9.]+)")
+
+Note = Callable[[str], None]
+"""Called with a line about each measurement."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One answer: tokens of its prompt, the parts of its time in seconds, and when it was complete."""
+
+    num_prompt_tokens: int
+    parts: dict[str, float]
+    end: float
+
+    @property
+    def begin(self) -> float:
+        """The time of its second token, from which on it is decoded in steps."""
+        return self.end - self.parts["decode"]
+
+
+class Profiler:
+    """Sends prompts to a service. pool: what its router lists about the workers."""
+
+    def __init__(
+        self, endpoint: Endpoint, session: aiohttp.ClientSession, pool: dict[str, Any], seed: int
+    ) -> None:
+        self._endpoint = endpoint
+        self._session = session
+        self._decode = _workers_for(Role.DECODE, pool)
+        self._random = random.Random(seed)
+        self._tokens_per_word = 1.0
+        self._model = ""
+
+    async def measure(self, start_seconds: float, longest: int, note: Note) -> TimingModel:
+        """Measure prompts and batches, and return the model that fits them. start_seconds: taken over as it is.
+
+        longest: tokens of the longest prompt. Raises KvbatonError for an error of the service.
+        """
+        self._model = await served_model(self._endpoint)
+        first = await self._ask(16, 2)
+        self._tokens_per_word = first.num_prompt_tokens / 16
+        prompts = [await self._prompt(tokens, note) for tokens in _lengths(longest)]
+        steps = [
+            await self._step(size, tokens, note)
+            for tokens in (_SHORTEST, longest // 2)
+            for size in self._batches(tokens)
+        ]
+        most = min(worker["max_requests"] for worker in self._decode)
+        return TimingModel(
+            origin="measured",
+            description=f"model {self._model}; prompts of {_SHORTEST} to {longest} tokens, batches up to "
+            f"{max(step.num_answers for step in steps):.0f} answers",
+            prefill=fit_prefill(prompts),
+            decode=(fit_step(steps),),
+            transfer=fit_transfer(prompts),
+            kv_tokens=min(worker["max_tokens"] for worker in self._decode),
+            max_answers=most,
+            start_seconds=start_seconds,
+        )
+
+    async def _prompt(self, num_tokens: int, note: Note) -> PromptSample:
+        measured = [await self._ask(self._num_words(num_tokens), 2) for _ in range(_ROUNDS)]
+        prefill = statistics.median(one.parts["prefill"] for one in measured)
+        transfer = statistics.median(one.parts["transfer"] for one in measured)
+        note(f"a prompt of {measured[0].num_prompt_tokens} tokens: {1e3 * prefill:.1f} ms")
+        return PromptSample(measured[0].num_prompt_tokens, prefill, transfer)
+
+    async def _step(self, size: int, num_tokens: int, note: Note) -> StepSample:
+        """Measure the steps of at most ``size`` answers on each decode worker: some begin when others have ended."""
+        words = self._num_words(num_tokens)
+        total = size * len(self._decode)
+        answers = await asyncio.gather(*(self._ask(words, _ANSWER_TOKENS) for _ in range(total)))
+        together = statistics.median(_num_beside(one, answers) for one in answers) / len(self._decode)
+        seconds = statistics.median(one.parts["decode"] for one in answers) / (_ANSWER_TOKENS - 2)
+        context = statistics.mean(one.num_prompt_tokens for one in answers) + _ANSWER_TOKENS / 2
+        note(f"a step of {together:.1f} answers of {context:.0f} tokens: {1e3 * seconds:.2f} ms")
+        return StepSample(together, together * context, seconds)
+
+    def _batches(self, num_tokens: int) -> list[int]:
+        """Return sizes of batches that fit every decode worker: 1, 2, 4 and so on."""
+        held = min(worker["max_tokens"] for worker in self._decode) // (2 * num_tokens + _ANSWER_TOKENS)
+        most = min(_LARGEST_BATCH, held, *(worker["max_requests"] for worker in self._decode))
+        return [2**power for power in range(most.bit_length())] or [1]
+
+    def _num_words(self, num_tokens: int) -> int:
+        return max(2, round(num_tokens / self._tokens_per_word))
+
+    async def _ask(self, num_words: int, num_answer_tokens: int) -> _Measured:
+        """Answer a prompt of random words, which no cache has."""
+        body = {
+            "model": self._model,
+            "prompt": " ".join(str(self._random.randrange(10)) for _ in range(num_words)),
+            "max_tokens": num_answer_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
+        url = f"{self._endpoint.url}/v1/completions"
+        try:
+            async with self._session.post(url, json=body, headers={"x-kvbaton-timings": "true"}) as reply:
+                content = await reply.json(content_type=None)
+                header = reply.headers.get("Server-Timing", "")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UnavailableError(f"{self._endpoint.url} does not answer: {error}") from error
+        if reply.status != 200:
+            raise KvbatonError(f"{self._endpoint.url} answers with status {reply.status}: {content}")
+        parts = {name: float(value) / 1e3 for name, value in _TIMING.findall(header)}
+        if not parts:
+            raise KvbatonError(f"{self._endpoint.url} sends no Server-Timing: it is no kvbaton service")
+        return _Measured(content["usage"]["prompt_tokens"], parts, time.monotonic())
+
+
+def _num_beside(one: _Measured, answers: Sequence[_Measured]) -> float:
+    """Return how many answers were decoded at a time, in the mean, while this one was; itself included."""
+    seconds = one.end - one.begin
+    if seconds <= 0.0:
+        return 1.0
+    overlaps = (min(one.end, other.end) - max(one.begin, other.begin) for other in answers)
+    return max(1.0, sum(max(0.0, overlap) for overlap in overlaps) / seconds)
+
+
+def _lengths(longest: int) -> Sequence[int]:
+    """Return lengths that double, and the longest one."""
+    doubling = [_SHORTEST * 2**power for power in range(30) if _SHORTEST * 2**power < longest]
+    return [*doubling, longest]
+
+
+def _workers_for(role: Role, pool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the workers that serve legs of a role. Raises SettingError without any."""
+    found = [worker for worker in pool["workers"] if worker["role"] in (role.value, Role.AGGREGATED.value)]
+    if not found:
+        raise SettingError(f"no {role.value} worker is attached: there is nothing to measure")
+    return found

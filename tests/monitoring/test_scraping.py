@@ -1,0 +1,114 @@
+"""A real Prometheus scrapes a started service, evaluates all rules, and finds every declared metric."""
+
+import asyncio
+import re
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS
+from tests.monitoring.prometheus import Prometheus, running_prometheus
+from tests.service import Service, running_service
+from tools.dashboards import DASHBOARDS, RATE
+
+pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+JOBS = {"router": "kvbaton-router", "prefill": "kvbaton-worker", "decode": "kvbaton-worker"}
+PROMPT = "Tell me what a baton is, and why runners in a relay hand it over to each other. " * 12
+AT_REST_EMPTY = {
+    "batch_requests_total",
+    "drains_total",
+    "flips_total",
+    "migrations_total",
+    "num_batches",
+    "request_errors_total",
+    "request_replays_total",
+    "transfer_converting_links_total",
+    "transfer_failures_total",
+    "transfer_stale_messages_total",
+    "transfer_transport_left_total",
+}
+"""Metrics that have no series before the first event, or without files_dir."""
+_BY_PROMETHEUS = {"__name__", "instance", "job", "le"}
+
+
+@asynccontextmanager
+async def scraped_service(folder: Path) -> AsyncIterator[tuple[Service, Prometheus]]:
+    """Run a pair of workers whose metrics a Prometheus reads, while a client asks."""
+    async with running_service(folder, "--prefill", "1", "--decode", "1") as service:
+        targets: dict[str, list[str]] = {job: [] for job in JOBS.values()}
+        for process in service.processes:
+            targets[JOBS[process["role"]]].append(process["admin"])
+        async with running_prometheus(folder, targets) as prometheus:
+            await prometheus.until_up(len(service.processes))
+            asking = asyncio.create_task(ask_again_and_again(service))
+            try:
+                yield service, prometheus
+            finally:
+                asking.cancel()
+                with suppress(asyncio.CancelledError):
+                    await asking
+
+
+async def ask_again_and_again(service: Service) -> None:
+    """Ask one question after the other, each with a prompt of its own."""
+    number = 0
+    while True:
+        number += 1
+        body = {"prompt": f"{number} {PROMPT}", "max_tokens": 24, "ignore_eos": True, "temperature": 0}
+        status, answer = await service.post("/v1/completions", body)
+        assert status == 200, answer
+
+
+async def until_counted(prometheus: Prometheus) -> None:
+    """Wait until Prometheus has seen ten more answers, in several scrapes."""
+    begin = await answers(prometheus)
+    async with asyncio.timeout(60):
+        while await answers(prometheus) < begin + 10:
+            await asyncio.sleep(0.2)
+
+
+async def answers(prometheus: Prometheus) -> float:
+    found = await prometheus.query("sum(kvbaton_request_success_total)")
+    return float(found[0]["value"][1]) if found else 0.0
+
+
+async def test_prometheus_finds_every_declared_metric_with_its_labels(tmp_path: Path) -> None:
+    async with scraped_service(tmp_path) as (_, prometheus):
+        await until_counted(prometheus)
+        names: list[str] = await prometheus.get("label/__name__/values")
+        found: defaultdict[str, set[str]] = defaultdict(set)
+        series = await prometheus.get("series", **{"match[]": '{__name__=~"kvbaton_.*"}'})
+        groups = (await prometheus.get("rules"))["groups"]
+    declared = {**ROUTER_METRICS, **WORKER_METRICS}
+    for labels in series:
+        sample = labels["__name__"].removeprefix(PREFIX)
+        metric = sample if sample in declared else re.sub(r"_(bucket|sum|count)$", "", sample)
+        found[metric] |= labels.keys() - _BY_PROMETHEUS
+    assert found.keys() == declared.keys() - AT_REST_EMPTY
+    for name, labels in found.items():
+        assert labels == set(declared[name].labels), name
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert [rule["name"] for rule in rules if rule["health"] != "ok"] == []
+    assert [rule["name"] for rule in rules if rule.get("state", "inactive") != "inactive"] == []
+    recorded = {rule["name"] for rule in rules if rule["type"] == "recording"}
+    assert recorded <= set(names)
+
+
+async def test_every_query_of_the_dashboards_returns_data(tmp_path: Path) -> None:
+    """A panel that is declared empty at rest is just that."""
+    async with scraped_service(tmp_path) as (_, prometheus):
+        await until_counted(prometheus)
+        wrong: list[tuple[str, str, str]] = []
+        for dashboard in DASHBOARDS:
+            for panel in dashboard.panels:
+                for target in panel.targets:
+                    expression = target.expression.replace(RATE, "15s").replace("$worker", "decode-0")
+                    has_data = any(found["value"][1] != "NaN" for found in await prometheus.query(expression))
+                    if has_data is panel.is_empty_at_rest:
+                        wrong.append((dashboard.uid, panel.title, expression))
+        workers: list[str] = await prometheus.get("label/worker/values")
+    assert wrong == []
+    assert workers == ["decode-0", "prefill-0"]
