@@ -84,9 +84,12 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     assert read["is_right"], read
     (service,) = parts["service"]["rows"]
     assert service["equal_answers"] == service["answers"] == 6, service
-    (handover,) = parts["handover"]["rows"]
-    assert "error" not in handover, handover
-    assert handover["ttft_ms"] > 0
+    handovers = parts["handover"]["rows"]
+    assert [row["is_converted"] for row in handovers] == [False, True]
+    for row in handovers:
+        assert "error" not in row, row
+        assert row["ttft_ms"] > 0
+        assert row["bytes_per_request"] > 0
     assert "11 passed" in (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "facts.json").read_text())["torch"]
 
