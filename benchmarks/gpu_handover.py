@@ -20,12 +20,17 @@ from tests.service import generate_all, running_service
 _ANSWER_ROOM = 64
 _DEMO_LENGTHS = (1, 16, 100, 300, 450, 600)
 _NUM_DEMO_TOKENS = 24
+_UNEQUAL = "[decode]\nblock_size = 32\n"
+"""Settings with which the decode worker converts the blocks that it reads: they have 16 tokens."""
 
 
 def handovers(
     shape: ModelShape, device: torch.device, length: int, num_requests: int, transports: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Run prefill and decode on one device and yield a row per transport; a failed one has its error in its row."""
+    """Run prefill and decode on one device and yield a row per transport; a failed one has its error in its row.
+
+    The last row is over the first transport, into larger blocks.
+    """
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), shape, length + _ANSWER_ROOM, device)
         gc.collect()
@@ -33,10 +38,19 @@ def handovers(
         options = ["--model", folder, "--device", device.type, "--dtype", "bfloat16"]
         options += ["--max-num-batched-tokens", str(length), "--max-num-seqs", "16"]
         options += ["--kv-cache-bytes", str(2**31 if device.type == "cuda" else 2**24)]
-        for transport in transports:
-            row = {"transport": transport, "model": shape.name, "length": length}
+        unequal = Path(folder) / "unequal.toml"
+        unequal.write_text(_UNEQUAL)
+        runs = [(transport, False) for transport in transports] + [(transports[0], True)]
+        for transport, is_converted in runs:
+            row = {
+                "transport": transport,
+                "model": shape.name,
+                "length": length,
+                "is_converted": is_converted,
+            }
+            config = ["--config", str(unequal)] if is_converted else []
             try:
-                found = asyncio.run(handed_over(transport, options, length, num_requests))
+                found = asyncio.run(handed_over(transport, [*options, *config], length, num_requests))
             except (AssertionError, TimeoutError, grpc.RpcError) as error:
                 yield row | {"error": str(error)[-4000:]}
                 continue

@@ -63,8 +63,16 @@ def _heading(pool: Mapping[str, Any], workers: Iterable[Worker]) -> Text:
         f"{pool['num_requests_running']} running",
         f"{pool['num_requests_waiting']} waiting",
         " + ".join(f"{counts[role]} {role}" for role in _ROLES if counts[role]),
+        _pressure(pool.get("pools", {})),
     ]
     return Text(" · ".join(part for part in parts if part), style="bold")
+
+
+def _pressure(pools: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the load of each pool relative to its goals; empty without a pool that has workers."""
+    known = [(role, pools[role]["scaling_pressure"]) for role in _ROLES if role in pools]
+    shown = " + ".join(f"{pressure:.2f} {role}" for role, pressure in known if pools[role]["num_workers"])
+    return f"pressure {shown}" if shown else ""
 
 
 def _table(workers: list[Worker], console: Console) -> Table:

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from contract.layout import Side
-from engine.connector import ConnectorFactory, SchedulerConnector, ShowsProgress
+from contract.requests import EngineRequest, ReceiveTransfer
+from engine.connector import ConnectorFactory, ExpectsRequests, SchedulerConnector, ShowsProgress
 
 if TYPE_CHECKING:
     from engine.executors.executor import Executor
@@ -29,6 +30,8 @@ class EngineConnector:
         self.scheduler = scheduler
         self.take_finished = take_finished
         self.address = address
+        receiver: object = None if scheduler is None else scheduler.receiver
+        self._expecting = receiver if isinstance(receiver, ExpectsRequests) else None
 
     def next_arrival(self) -> float | None:
         """Return when, on the clock, the KV of a request is expected; None if no sender has announced any."""
@@ -37,6 +40,16 @@ class EngineConnector:
     def has_arrived(self) -> bool:
         """Return whether KV has arrived that ``take_finished`` has not returned. From any thread."""
         return self.scheduler is not None and self.scheduler.receiver.has_arrived()
+
+    def expect(self, request: EngineRequest) -> None:
+        """Ask for the KV of a request that will be added, if it needs any. From any thread."""
+        if self._expecting is not None and isinstance(request.transfer, ReceiveTransfer):
+            self._expecting.expect(request)
+
+    def drop_expected(self, request: EngineRequest) -> None:
+        """Stop fetching what was expected for a request, unless it was added."""
+        if self._expecting is not None and isinstance(request.transfer, ReceiveTransfer):
+            self._expecting.drop_expected(request.key)
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""

@@ -16,7 +16,7 @@ The life of one hand-over, on the sender's side (prefill):
    the blocks are not read any more, and the scheduler drops the transfer's references.
 
 On the receiver's side (decode):
-1. ``start_fetch`` when the request arrives; it holds no block;
+1. ``start_fetch`` when the request is added; it holds no block. A connector that ``ExpectsRequests`` may have begun before;
 2. a ``Published`` event: the sender has published its first range, so the scheduler may reserve;
 3. ``receive_into`` with the reserved blocks;
 4. the id in ``finished_recving``: every byte has landed and was verified; ``take_received`` gives the tokens; or
@@ -139,6 +139,20 @@ class ReceiverConnector(Protocol):
 
     def has_arrived(self) -> bool:
         """Return whether a fetch is over that is not in ``finished_recving`` yet; from any thread, within ``wake`` too."""
+
+
+@runtime_checkable
+class ExpectsRequests(Protocol):
+    """A ``ReceiverConnector`` that can fetch for a request before it is added to the scheduler."""
+
+    def expect(self, request: EngineRequest) -> None:
+        """Ask for the KV of a request for which ``start_fetch`` or ``drop_expected`` follows; from any thread.
+
+        ``take_events`` returns no event of it before. Raises InternalError for one whose KV is being fetched already.
+        """
+
+    def drop_expected(self, key: str) -> None:
+        """Stop fetching for a request that is not added after all; ignores one without ``expect``, or that was added."""
 
 
 class SchedulerConnector(Protocol):

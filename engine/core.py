@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.connecting import connect
 from engine.connector import ConnectorFactory
 from engine.grammar.compiler import GrammarCompiler
 from engine.grammar.vocabulary import VocabularyLoader, load_vocabulary
+from engine.info import EngineInfo
 from engine.scheduling.grammars import Grammars
 from engine.scheduling.handing_off import hand_off
 from engine.scheduling.inspection import check_integrity, counters, debug_state
@@ -153,17 +154,20 @@ class EngineCore:
 
     # Requests and calls.
 
+    def expect_request(self, request: EngineRequest) -> None:
+        """Ask for the KV of a request before ``add_request``, from any thread. Ignores a bad one, which that answers."""
+        with suppress(KvbatonError):
+            _check(request, self.info)
+            self._connector.expect(request)
+
     def add_request(self, request: EngineRequest) -> None:
         """Queue a tokenized request. A bad one is answered with an error output."""
         try:
-            request.check(self.info.vocab_size)
-            if request.pooling_params is None and not self.info.has_head:
-                raise UnsupportedFieldError(
-                    "the model has no output head: it gives embeddings only", param="model"
-                )
+            _check(request, self.info)
             self.scheduler.add_request(request)
         except KvbatonError as error:
             self.scheduler.reject(request, error)
+        self._connector.drop_expected(request)
 
     def abort(self, keys: list[str]) -> None:
         """Abort these requests, whatever their status."""
@@ -178,10 +182,7 @@ class EngineCore:
 
         expires: when, on the monotonic clock of this machine, it is too late. Raises DeadlineError then.
         """
-        if (late := self._clock() - expires) > 0:
-            raise DeadlineError(
-                f"request {order.key} is not handed off: the order came {late:.3f} s too late"
-            )
+        _check_in_time(order, self._clock() - expires)
         hand_off(self.scheduler, order)
 
     def take_urgent(self) -> dict[int, list[EngineOutput]]:
@@ -198,14 +199,11 @@ class EngineCore:
             "reset_prefix_cache": self.scheduler.reset_prefix_cache,
             "pid": os.getpid,
             "check_integrity": partial(check_integrity, self.scheduler),
-            "hand_off": self._call_hand_off,
+            "hand_off": lambda order, expires: self.hand_off(_hand_off(order), expires),
         }
         if method not in utilities:
             raise NotFoundError(f"no utility is called {method!r}; there are {', '.join(utilities)}")
         return msgspec.to_builtins(utilities[method](*args))
-
-    def _call_hand_off(self, order: dict[str, Any], expires: float) -> None:
-        self.hand_off(_hand_off(order), expires)
 
     def progress(self) -> dict[str, int]:
         """Return how far the connector's threads have come; from any thread, without waiting for one."""
@@ -220,3 +218,18 @@ class EngineCore:
     def close(self) -> None:
         """Close connector and compiler, and end the ranks (which close the connector's other half). May be called twice."""
         self._resources.close()
+
+
+def _check(request: EngineRequest, info: EngineInfo) -> None:
+    """Raise InvalidRequestError or UnsupportedFieldError for a request that this engine cannot serve."""
+    request.check(info.vocab_size)
+    if request.pooling_params is None and not info.has_head:
+        raise UnsupportedFieldError("the model has no output head: it gives embeddings only", param="model")
+
+
+def _check_in_time(order: HandOff, seconds_late: float) -> None:
+    """Raise DeadlineError for an order that came too late."""
+    if seconds_late > 0:
+        raise DeadlineError(
+            f"request {order.key} is not handed off: the order came {seconds_late:.3f} s too late"
+        )

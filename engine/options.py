@@ -22,6 +22,8 @@ class ModelOptions(RankOptions):
     """Number format of weights and KV; auto: that of the checkpoint."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
+    all_reduce: Literal["nccl", "symmetric"] = "nccl"
+    """Sums of a worker's GPUs: by NCCL, or up to 8 MiB by torch's symmetric memory (they read each other's parts)."""
     attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
     """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
     fp8_products: Literal["auto", "on", "off"] = "auto"

@@ -13,6 +13,7 @@ from typing import Any
 from contract.errors import ErrorKind, KvbatonError
 from contract.layout import Side
 from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
+from kv_transfer.control.early_fetches import EarlyFetches
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
 from kv_transfer.control.sending import SendTransfers
@@ -76,7 +77,7 @@ class ControlHalf:
         half = data.half if isinstance(data, RankData) else data
         chooser = data.chooser
         self.sender = SendTransfers(worker, links.send, data.release, links.look_by)
-        self.receiver = FetchTransfers(
+        fetches = FetchTransfers(
             worker,
             FetchPorts(
                 links.dial_and_send,
@@ -87,6 +88,7 @@ class ControlHalf:
                 chooser.alternatives,
             ),
         )
+        self.receiver = EarlyFetches(fetches)
         self._worker = worker
         self._links = links
         self._data = data
@@ -94,7 +96,7 @@ class ControlHalf:
         self.send_event = self.sender.send_event
         self.end_expected = self.sender.end_expected
         self.lease_idle = self.sender.lease_idle
-        self.fetch_event = self.receiver.fetch_event
+        self.fetch_event = fetches.fetch_event
 
     def serve(self) -> None:
         """Begin to serve peers; called once, when the transports are open."""
@@ -122,7 +124,7 @@ class ControlHalf:
     def debug_state(self) -> dict[str, Any]:
         """Return transfers, leases, peers and threads as plain data."""
         return {
-            **self.receiver.debug_state(),
+            **self.receiver.fetches.debug_state(),
             "leases": self.sender.debug_state(),
             "links": self._links.debug_state(),
             "data": self._half.debug_state(),
@@ -134,7 +136,7 @@ class ControlHalf:
 
     def counters(self) -> dict[str, float]:
         """Return counters and gauges."""
-        return {**self._worker.counters.snapshot(), **self.sender.gauges(), **self.receiver.gauges()}
+        return {**self._worker.counters.snapshot(), **self.sender.gauges(), **self.receiver.fetches.gauges()}
 
     def close(self) -> None:
         """Stop the I/O thread; to peers this looks like the worker's death."""
@@ -143,7 +145,7 @@ class ControlHalf:
     def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
         """Use a link whose peer has authenticated. False: not every rank serves the peer before ``resume`` is called."""
         if ref.is_dialed:
-            self.receiver.link_up(ref, session)
+            self.receiver.fetches.link_up(ref, session)
             return True
         return self._data.sessions.begin(session.token, resume)
 
@@ -151,7 +153,7 @@ class ControlHalf:
         """End what depends on a peer that died, or could not be reached."""
         if ref.is_dialed:
             kind = error.kind if error.kind in _LINK_ENDS else ErrorKind.PEER_UNREACHABLE
-            source = self.receiver.link_down(ref, kind, error.message)
+            source = self.receiver.fetches.link_down(ref, kind, error.message)
             if source is not None:
                 self._half.leave(source)
             return
@@ -171,7 +173,7 @@ class ControlHalf:
             case msg.ReleaseLease() | msg.CancelFetch() if not ref.is_dialed:
                 self.sender.on_release(ref.boot_id, message)
             case _ if isinstance(message, msg.SenderMessage) and ref.is_dialed:
-                self.receiver.on_message(ref, message)
+                self.receiver.fetches.on_message(ref, message)
             case _:
                 self._worker.counters.add("transfer_stale_messages_total")
 
@@ -182,4 +184,4 @@ class ControlHalf:
     def thread_failed(self, thread: str, error: BaseException) -> None:
         """Log a bug that ended a thread of the connector, and end the engine at its next step."""
         logger.critical("thread %s ended because of a bug; this worker must end", thread, exc_info=error)
-        self.receiver.fail(f"thread {thread} of the connector has failed: {error!r}")
+        self.receiver.fetches.fail(f"thread {thread} of the connector has failed: {error!r}")

@@ -8,7 +8,7 @@ from prometheus_client.registry import Collector
 
 from router.batches.service import BatchService
 from router.metrics import SAMPLE_SECONDS, RouterMetrics
-from router.pool_state import pool_states
+from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
 from serving.metric_aliases import Alias, AliasCollector
 
@@ -35,10 +35,18 @@ class Inspection:
         path = self._path
         metrics = self._metrics
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
-        pools = pool_states(path.registry.workers, path.queue.oldest_waits())
-        metrics.load.set_pools(pools, metrics.recent.latency(), metrics.requests.times.goals.goals)
+        metrics.load.set_pools(self._loads())
         metrics.recent.set()
         return AliasCollector(metrics, self._aliases, self._model_name)
+
+    def pools(self) -> dict[str, dict[str, float | None]]:
+        """Return the load of each pool as plain data, by role."""
+        return {load.role.value: load.as_dict() for load in self._loads()}
+
+    def _loads(self) -> list[PoolLoad]:
+        path = self._path
+        pools = pool_states(path.registry.workers, path.queue.oldest_waits())
+        return pool_loads(pools, self._metrics.recent.latency(), self._metrics.requests.times.goals.goals)
 
     async def sample(self) -> None:
         """Sample the counts whose recent growth is published, until cancelled."""

@@ -2,20 +2,20 @@
 
 from collections import Counter as Tally
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from contract.errors import ErrorKind
-from contract.identity import WORKER_ROLES, Role
+from contract.identity import WORKER_ROLES
 from contract.outputs import FinishReason
 from router.answer import Usage
 from router.batches.records import BatchStatus
 from router.goals import GoalCounts, Goals, RecentCounts, attainment
 from router.move_record import MoveRecord
-from router.pool_state import PoolState, RecentLatency, decided_by
+from router.pool_state import PoolLoad, RecentLatency
 from router.timings import Timings
 from router.worker_facts import ShownState
 from serving.event_metrics import EventCounter, EventHistogram, TallyCounter
@@ -76,19 +76,20 @@ class LoadMetrics:
         self._running.set(num_running)
         self._decisions.set(decisions)
 
-    def set_pools(self, pools: Mapping[Role, PoolState], recent: RecentLatency, goals: Goals) -> None:
-        """Set the gauges of pools. A pool without workers that is not needed has only numbers of workers."""
+    def set_pools(self, loads: Sequence[PoolLoad]) -> None:
+        """Set the gauges of pools. A pool that is not among ``loads`` has only numbers of workers, which are 0."""
+        states_of = {load.role: load.states for load in loads}
         for role in WORKER_ROLES:
-            states = pools[role].states if role in pools else Tally[ShownState]()
+            states = states_of.get(role, Tally())
             for state in ShownState:
                 self._workers.labels(role.value, state.value).set(states[state])
         for gauge in (self._utilization, self._queue, self._pressure):
             gauge.clear()
-        for role, pool in pools.items():
-            if pool.utilization is not None:
-                self._utilization.labels(role.value).set(pool.utilization)
-            self._queue.labels(role.value).set(pool.queue_seconds)
-            self._pressure.labels(role.value).set(pool.pressure(goals, decided_by(role, pools, recent)))
+        for load in loads:
+            if load.utilization is not None:
+                self._utilization.labels(load.role.value).set(load.utilization)
+            self._queue.labels(load.role.value).set(load.queue_seconds)
+            self._pressure.labels(load.role.value).set(load.pressure)
 
 
 class RecentMetrics:

@@ -42,11 +42,6 @@ class PoolState:
         """The seconds that a prompt waits for this pool now."""
         return self.backlog_seconds + self.wait_seconds
 
-    @property
-    def num_workers(self) -> int:
-        """Its workers in any state."""
-        return self.states.total()
-
     def pressure(self, goals: Goals, recent: RecentLatency) -> float:
         """Return the load relative to the goals; 1 is at the goal. recent: only the parts that this pool decides."""
         latencies = ((recent.ttft, goals.ttft_seconds), (recent.itl, goals.itl_seconds))
@@ -74,6 +69,41 @@ def pool_states(
             waits = oldest_waits.values() if role is Role.AGGREGATED else [oldest_waits.get(role, 0.0)]
             pool.wait_seconds = max(waits, default=0.0)
     return pools
+
+
+@dataclass(frozen=True)
+class PoolLoad:
+    """The figures of one pool that are published. utilization: None without a serving worker."""
+
+    role: Role
+    states: Counter[ShownState]
+    utilization: float | None
+    queue_seconds: float
+    pressure: float
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the figures by the names of the metrics."""
+        return {
+            "num_workers": self.states.total(),
+            "num_serving": self.states[ShownState.SERVING],
+            "pool_utilization": self.utilization,
+            "queue_seconds": self.queue_seconds,
+            "scaling_pressure": self.pressure,
+        }
+
+
+def pool_loads(pools: Mapping[Role, PoolState], recent: RecentLatency, goals: Goals) -> list[PoolLoad]:
+    """Return the figures of all pools."""
+    return [
+        PoolLoad(
+            role,
+            pool.states,
+            pool.utilization,
+            pool.queue_seconds,
+            pool.pressure(goals, decided_by(role, pools, recent)),
+        )
+        for role, pool in pools.items()
+    ]
 
 
 def decided_by(role: Role, pools: Mapping[Role, PoolState], recent: RecentLatency) -> RecentLatency:

@@ -80,7 +80,7 @@ class RouterService:
             state=self._debug_state,
             metrics=self._inspection.collector,
             allowed_hosts=listed_hosts(settings.allowed_hosts),
-            routes=WorkerAdmin(self._path, AdminAccess(settings, clients)).routes(),
+            routes=WorkerAdmin(self._path, AdminAccess(settings, clients), self._inspection.pools).routes(),
         )
         self._watchers: list[asyncio.Task[None]] = []
         self._addresses: BoundAddresses | None = None

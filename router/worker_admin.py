@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
@@ -24,9 +24,12 @@ _ANSWER_SECONDS = 5.0
 
 
 class WorkerAdmin:
-    """Serves the API on a router's admin port. access: checks every request."""
+    """Serves the API on a router's admin port. access: checks every request. pools: returns the load of each pool."""
 
-    def __init__(self, path: RequestPath, access: AdminAccess) -> None:
+    def __init__(
+        self, path: RequestPath, access: AdminAccess, pools: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        self._pools = pools
         self._path = path
         self._access = access
 
@@ -112,6 +115,7 @@ class WorkerAdmin:
             "model": path.models.card().name if path.models.is_known else None,
             "num_requests_waiting": path.tracker.num_waiting,
             "num_requests_running": path.tracker.num_running,
+            "pools": self._pools(),
             "workers": [worker_facts(worker) for worker in path.registry.workers],
         }
 

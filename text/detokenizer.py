@@ -36,9 +36,10 @@ class Detokenizer:
         self._joins_bytes = tokenizer.joins_bytes
         self._window = list(prompt_token_ids[-_CONTEXT:])
         self._num_read = len(self._window)
-        self._ends_whole = self._joins_bytes and _is_whole(self._decode(self._window[-1:]))
-        """The bytes before the next token certainly end with a whole character."""
         self.has_unread = False
+        before = self._decode_one(self._window[-1], skip_special_tokens) if self._window else ""
+        self._ends_whole = self._joins_bytes and _is_whole(before)
+        """The bytes before the next token certainly end with a whole character."""
 
     def push(self, token_id: int) -> str:
         """Add a token and return the text that is certain now; empty while a character is unfinished."""

@@ -19,7 +19,6 @@ from engine.kernels.decoder import KernelDecoder, why_unserved
 from engine.kernels.draw import KernelDraw
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
-from engine.models.info import ModelInfo
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel
 from engine.sampling.sampler import Draw, Sampling, draw_by_torch
@@ -97,7 +96,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     if isinstance(model, CausalLM) and isinstance(config, DecoderConfig):
         if device.type == "cuda":
             plain = PlainForward(fused(model, config, name), backend, settings.block_size, device, draw)
-            return _with_graphs(plain, loaded.info, settings, CudaRecorder(device))
+            return _with_graphs(plain, loaded, settings, CudaRecorder(device))
         if (kernels := _by_kernels(loaded, model, config, settings, device)) is not None:
             return kernels
     return PlainForward(model, backend, settings.block_size, device, draw)
@@ -122,14 +121,18 @@ def _needs_of(loaded: LoadedModel) -> Needs:
 
 
 def _with_graphs(
-    plain: PlainForward, info: ModelInfo, settings: EngineSettings, recorder: Recorder
+    plain: PlainForward, loaded: LoadedModel, settings: EngineSettings, recorder: Recorder
 ) -> ForwardPass:
-    if (reason := _why_eager(settings)) is not None:
-        logger.info("no CUDA graphs: %s", reason)
+    if settings.enforce_eager:
+        logger.info("no CUDA graphs: enforce_eager is set")
         return plain
-    sizes = capture_sizes(settings.max_num_seqs)
     return GraphedForward(
-        plain, recorder, sizes=sizes, max_model_len=info.max_model_len, has_head=info.has_head
+        plain,
+        recorder,
+        sizes=capture_sizes(settings.max_num_seqs),
+        max_model_len=loaded.info.max_model_len,
+        has_head=loaded.info.has_head,
+        group=loaded.group,
     )
 
 
@@ -152,14 +155,6 @@ def draw_on_cuda(attention_backend: str) -> Draw:
     from engine.sampling.triton_draw import draw_by_triton
 
     return draw_by_triton
-
-
-def _why_eager(settings: EngineSettings) -> str | None:
-    if settings.enforce_eager:
-        return "enforce_eager is set"
-    if settings.tensor_parallel_size > 1:
-        return "ranks talk to each other within a step, which is not captured"
-    return None
 
 
 def _by_kernels(

@@ -3,6 +3,7 @@
 A graph computes logits and each row's best token too, so a greedy step copies nothing but its tokens.
 
 A step with other than one token a request, with more requests than the largest graph, or with a watch runs as it is.
+Several ranks capture the same graphs in the same order, their collectives included, and replay them together.
 """
 
 import logging
@@ -20,6 +21,7 @@ from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.compute.staging import begin_copy, copy_into, padded
 from engine.connector import LayerWatch
+from engine.distributed.group import RankGroup, SingleRank
 from engine.sampling.sampler import Draw, Samples, Sampling
 
 logger = logging.getLogger(__name__)
@@ -107,9 +109,13 @@ class _StaticTokens:
 
 
 class StaticLogits:
-    """The logits that all graphs write, and the best token of each row with 1 if it is a number, else 0."""
+    """The logits that all graphs write, and the best token of each row with 1 if it is a number, else 0.
 
-    def __init__(self) -> None:
+    Rank 0, which alone has whole logits, shares the best tokens with the other ranks of its group.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
         self._logits: Tensor | None = None
         self._best: Tensor | None = None
 
@@ -117,11 +123,13 @@ class StaticLogits:
         """Keep the logits of a step. The first call, before any capture, has the most rows."""
         if self._logits is None or self._best is None:
             self._logits = torch.empty_like(logits)
-            self._best = torch.zeros(2, len(logits), dtype=torch.int64, device=logits.device)
+            self._best = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
         self._logits[: len(logits)].copy_(logits)
+        best = self._best[: len(logits)]
         top = logits.max(dim=-1)
-        self._best[0, : len(logits)].copy_(top.indices)
-        self._best[1, : len(logits)].copy_(top.values.isfinite())
+        best[:, 0].copy_(top.indices)
+        best[:, 1].copy_(top.values.isfinite())
+        self._group.share(best)
 
     def first(self, num_rows: int) -> Tensor:
         """Return the logits of the first rows."""
@@ -131,14 +139,14 @@ class StaticLogits:
     def best_of(self, num_rows: int) -> Sampling:
         """Return the best tokens of the first rows, which are read before the next step overwrites them."""
         assert self._best is not None
-        best = self._best[:, :num_rows]
-        return Sampling(partial(_read_best, begin_copy(best)), best[0])
+        best = self._best[:num_rows]
+        return Sampling(partial(_read_best, begin_copy(best)), best[:, 0])
 
 
 def _read_best(copied: Callable[[], list[list[int]]]) -> Samples:
-    tokens, is_number = copied()
-    token_ids = [token if is_known else None for token, is_known in zip(tokens, is_number, strict=True)]
-    return Samples(token_ids, [1 - is_known for is_known in is_number], None)
+    pairs = copied()
+    token_ids = [token if is_number else None for token, is_number in pairs]
+    return Samples(token_ids, [1 - is_number for _, is_number in pairs], None)
 
 
 @dataclass(frozen=True)
@@ -166,13 +174,14 @@ class GraphedForward:
         sizes: Sequence[int],
         max_model_len: int,
         has_head: bool = True,
+        group: RankGroup | None = None,
     ) -> None:
         self.draw: Draw = plain.draw
         self._plain = plain
         self._recorder = recorder
         self._static = _StaticTokens(sizes, plain.device)
         self._max_blocks = -(-max_model_len // plain.block_size)
-        self._logits = StaticLogits() if has_head else None
+        self._logits = StaticLogits(group or SingleRank()) if has_head else None
         self._steps: dict[int, StaticDecode] = {}
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None

@@ -10,7 +10,10 @@ from engine.compute.device import resolve_device
 
 
 class RankGroup(Protocol):
-    """The tensor-parallel group, seen from one rank. Every rank makes the same calls in the same order."""
+    """The tensor-parallel group, seen from one rank. Every rank makes the same calls in the same order.
+
+    On a device, calls with tensors neither wait on the host nor leave the current stream, so that a graph can capture them.
+    """
 
     @property
     def rank(self) -> int:
@@ -25,6 +28,9 @@ class RankGroup(Protocol):
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """Return all ranks' ``[num_rows, num_columns / size]`` side by side on rank 0, and the own part elsewhere."""
+
+    def share(self, values: Tensor) -> Tensor:
+        """Return rank 0's values on every rank; all pass contiguous tensors of one shape, which are overwritten."""
 
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
         """Return rank 0's tokens on every rank; all ranks pass lists of the same length."""
@@ -46,6 +52,10 @@ class SingleRank:
     def gather_columns(self, part: Tensor) -> Tensor:
         """See RankGroup."""
         return part
+
+    def share(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        return values
 
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
         """See RankGroup."""

@@ -66,6 +66,10 @@ class LocalRankGroup:
         parts = self._exchange.exchange(self.rank, part)
         return torch.cat(parts, dim=-1) if self.rank == 0 else part
 
+    def share(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        return values.copy_(self._exchange.exchange(self.rank, values)[0])
+
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
         """See RankGroup."""
         tokens: list[int | None] = self._exchange.exchange(self.rank, token_ids)[0]

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from contract.errors import SettingError
+from engine.distributed.symmetric import SymmetricSums
 
 _HOST = "127.0.0.1"
 _NO_TOKEN = -1
@@ -28,20 +29,37 @@ class TorchRankGroup:
 
     Collectives raise RuntimeError when a rank is gone, or silent for ``timeout``. With NCCL the process waits on its device
     instead, and the executor that started the ranks ends it.
+
+    NCCL's collectives run on the current stream (``asyncOp`` is off), where a graph can capture them: on NCCL's own stream,
+    each one would wait for the device twice. NCCL forms its communicator with the first one, which must not be captured, so
+    the constructor makes one.
     """
 
     def __init__(self, device: torch.device, rank: int, size: int, store: Store, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
         self._device = device
+        self._sums: SymmetricSums | None = None
         self._group: Any = _create(device, rank, size, store)
+        if device.type != "cpu":
+            self._add_up_by_group(torch.zeros(1, device=device))
         self._group._set_default_timeout(timeout)
+
+    @property
+    def backend(self) -> Any:
+        """Torch's object with the collectives of the group."""
+        return self._group
+
+    def add_up_by(self, sums: SymmetricSums) -> None:
+        """Add up by ``sums`` from now on what they take; all ranks call this."""
+        self._sums = sums
 
     def add_up(self, part: Tensor) -> Tensor:
         """See RankGroup."""
         part = part.contiguous()
-        self._group.allreduce([part]).wait()
-        return part
+        if self._sums is not None and self._sums.takes(part):
+            return self._sums.add_up(part)
+        return self._add_up_by_group(part)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """See RankGroup."""
@@ -49,25 +67,39 @@ class TorchRankGroup:
             return part
         part = part.contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
-        options = dist.GatherOptions()
+        options = _on_this_stream(dist.GatherOptions())
         options.rootRank = 0
         self._group.gather([parts] if parts else [], [part], options).wait()
         return torch.cat(parts, dim=-1) if parts else part
+
+    def share(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        options = _on_this_stream(dist.BroadcastOptions())
+        options.rootRank = 0
+        self._group.broadcast([values], options).wait()
+        return values
 
     def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
         """See RankGroup."""
         if not token_ids:
             return token_ids
         numbers = [_NO_TOKEN if token_id is None else token_id for token_id in token_ids]
-        shared = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        self._group.broadcast([shared], options).wait()
+        shared = self.share(torch.tensor(numbers, dtype=torch.int64, device=self._device))
         return [None if number == _NO_TOKEN else number for number in shared.tolist()]
 
     def close(self) -> None:
         """See RankGroup. Waits for no other rank."""
         self._group.shutdown()
+
+    def _add_up_by_group(self, part: Tensor) -> Tensor:
+        """Add parts up by the process group: NCCL, or gloo on the host."""
+        self._group.allreduce([part], _on_this_stream(dist.AllreduceOptions())).wait()
+        return part
+
+
+def _on_this_stream(options: Any) -> Any:
+    options.asyncOp = False
+    return options
 
 
 def open_store(listening: socket.socket | None, port: int, size: int) -> Store:
@@ -91,7 +123,7 @@ def listen_for_ranks() -> socket.socket:
 
 
 def _create(device: torch.device, rank: int, size: int, store: Store) -> Any:
-    if device.type == "cuda":
+    if device.type != "cpu":
         if not dist.is_nccl_available():
             raise SettingError(
                 "this build of torch has no NCCL; use device cpu or another build", param="device"

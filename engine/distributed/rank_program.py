@@ -32,6 +32,7 @@ from engine.distributed.group import rank_device
 from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
 from engine.distributed.process_group import TorchRankGroup, open_store
 from engine.distributed.rank_watch import beat
+from engine.distributed.symmetric import SymmetricSums, find_library
 
 _PR_SET_PDEATHSIG = 1
 
@@ -102,7 +103,11 @@ def _join(plan: RankPlan) -> TorchRankGroup:
     timeout = timedelta(seconds=plan.settings.rank_timeout_seconds)
     listening = None if plan.store is None else socket.socket(fileno=plan.store)
     store = open_store(listening, plan.store_port, plan.size)
-    return TorchRankGroup(device, plan.rank, plan.size, store, timeout)
+    group = TorchRankGroup(device, plan.rank, plan.size, store, timeout)
+    if plan.settings.all_reduce == "symmetric":
+        library = find_library(device, group.backend)
+        group.add_up_by(SymmetricSums(library, device, plan.rank, plan.size, store))
+    return group
 
 
 def _die_with_parent() -> None:

@@ -16,9 +16,10 @@ import zmq
 
 from contract.decoding import msgpack_decoder
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Shutdown, ToEngine
-from engine.hosting.running import EnginePlan, ProgressOf, run_engine
+from engine.hosting.running import EnginePlan, run_engine
 from engine.hosting.sockets import Addresses
 from engine.stepping.dispatch import Inbox
+from engine.stepping.loop import StepLoop
 
 _PR_SET_PDEATHSIG = 1
 _FLUSH_MILLISECONDS = 2000
@@ -53,7 +54,7 @@ def engine_main(plan: EnginePlan, addresses: Addresses) -> None:
         output.send(encoder.encode(message))
 
     try:
-        has_ended_well = run_engine(plan, inbox, emit, reader.watch_progress)
+        has_ended_well = run_engine(plan, inbox, emit, reader.begin_with)
     finally:
         output.close()
         context.term()
@@ -72,7 +73,8 @@ def _freeze_heap() -> None:
 class _InputThread(threading.Thread):
     """Moves messages from the socket to the inbox, until the context ends. Broken input ends the engine, not the thread.
 
-    It also sends the counts of the working threads. Its own answers are no sign of their life.
+    It also begins with requests that wait there for the end of a step, and sends the counts of the working threads. Its own
+    answers are no sign of their life.
     """
 
     def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", addresses: Addresses, inbox: Inbox) -> None:
@@ -80,11 +82,11 @@ class _InputThread(threading.Thread):
         self._context = context
         self._addresses = addresses
         self._inbox = inbox
-        self._progress: ProgressOf | None = None
+        self._loop: StepLoop | None = None
 
-    def watch_progress(self, progress: ProgressOf) -> None:
-        """Send these counts on each Ping from now on."""
-        self._progress = progress
+    def begin_with(self, loop: StepLoop) -> None:
+        """Let this loop expect messages, and send its counts on each Ping, from now on."""
+        self._loop = loop
 
     def run(self) -> None:
         """Read until the context ends."""
@@ -106,10 +108,12 @@ class _InputThread(threading.Thread):
                 except msgspec.DecodeError as error:
                     self._inbox.put(error)
                     continue
+                if self._loop is not None:
+                    self._loop.expect(message)
                 self._inbox.put(message)
-                if isinstance(message, Ping) and self._progress is not None:
+                if isinstance(message, Ping) and self._loop is not None:
                     with contextlib.suppress(zmq.Again):
-                        answers.send(encoder.encode(Progress(self._progress())), zmq.NOBLOCK)
+                        answers.send(encoder.encode(Progress(self._loop.progress())), zmq.NOBLOCK)
 
 
 def _end_with_parent() -> None:

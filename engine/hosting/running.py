@@ -16,9 +16,6 @@ from engine.stepping.loop import StepLoop, send_outputs
 
 logger = logging.getLogger(__name__)
 
-ProgressOf = Callable[[], dict[str, int]]
-"""Returns the counts of the working threads; from any thread, without waiting for one of them."""
-
 
 def _nothing(*_: object) -> None:
     """Do nothing."""
@@ -42,14 +39,14 @@ class EnginePlan:
 
 
 def run_engine(
-    plan: EnginePlan, inbox: Inbox, emit: Emit, watched_by: Callable[[ProgressOf], None] = _nothing
+    plan: EnginePlan, inbox: Inbox, emit: Emit, started: Callable[[StepLoop], None] = _nothing
 ) -> bool:
     """Build a core and run it until Shutdown; return whether it ended as asked.
 
     The first message is Ready or StartFailed, the last one Stopped. All exceptions are caught here; one in a step ends
     every request with an error, of the exception's own kind if it has one, else "internal".
 
-    watched_by: receives the function that returns the progress, before the first message.
+    started: receives the loop before the first message. Other threads may call its ``progress`` and ``expect``.
     """
     core: EngineCore | None = None
     try:
@@ -61,7 +58,7 @@ def run_engine(
             gate=plan.gate() if plan.gate is not None else None,
         )
         loop = StepLoop(core, inbox, emit, plan.idle_seconds)
-        watched_by(loop.progress)
+        started(loop)
         emit(Ready(core.info))
         loop.run()
         send_outputs(core, core.shutdown(), emit)

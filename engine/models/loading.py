@@ -33,11 +33,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """One rank's part of a model, with its weights on the device. config: that part; info: the whole model."""
+    """One rank's part of a model, with its weights on the device.
+
+    config: that part; info: the whole model; group: the ranks that have all parts.
+    """
 
     model: LanguageModel
     config: ModelShape
     info: ModelInfo
+    group: RankGroup = SingleRank()  # noqa: RUF009 - it has no state
 
 
 def load(
@@ -79,7 +83,7 @@ def load(
     load_weights(model, weights, device, lambda tensor: part_of(tensor, group))
     model.place(device)
     info = _info(folder, raw, config.vocab_size, length, name, head is not Head.NONE, numbers)
-    return LoadedModel(model.eval(), of_rank, info)
+    return LoadedModel(model.eval(), of_rank, info, group)
 
 
 def _numbers(

@@ -9,7 +9,7 @@ from queue import Empty
 
 from contract.outputs import EngineOutput
 from engine.core import EngineCore
-from engine.hosting.messages import Health, StepOutputs
+from engine.hosting.messages import AddRequest, Health, StepOutputs, ToEngine
 from engine.hosting.watching import STEP_LOOP
 from engine.scheduling.stats import SchedulerStats
 from engine.stepping.dispatch import Dispatcher, Emit, Inbox
@@ -44,6 +44,14 @@ class StepLoop:
                 self._step()
         finally:
             self._send()
+
+    def expect(self, message: ToEngine) -> None:
+        """Begin with what a message needs that will be put into the inbox: it waits for the end of the running step there.
+
+        From the thread that puts it.
+        """
+        if isinstance(message, AddRequest):
+            self._core.expect_request(message.request)
 
     def progress(self) -> dict[str, int]:
         """Return how far the loop and the connector's threads have come; from any thread."""

@@ -39,6 +39,10 @@ class StepStarter:
             self._started = None
             return started
         self._scheduler.on_transfers_finished(*self._connector.take_finished())
+        if self._scheduler.remote_kv.has_work:
+            self._scheduler.process_events()
+            if self._connector.has_arrived():  # read from a peer's memory as soon as it had blocks
+                self._scheduler.on_transfers_finished(*self._connector.take_finished())
         return self._start(self._scheduler.schedule())
 
     def run_ahead(self, scheduled: SchedulerOutput, may_start: Callable[[], bool]) -> None:

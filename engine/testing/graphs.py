@@ -140,7 +140,8 @@ class FakeDeviceGraphs(GraphedForward):
     def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
         plain = FakeDeviceForward(loaded, settings, device)
         sizes = capture_sizes(settings.max_num_seqs)
-        super().__init__(plain, RerunRecorder(), sizes=sizes, max_model_len=loaded.info.max_model_len)
+        length = loaded.info.max_model_len
+        super().__init__(plain, RerunRecorder(), sizes=sizes, max_model_len=length, group=loaded.group)
         self.fed: list[bool] = []
 
     def forward(

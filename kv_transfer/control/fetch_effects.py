@@ -76,11 +76,14 @@ class ArrivalEstimates:
 
 @dataclass(frozen=True)
 class FetchPorts:
-    """The calls by which the effects leave; from any thread, none blocks."""
+    """The calls by which the effects leave; from any thread, none blocks.
+
+    pull: returns a call that reads the blocks, if its caller has to make it, without the lock.
+    """
 
     dial: Callable[[PeerTarget, msg.Message], None]
     post: Callable[[PeerRef, msg.Message], None]
-    pull: Callable[[PullJob], None]
+    pull: Callable[[PullJob], Callable[[], None] | None]
     commit: Callable[[CommitJob], None]
     choose: Callable[[Session, Callable[[Source, Source], bool]], Source]
     alternatives: Alternatives
@@ -156,10 +159,8 @@ class FetchEffects:
         match action:
             case ev.PullBlocks():
                 job = incoming.job(action, incoming.source or self._sources[incoming.ref])
-                if job.is_here:  # it is verified, and reported, within the call
-                    self._later.append(partial(self._ports.pull, job))
-                else:
-                    self._ports.pull(job)
+                if read := self._ports.pull(job):  # it is reported within the call
+                    self._later.append(read)
             case ev.RetryStep():
                 failed = incoming.read_again(action)
                 if failed is not None:

@@ -6,7 +6,7 @@ One thread publishes what is lent and commits what has arrived; each peer that i
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,14 @@ from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
 from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.transport import ReceiverTransport, Senders
+from kv_transfer.transports.transport import ReadsMemory, ReceiverTransport, Senders
 
 logger = logging.getLogger(__name__)
+
+MAX_BYTES_AT_ONCE = 2**24
+"""Bytes that are copied between two steps, at most, by the thread that orders it. They take a few milliseconds; a thread
+that must be woken for them gets a processor later than that if all are busy.
+"""
 
 
 class DataHalf:
@@ -44,7 +49,8 @@ class DataHalf:
     ) -> None:
         self.digest = XXH3_64
         self._receiver = receiver
-        self.take_finished = completions.take
+        self._completions = completions
+        self._num_bytes_at_once = 0
         self._is_closing = False
         self._thread = JobThread("kv-data", self._on_bug)
         self._reader = BlockReader(receiver, counters)
@@ -80,14 +86,29 @@ class DataHalf:
         """See RankConnector."""
         return self._watch.begin(orders_of(metadata))
 
-    def post_pull(self, job: PullJob) -> None:
-        """Queue a read; it ends with PieceVerified, JobFailed or JobStopped. Runs at once if nothing is left to read."""
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """See RankConnector. Called before each step."""
+        self._num_bytes_at_once = 0
+        return self._completions.take()
+
+    def post_pull(self, job: PullJob) -> Callable[[], None] | None:
+        """Begin a read; it ends with PieceVerified, JobFailed or JobStopped.
+
+        Return a call that runs it, if nothing is left to read, or if few bytes are to be copied from memory of this machine.
+        The caller makes it soon, without a lock. None if the read was queued.
+        """
+        run = partial(self._run, job)
         if job.is_here:
-            self._run(job)
-        elif not self._pulls.post(job.source, job.key, job.read, partial(self._run, job)):
+            return run
+        if self._may_run_at_once(job):
+            claimed = self._pulls.claim(job.source, job.key, job.read, run)
+            if claimed is not None:
+                return claimed
+        if not self._pulls.post(job.source, job.key, job.read, run):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
             self._thread.post(partial(self._reports.fetch_event, job.key, outcome))
+        return None
 
     def post_commit(self, job: CommitJob) -> None:
         """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
@@ -129,6 +150,19 @@ class DataHalf:
 
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)
+
+    def _may_run_at_once(self, job: PullJob) -> bool:
+        """Return whether a read copies few bytes from memory of this machine into a pool there; and count its bytes."""
+        is_plain = job.conversion is None and job.part is None and self._memory.pool_view is not None
+        if not is_plain or not isinstance(self._receiver, ReadsMemory):
+            return False
+        num_bytes = len(job.block_ids) * self._memory.layout.block_bytes
+        if self._num_bytes_at_once + num_bytes > MAX_BYTES_AT_ONCE:
+            return False
+        if not self._receiver.is_at_hand(job.source):
+            return False
+        self._num_bytes_at_once += num_bytes
+        return True
 
     def _work(self, job: PullJob | CommitJob) -> ev.FetchEvent:
         if isinstance(job, CommitJob):

@@ -1,7 +1,9 @@
 """The threads of the data half, and the reports that they make."""
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 from typing import Protocol
@@ -83,8 +85,18 @@ class JobThread(threading.Thread):
                     return None
 
 
+@dataclass
+class _Turn:
+    """The right to read from a source, which one thread has at a time. num_jobs: those that have not ended."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_jobs: int = 0
+
+
 class PullThreads:
     """Owns a thread for each source that is read or probed, so that a stuck peer delays no other. Thread-safe.
+
+    The jobs of a source run one after another, in the order in which they come, also those of ``claim``.
 
     forget: called once a source will never be read from again. on_bug: called with what ended a thread early. idle_seconds:
     how long a thread without a job is kept.
@@ -105,6 +117,7 @@ class PullThreads:
         """Also those whose link is gone, or that have just ended."""
         self._running: dict[int, tuple[str, Read]] = {}
         """Keys and reads, by the identifier of the thread that reads."""
+        self._turns: defaultdict[Source, _Turn] = defaultdict(_Turn)
         self._is_closed = False
 
     def post(self, source: Source, key: str, read: Read, work: Callable[[], None]) -> bool:
@@ -115,12 +128,30 @@ class PullThreads:
         with self._lock:
             thread = None if self._is_closed else self._open.get(source) or self._start(source)
             if thread is not None:
-                thread.post(partial(self._execute, key, read, work))
+                turn = self._turns[source]
+                turn.num_jobs += 1
+                thread.post(partial(self._wait_and_execute, turn, key, read, work))
             return thread is not None
+
+    def claim(
+        self, source: Source, key: str, read: Read, work: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Return a call that runs ``work`` in the thread of its caller, who must make it soon: later jobs wait for it.
+
+        None if other jobs of the source have not ended.
+        """
+        with self._lock:
+            turn = self._turns[source]
+            if self._is_closed or turn.num_jobs:
+                return None
+            turn.num_jobs += 1
+            turn.lock.acquire()  # the job before has been counted as ended within the lock, and frees it now
+        return partial(self._execute, turn, key, read, work)
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
         with self._lock:
+            self._turns.pop(source, None)
             if source in self._open:
                 self._end(source)
                 return
@@ -140,6 +171,9 @@ class PullThreads:
         """Wait, after ``stop``, until every read is terminal and its thread has ended."""
         for thread in self._threads:
             thread.join()
+        for turn in list(self._turns.values()):
+            with turn.lock:
+                pass
 
     @property
     def num_queued(self) -> int:
@@ -164,15 +198,24 @@ class PullThreads:
         self._threads = [each for each in self._threads if each.is_alive()] + [thread]
         return thread
 
-    def _execute(self, key: str, read: Read, work: Callable[[], None]) -> None:
+    def _wait_and_execute(self, turn: _Turn, key: str, read: Read, work: Callable[[], None]) -> None:
+        turn.lock.acquire()
+        self._execute(turn, key, read, work)
+
+    def _execute(self, turn: _Turn, key: str, read: Read, work: Callable[[], None]) -> None:
+        """Run a job that has its turn, and end the turn."""
         thread = threading.get_ident()
-        with self._lock:
-            self._running[thread] = (key, read)
-        if self._is_closed:  # it was queued when the others were stopped
-            read.stop()
-        work()
-        with self._lock:
-            del self._running[thread]
+        try:
+            with self._lock:
+                self._running[thread] = (key, read)
+            if self._is_closed:  # it was queued when the others were stopped
+                read.stop()
+            work()
+        finally:
+            with self._lock:
+                del self._running[thread]
+                turn.num_jobs -= 1
+            turn.lock.release()
 
     def _end(self, source: Source) -> None:
         thread = self._open.pop(source)

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Callable
 from functools import partial
 from socket import socket
 from typing import Any
@@ -21,7 +22,13 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
-from kv_transfer.transports.transport import ProbingReceiver, Senders, TransportContext, slowest
+from kv_transfer.transports.transport import (
+    ProbingReceiver,
+    ReadsMemory,
+    Senders,
+    TransportContext,
+    slowest,
+)
 
 logger = logging.getLogger(__name__)
 _metadata = converter(TransferMetadata)
@@ -120,6 +127,12 @@ class RankReader:
         """See ProbingReceiver; every rank of ``source``, of which the slowest counts."""
         return slowest([self._receiver.probe(each, read) for each in self._each(source)])
 
+    def is_at_hand(self, source: Source) -> bool:
+        """See ReadsMemory. A thread serves the orders of an engine of several ranks, and is not to copy meanwhile."""
+        receiver = self._receiver
+        is_alone = self._num_ranks == source.num_ranks == 1
+        return is_alone and isinstance(receiver, ReadsMemory) and receiver.is_at_hand(source)
+
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""
         for each in self._each(source):
@@ -127,6 +140,11 @@ class RankReader:
 
     def _each(self, source: Source) -> list[Source]:
         return [source.of_rank(rank) for rank in ranks_read(self._rank, self._num_ranks, source.num_ranks)]
+
+
+def _make(call: Callable[[], None] | None) -> None:
+    if call is not None:
+        call()
 
 
 def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:
@@ -206,7 +224,7 @@ class RankHalf:
         match message:
             case PullJob():
                 self._begin_read(message.key, message.read)
-                self._data.half.post_pull(message)
+                _make(self._data.half.post_pull(message))
             case CommitJob():
                 self._begin_read(message.key, message.read)
                 self._data.half.post_commit(message)

@@ -20,9 +20,10 @@ from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.transport import ProbingReceiver
+from kv_transfer.transports.transport import ProbingReceiver, ReadsMemory
 
 logger = logging.getLogger(__name__)
+PostPull = Callable[[PullJob], Callable[[], None] | None]
 MAX_FAILED_IN_A_ROW = 2
 """After so many failed transfers in a row over a transport, the link is read over the next one."""
 
@@ -154,8 +155,8 @@ class Chooser:
         self._probes: dict[Source, _Probe] = {}
         self._is_closed = False
 
-    def start(self, receivers: Mapping[str, ProbingReceiver], post: Callable[[PullJob], None]) -> None:
-        """Choose among these; called once, before anything is chosen. post: starts a job without blocking."""
+    def start(self, receivers: Mapping[str, ProbingReceiver], post: PostPull) -> None:
+        """Choose among these; called once, before anything is chosen. post: starts a job without blocking, as ``pull``."""
         self._receivers = receivers
         self._post = post
 
@@ -192,20 +193,25 @@ class Chooser:
         self._start_probe(first, _Probe(candidates, on_chosen))
         return first
 
-    def pull(self, job: PullJob) -> None:
-        """Start a job, as soon as its transport is known."""
+    def pull(self, job: PullJob) -> Callable[[], None] | None:
+        """Start a job, as soon as its transport is known. Return a call that runs it, if its caller has to make it."""
         with self._lock:
             probe = self._probes.get(job.source)
             if probe is not None:
                 if probe.chosen is None:
                     probe.jobs.append(job)
-                    return
+                    return None
                 job = replace(job, source=probe.chosen)
-        self._post(job)
+        return self._post(job)
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """Fetch by the source's transport."""
         self._receivers[source.transport].fetch(source, request, views, read)
+
+    def is_at_hand(self, source: Source) -> bool:
+        """See ReadsMemory."""
+        receiver = self._receivers[source.transport]
+        return isinstance(receiver, ReadsMemory) and receiver.is_at_hand(source)
 
     def try_out(self, source: Source, read: Read) -> Tried:
         """Probe a source by its transport."""
@@ -259,8 +265,9 @@ class Chooser:
             self._count(chosen, "fallback" if why_not else "probed", why_not or "its probe succeeded")
         with self._lock:
             probe.chosen = chosen
-            for job in probe.jobs:
-                self._post(replace(job, source=chosen))
+            begun = [self._post(replace(job, source=chosen)) for job in probe.jobs]
+        for run in filter(None, begun):
+            run()
         is_wanted = probe.on_chosen(first, chosen)
         with self._lock:
             del self._probes[first]

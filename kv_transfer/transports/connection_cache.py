@@ -145,6 +145,12 @@ class PeerReceiver:
         for source in sources:
             self.forget(source)
 
+    def _unused(self, source: Source) -> PeerConnection | None:
+        """Return this source's connection if there is one that nothing uses."""
+        with self._lock:
+            cached = self._cached.get(source)
+            return None if cached in self._in_use else cached
+
     def _use(self, source: Source, read: Read, work: Callable[[PeerConnection], _T]) -> _T:
         """Return what ``work`` does with the source's connection. Raises what ``ReceiverTransport.fetch`` does."""
         read.check()

@@ -4,7 +4,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pydantic import Field
 
@@ -47,6 +47,14 @@ def slowest(rates: Sequence[float | None]) -> float | None:
     """Return the lowest rate of several ranks (see ``ProbingReceiver``); None if one of them measures nothing."""
     measured = [rate for rate in rates if rate is not None]
     return min(measured) if measured and len(measured) == len(rates) else None
+
+
+@runtime_checkable
+class ReadsMemory(Protocol):
+    """A receiver that may copy blocks out of memory of this machine."""
+
+    def is_at_hand(self, source: Source) -> bool:
+        """Return whether a fetch would only copy: it neither connects to the source nor waits for it."""
 
 
 @dataclass(frozen=True)

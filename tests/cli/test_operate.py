@@ -61,7 +61,10 @@ async def test_the_list_shows_every_worker() -> None:
         await cluster.until(lambda state: any(worker["num_running"] for worker in state["workers"]))
         code, output, errors = await kvbaton("workers", *admin(cluster))
         assert (code, errors) == (0, "")
-        assert output.splitlines()[0].endswith("model tiny · 0 running · 0 waiting · 1 prefill + 1 decode")
+        heading = (
+            "model tiny · 0 running · 0 waiting · 1 prefill + 1 decode · pressure 0.00 prefill + 0.59 decode"
+        )
+        assert output.splitlines()[0].endswith(heading)
         assert row_of("decode-0", output)[1:6] == ["decode", "serving", "0/256", "7", "2"]
         assert row_of("prefill-0", output)[1:6] == ["prefill", "serving", "0/256", UNKNOWN, UNKNOWN]
         assert output.index("prefill-0") < output.index("decode-0")

@@ -12,6 +12,7 @@ from torch import Tensor
 from engine.compute import rank_sampler, runner
 from engine.compute.forward_graphs import GraphedForward, StaticLogits, capture_sizes
 from engine.compute.forward_plain import PlainForward
+from engine.distributed.group import SingleRank
 from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
@@ -138,7 +139,7 @@ def test_memory_of_graphs_is_taken_before_memory_is_measured(
 
 def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
     """The others keep theirs."""
-    logits = StaticLogits()
+    logits = StaticLogits(SingleRank())
     logits.write(torch.zeros(4, 5))
     logits.write(torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
     assert logits.best_of(1).read().token_ids == [1]
@@ -147,7 +148,7 @@ def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
 
 
 def test_best_tokens_are_those_of_their_step_although_the_next_one_overwrites_them() -> None:
-    logits = StaticLogits()
+    logits = StaticLogits(SingleRank())
     logits.write(torch.eye(3))
     best = logits.best_of(3)
     logits.write(torch.eye(3).flip(0))

@@ -38,6 +38,21 @@ def test_cuda_equals_cpu_in_float32(tmp_path: Path, family: str) -> None:
             assert_same_tokens(found, expected, (backend, is_eager, runs_ahead))
 
 
+@pytest.mark.parametrize("all_reduce", ("nccl", "symmetric") if torch.cuda.device_count() > 1 else ())
+def test_two_gpus_equal_the_cpu_in_float32(tmp_path: Path, all_reduce: str) -> None:
+    """Two ranks of one engine, with and without graphs that hold their sums."""
+    make_model(tmp_path, "llama")
+    expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
+    for is_eager in (True, False):
+        settings: dict[str, Any] = {"tensor_parallel_size": 2, "all_reduce": all_reduce}
+        found = asyncio.run(
+            tokens_of_engine(
+                tmp_path, device="cuda", attention_backend="triton", enforce_eager=is_eager, **settings
+            )
+        )
+        assert_same_tokens(found, expected, (all_reduce, is_eager))
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_handover_gives_the_tokens_of_the_cpu(tmp_path: Path, transport: str) -> None:
     """In float32, with prompts of several chunks and layer groups."""

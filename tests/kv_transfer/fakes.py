@@ -98,6 +98,14 @@ class ByteMemory:
         return self._pool[block_id * size : (block_id + 1) * size]
 
 
+class FlatPool(ByteMemory):
+    """A pool as on a CPU: layers are written when they are reported, and blocks are read without a call for each."""
+
+    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.pool_view = self._pool
+
+
 def _create_memfd(num_bytes: int) -> int | None:
     if not hasattr(os, "memfd_create"):
         return None

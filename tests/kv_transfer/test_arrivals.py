@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from contract.errors import TransferError
-from contract.layout import KVLayout
 from contract.requests import SendTransfer
 from kv_transfer.control.fetch_effects import ArrivalEstimates
 from kv_transfer.control.sending import SendTransfers
@@ -14,7 +13,7 @@ from kv_transfer.data.publishing import CompletionEstimator
 from kv_transfer.links.link import PeerRef
 from kv_transfer.protocol.messages import EndExpected, FetchBlocks, Message, decode_message
 from tests.kv_transfer.builders import LAYOUT, TOKENS, hand_over, local_worker, pair_of, prompt_of, request_of
-from tests.kv_transfer.fakes import ByteMemory
+from tests.kv_transfer.fakes import FlatPool
 
 NUM_LAYERS = 16
 PEER, OTHER = PeerRef("boot", is_dialed=True), PeerRef("other", is_dialed=True)
@@ -130,14 +129,6 @@ def test_an_estimate_is_sent_to_the_fetching_peer_until_the_transfer_ends() -> N
     transfers.on_peer_gone("boot", "gone")
     transfers.end_expected(request.key, 0.1)
     assert posted == [(PeerRef("boot", is_dialed=False), EndExpected("t", 0, "lease", 0.5))]
-
-
-class FlatPool(ByteMemory):
-    """A pool as on a CPU: layers are written when they are reported."""
-
-    def __init__(self, layout: KVLayout, num_blocks: int) -> None:
-        super().__init__(layout, num_blocks)
-        self.pool_view = self._pool
 
 
 @pytest.mark.parametrize("is_flat", [True, False], ids=["on a CPU", "on a device"])

@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from contract.identity import Role
@@ -35,6 +35,7 @@ class Played:
 
     def __init__(self, idle_seconds: float = 60.0) -> None:
         self.done: list[str] = []
+        self.ran_in: dict[str, int] = {}
         self.forgotten: list[Source] = []
         self.bugs: list[BaseException] = []
         self.changed = threading.Condition()
@@ -44,7 +45,11 @@ class Played:
     def post(self, job: PullJob) -> bool:
         return self.threads.post(job.source, job.key, job.read, partial(self._work, job))
 
+    def claim(self, job: PullJob) -> Callable[[], None] | None:
+        return self.threads.claim(job.source, job.key, job.read, partial(self._work, job))
+
     def _work(self, job: PullJob) -> None:
+        self.ran_in[job.key] = threading.get_ident()
         if job.key == "bug":
             raise RuntimeError("a bug")
         if job.source.worker_id == "stuck" and not job.read.is_stopped:
@@ -125,6 +130,51 @@ def test_a_bug_is_told() -> None:
         assert played.changed.wait_for(lambda: played.bugs, WAIT)
     played.threads.stop()
     played.threads.join()
+
+
+def test_a_claimed_job_runs_in_its_callers_thread_and_later_ones_of_the_source_wait_for_it() -> None:
+    played = Played()
+    claimed = played.claim(job("quick", "first"))
+    assert claimed is not None
+    assert played.claim(job("quick", "no second one")) is None
+    played.post(job("quick", "second"))
+    played.post(job("other", "beside"))
+    with played.changed:
+        assert played.changed.wait_for(lambda: played.done == ["beside"], WAIT)
+    assert played.threads.num_queued == 0, "the thread has begun with the second job, and waits"
+    claimed()
+    with played.changed:
+        assert played.changed.wait_for(lambda: len(played.done) == 3, WAIT)
+    assert played.done == ["beside", "first", "second"]
+    assert played.ran_in["first"] == threading.get_ident() != played.ran_in["second"]
+    played.threads.stop()
+    assert played.claim(job("quick", "too late")) is None
+    played.threads.join()
+
+
+def test_no_job_is_claimed_before_those_that_were_posted() -> None:
+    """Law 3: blocks are counted as verified up to the first one that is not, so reads of a source keep their order."""
+    played, read = Played(), Read()
+    played.post(job("stuck", "one", read))
+    assert played.stuck.wait(WAIT)
+    assert played.claim(job("stuck", "two")) is None
+    read.stop()
+    with played.changed:
+        assert played.changed.wait_for(lambda: played.done == ["one"], WAIT)
+    played.threads.stop()
+    played.threads.join()
+
+
+def test_join_waits_for_a_claimed_job() -> None:
+    played = Played()
+    claimed = played.claim(job("quick", "claimed"))
+    assert claimed is not None
+    played.threads.stop()
+    joining = threading.Thread(target=played.threads.join)
+    joining.start()
+    claimed()
+    joining.join(WAIT)
+    assert not joining.is_alive() and played.done == ["claimed"]
 
 
 class DivertingReceiver:

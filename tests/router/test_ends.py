@@ -166,7 +166,8 @@ async def test_a_gap_in_a_workers_stream_is_the_workers_loss() -> None:
     async with running_cluster(script, max_replays=0, request_timeout_seconds=4) as cluster:
         status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "worker_lost")
-        assert "token 3 after token 1" in answer["error"]["message"]
+        # of a later token than 3 if the prefill worker's one comes late: until then the gap may not matter
+        assert "after token 1" in answer["error"]["message"]
         await cancelled_on(cluster.workers["decode-0"])
 
 

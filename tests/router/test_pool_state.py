@@ -51,7 +51,7 @@ def test_workers_that_do_not_serve_are_counted_and_not_averaged() -> None:
     draining = worker(Role.PREFILL, Credit(is_draining=True, number=2), load=Load(kv_cache_usage=0.9))
     pool = pool_states([draining, worker(Role.PREFILL, num_legs=5)], {})[Role.PREFILL]
     assert pool.states == {ShownState.DRAINING: 1, ShownState.SERVING: 1}
-    assert (pool.utilization, pool.num_workers) == (0.5, 2)
+    assert pool.utilization == 0.5
 
 
 def test_a_pool_that_is_needed_is_there_without_workers() -> None:

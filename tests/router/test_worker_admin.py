@@ -110,6 +110,23 @@ def test_admin_keys_are_masked_in_the_log() -> None:
     assert ADMIN not in repr(settings)
 
 
+async def test_the_load_of_each_pool_is_listed() -> None:
+    async with running_cluster(HELLO, PAIR) as cluster:
+        await cluster.add(Role.DECODE, "decode-1")
+        cluster.workers["decode-1"].stream.report(pb.Load(kv_cache_usage=0.34))
+        await cluster.until(lambda state: state["workers"][-1]["kv_cache_usage"] > 0)
+        _, answer = await listed(cluster)
+        assert answer["pools"].keys() == {"prefill", "decode"}
+        decode = answer["pools"]["decode"]
+        assert (decode["num_workers"], decode["num_serving"], decode["queue_seconds"]) == (2, 2, 0)
+        assert decode["pool_utilization"] == pytest.approx(0.17)
+        assert decode["scaling_pressure"] == pytest.approx(0.2)
+        cluster.workers["decode-0"].stream.grant(pb.Credit(is_draining=True, drain_seconds=600, number=2))
+        await cluster.until(lambda state: state["workers"][1]["is_draining"])
+        decode = (await listed(cluster))[1]["pools"]["decode"]
+        assert (decode["num_workers"], decode["num_serving"]) == (2, 1)
+
+
 async def test_a_figure_that_is_not_known_is_null() -> None:
     async with running_cluster(HELLO, ()) as cluster:
         await cluster.add(Role.AGGREGATED, "w", build="7.8.9", num_blocks=100, pid=4711)

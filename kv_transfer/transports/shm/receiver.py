@@ -142,6 +142,11 @@ class _Peer(PeerConnection):
         self._end = select.poll()
         self._undo = ExitStack()
 
+    @property
+    def is_mapped(self) -> bool:
+        """True while the pool is mapped."""
+        return self._pool is not None
+
     def close(self) -> None:
         """Unmap and close everything."""
         self._undo.close()
@@ -210,6 +215,11 @@ class ShmReceiver(PeerReceiver):
     def __init__(self, timeout_seconds: float) -> None:
         copying = partial(copy_pieces, load_copy_blocks(), last_cache_bytes())
         super().__init__(partial(_Peer, timeout_seconds=timeout_seconds, copying=copying), kind="shm socket")
+
+    def is_at_hand(self, source: Source) -> bool:
+        """See ReadsMemory: the source's pool is mapped."""
+        connection = self._unused(source)
+        return isinstance(connection, _Peer) and connection.is_mapped
 
 
 @contextmanager

@@ -24,14 +24,15 @@ async def decode(raw: bytes, max_values: int) -> Any:
     max_values: most values in it. Raises PayloadTooLargeError, InvalidRequestError. Other coroutines run while values are
     counted; decoding then takes some ten milliseconds at most.
     """
-    if not await _has_few(raw, max_values):
+    is_tiny = len(raw) <= min(MAX_LISTS, max_values)  # a value takes a byte at least
+    if not is_tiny and not await _has_few(raw, max_values):
         await _count(raw, max_values)
     rest = Throttle()
     try:
         data = msgspec.json.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequestError(f"the body is not valid JSON: {_reason(raw, error)}") from error
-    if _is_too_deep(data):
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _is_too_deep(data):
         raise InvalidRequestError(f"the body is nested deeper than {MAX_DEPTH} objects and lists")
     if len(raw) > LARGE_BYTES:
         await rest.after_work()

@@ -1,0 +1,122 @@
+"""Ranks that capture their collectives in graphs: equal answers, and what NCCL needs for it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+from contract.sampling import SamplingParams
+from engine.compute import runner
+from engine.distributed.local import LocalRankGroup
+from engine.distributed.process_group import TorchRankGroup
+from engine.testing.graphs import FakeDeviceGraphs, RerunRecorder
+from tests.checkpoints import make_checkpoint
+from tests.engine_compute.driver import Driver
+from tests.engine_compute.test_equals_transformers import PROMPTS
+from tests.engine_parallel.driver import RanksDriver
+
+dist: Any = distributed
+
+SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
+NUM_TOKENS = 9
+
+
+@contextmanager
+def driven(driver: Driver) -> Iterator[Driver]:
+    try:
+        yield driver
+    finally:
+        driver.executor.shutdown()
+
+
+@pytest.mark.parametrize("sampled", [[None], [SEEDED], [None, SEEDED]])
+def test_two_ranks_with_graphs_give_the_answers_of_one(
+    tmp_path: Path, sampled: list[SamplingParams | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Greedy steps take the best tokens of rank 0, which the graphs share; others are shared by the host."""
+    folder = make_checkpoint(tmp_path, "qwen2", seed=3)
+
+    def answers(driver: Driver) -> dict[str, list[int]]:
+        for number, sampling in enumerate(sampled):
+            for name, prompt in PROMPTS.items():
+                driver.add(f"{name} {number}", prompt, sampling)
+        return driver.generate(list(driver.sequences), NUM_TOKENS, 1000)
+
+    with driven(Driver(folder)) as one:
+        expected = answers(one)
+    shared: list[int] = []
+    share_tokens = LocalRankGroup.share_tokens
+
+    def counted(group: LocalRankGroup, tokens: list[int | None]) -> list[int | None]:
+        shared.append(group.rank)
+        return share_tokens(group, tokens)
+
+    monkeypatch.setattr(LocalRankGroup, "share_tokens", counted)
+    monkeypatch.setattr(runner, "forward_pass", FakeDeviceGraphs)
+    with driven(RanksDriver(folder)) as two:
+        shared.clear()
+        assert answers(two) == expected
+        assert isinstance(two, RanksDriver)
+        for each in two.ranks.runners:
+            recorder = each._model.forward._recorder  # type: ignore[attr-defined]
+            assert isinstance(recorder, RerunRecorder)
+            assert sum(recording.num_replays for recording in recorder.recordings) == NUM_TOKENS - 1
+    num_by_host = 1 if sampled == [None] else NUM_TOKENS
+    assert sorted(shared) == sorted([0, 1] * num_by_host)
+
+
+class PlayedWork:
+    def wait(self) -> None:
+        """Return at once: on the current stream there is nothing to wait for."""
+
+
+class PlayedNccl:
+    """The library: the collectives, and whether they were to run on a stream of its own."""
+
+    def __init__(self) -> None:
+        self.log = list[tuple[str, bool]]()
+
+    class Options:
+        """The options of a group."""
+
+        _timeout: Any = None
+
+    def __call__(self, store: object, rank: int, size: int, options: "PlayedNccl.Options") -> "PlayedNccl":
+        return self
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.log.append(("timeout", False))
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+        return self._noted("allreduce", options)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+        return self._noted("broadcast", options)
+
+    def gather(self, outputs: object, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+        return self._noted("gather", options)
+
+    def _noted(self, name: str, options: Any) -> PlayedWork:
+        self.log.append((name, options.asyncOp))
+        return PlayedWork()
+
+
+def test_nccl_runs_on_the_current_stream_with_a_communicator_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own stream could not be captured; its communicator is formed with the first collective, which must not be."""
+    played = PlayedNccl()
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", played, raising=False)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    store = dist.HashStore()
+    group = TorchRankGroup(torch.device("meta"), 0, 2, store, timedelta(seconds=5))
+    assert played.log == [("allreduce", False), ("timeout", False)]
+    part = torch.zeros(2, 3, device="meta")
+    assert group.add_up(part) is part and group.share(part) is part
+    assert group.gather_columns(part).shape == (2, 6)
+    assert played.log[2:] == [("allreduce", False), ("broadcast", False), ("gather", False)]
