@@ -29,9 +29,10 @@ from benchmarks.gpu_steps import (
     timed_steps,
     usable_backends,
 )
+from benchmarks.gpu_sums import sums
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "long", "reads", "service", "handover", "fp8")
+PARTS = ("ceilings", "decode", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ class Run:
         plan = self._plan
         if part == "reads":
             yield from reads(plan.device, *plan.reads)
+        if part == "sums":
+            yield from sums(plan.device, plan.num_rounds)
         if part == "service":
             from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
 

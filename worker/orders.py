@@ -89,7 +89,7 @@ class Orders:
                 raise InternalError(f"a {lifecycle.role.value} worker does not serve {call.value}")
             await self._requests.accept(await self._request_of(leg), session)
         except KvbatonError as error:
-            return _rejections(leg.task, error)
+            return rejections(leg.task, error)
         return []
 
     async def _request_of(
@@ -105,7 +105,7 @@ class Orders:
                 return embed_from_proto(leg, pooling)
 
 
-def _rejections(task: pb.Task, error: KvbatonError) -> list[EngineOutput]:
+def rejections(task: pb.Task, error: KvbatonError) -> list[EngineOutput]:
     """Return the outputs with which a leg is rejected, one for each of its choices."""
     return [
         EngineOutput(

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from contract.errors import UnavailableError
 from contract.membership import Credit, RoleOrder
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest
@@ -79,11 +78,6 @@ class RouterSessions:
     async def wait_open(self) -> None:
         """Block until a router has accepted this worker."""
         await self._is_open.wait()
-
-    def check_open(self, session: str) -> None:
-        """Raise UnavailableError if this session has ended."""
-        if session not in self._streams:
-            raise UnavailableError("the worker has lost the stream on which this request was sent")
 
     def opened(self, stream: RouterStream) -> None:
         """See StreamListener."""

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from contract.errors import CancelledError, InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
+from contract.errors import InvalidRequestError, KvbatonError, NotFoundError, UnavailableError
 from contract.identity import Role
 from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
@@ -17,7 +17,6 @@ from serving.process_facts import facts_of
 from wire.membership import registration_to_proto
 from worker.accepted_requests import AcceptedRequests
 from worker.draining import Drain
-from worker.early_cancels import EarlyCancels
 from worker.emptiness import Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
@@ -73,7 +72,6 @@ class Worker:
             settling.note_report,
         )
         self._links: RouterLinks | None = None
-        self._early_cancels = EarlyCancels()
 
     @property
     def is_ready(self) -> bool:
@@ -148,17 +146,9 @@ class Worker:
     async def accept(self, request: EngineRequest, session: str) -> None:
         """Give a request to the engine; its tokens are sent on the stream of this session.
 
-        Raises InvalidRequestError, UnavailableError if that stream is not open, CancelledError for an early cancel.
+        Raises InvalidRequestError, UnavailableError when the worker has left.
         """
         self.lifecycle.check_open()
-        self._sessions.check_open(session)
-        cancelled = [
-            choice
-            for choice in request.choices
-            if self._early_cancels.covers(request.request_id, request.attempt, choice)
-        ]
-        if len(cancelled) == request.num_choices:
-            raise CancelledError(f"request {request.request_id} was cancelled before it arrived")
         request.check(self.engine.info.vocab_size)
         if any(key in self._accepted for key in request.keys):
             raise InvalidRequestError(
@@ -167,8 +157,6 @@ class Worker:
         await self.engine.add_request(request)
         self._accepted.add(request, session)
         self.drain.leg_accepted()
-        for choice in cancelled:
-            await self.engine.abort(request.request_id, request.attempt, choice)
 
     async def hand_off(self, order: HandOff, seconds: float) -> None:
         """Hand a choice off while it decodes; see ``EngineClient.hand_off``. Its lease may outlive every request here."""
@@ -177,13 +165,7 @@ class Worker:
         await self.engine.hand_off(order, seconds)
 
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
-        """Abort a choice of a request (None: all) up to ``attempt``; a cancel of a leg that is not here is remembered.
-
-        It is, too, if a leg of an older attempt is here: the call that starts the newer one may arrive later.
-        """
-        here = (r for r in self._accepted if r.request_id == request_id and r.attempt == attempt)
-        if not any(choice is None or choice in request.choices for request in here):
-            self._early_cancels.add(request_id, attempt, choice)
+        """Abort a choice of a request (None: all) up to ``attempt``. Unknown ones are ignored."""
         await self.engine.abort(request_id, attempt, choice)
 
     async def abort_all(self) -> None:

@@ -14,6 +14,7 @@ from benchmarks.facts import run_facts
 from benchmarks.gpu import DRY, Run
 from benchmarks.gpu_nixl import read_protocols
 from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, QWEN, Ceilings, ModelShape
+from benchmarks.gpu_sums import HIDDEN_SIZE
 from tests.chaos.settings import process_environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -60,7 +61,7 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
     parts = {
         part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "long", "reads", "service", "handover", "fp8")
+        for part in ("decode", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
     }
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
@@ -76,6 +77,9 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         ("tiny, FP8", batch, is_ahead) for batch, is_ahead in itertools.product((1, 3), (False, True))
     ]
     assert [(row["num_tokens"], row["length"]) for row in parts["long"]["rows"]] == [(1, 4200), (20, 4200)]
+    assert [(row["way"], row["num_bytes"], row["is_right"]) for row in parts["sums"]["rows"]] == [
+        ("gloo", 4 * HIDDEN_SIZE * num_tokens, True) for num_tokens in (1, 64, 256)
+    ]
     (read,) = parts["reads"]["rows"]
     assert read["is_right"], read
     (service,) = parts["service"]["rows"]

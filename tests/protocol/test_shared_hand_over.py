@@ -3,9 +3,7 @@
 ``docs/protocol.md`` describes worlds, checks and counter-examples.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -15,13 +13,22 @@ from tests.protocol.routers.chart import draw
 from tests.protocol.routers.exhausting import exhaust
 from tests.protocol.routers.hand_over import HandOverExplorer
 from tests.protocol.routers.hand_over_sides import HandOverScenario
-from tests.protocol.routers.hand_over_worlds import HUGE, LARGE, MAX_WORLDS, MOVED, ROOM_FOR_ONE, SMALL, hit
-from tests.protocol.test_routers import check_nothing
+from tests.protocol.routers.hand_over_worlds import (
+    HUGE,
+    LARGE,
+    LONG,
+    MAX_WORLDS,
+    MOVED,
+    ROOM_FOR_ONE,
+    SMALL,
+    hit,
+)
 from worker.router_sessions import RouterSessions
 
 WORLDS = [
     *(pytest.param(scenario, id=name) for name, scenario in SMALL.items()),
     *(pytest.param(scenario, id=name, marks=pytest.mark.slow) for name, scenario in LARGE.items()),
+    *(pytest.param(scenario, id=name, marks=pytest.mark.explore) for name, scenario in LONG.items()),
 ]
 
 
@@ -58,19 +65,10 @@ def _shown(findings: Findings, law: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("name", "rule", "law"),
-    [
-        pytest.param("lost", _end_all, "the end of", id="lost"),
-        pytest.param("check_open", check_nothing, "session is over", id="open"),
-    ],
-)
-def test_a_rule_that_is_removed_is_missed(
-    name: str, rule: Callable[..., Any], law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The end of a stream ends its own legs only, and a leg starts only on the session that it names."""
-    monkeypatch.setattr(RouterSessions, name, rule)
-    _shown(HandOverExplorer(hit(MOVED, "cut")).explore(), law)
+def test_the_end_of_a_stream_would_end_the_legs_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the rule that it ends its own legs only."""
+    monkeypatch.setattr(RouterSessions, "lost", _end_all)
+    _shown(HandOverExplorer(hit(MOVED, "cut")).explore(), "the end of")
 
 
 def test_without_a_reservation_the_other_router_takes_the_room() -> None:

@@ -11,13 +11,11 @@ import psutil
 import pytest
 
 from contract.errors import (
-    CancelledError,
     ErrorKind,
     IncompatiblePeerError,
     InvalidRequestError,
     KvbatonError,
     SettingError,
-    UnavailableError,
     WorkerLostError,
 )
 from contract.identity import Role
@@ -33,7 +31,6 @@ from tests.engine_scheduling.stepping import fake_settings
 from tests.private_files import write_private
 from tests.text.tiny_model import model_files, write_model
 from tests.worker.ordering import Ordered, give_order
-from wire.legs import decode_from_proto
 from worker.registration import WorkerIdentity
 from worker.service import exposed
 from worker.settings import WorkerSettings
@@ -206,37 +203,14 @@ async def test_an_embedding_runs_to_its_end(tmp_path: Path, role: Role) -> None:
             await it.order(pb.EmbedLegRequest(task=task("s")))
 
 
-async def test_a_cancel_that_overtakes_its_request_is_remembered(tmp_path: Path) -> None:
-    """A request that was cancelled before it came does not start."""
-    async with running(Role.AGGREGATED, tmp_path) as it:
-        await it.order(pb.CancelRequest(request_id="r", attempt=1))
-        with pytest.raises(CancelledError):
-            await it.order(pb.DecodeRequest(task=task(attempt=1)))
-        await it.order(pb.DecodeRequest(task=task(attempt=2)))
-
-
-async def test_a_cancel_that_overtakes_its_request_is_remembered_beside_an_older_attempt(
-    tmp_path: Path,
-) -> None:
-    """Both attempts are given up by a router that waits for neither call any more, and the older one has arrived."""
-    async with running(Role.DECODE, tmp_path) as it:
-        await it.order(waiting_leg(attempt=1))
-        await it.order(pb.CancelRequest(request_id="r", attempt=2))
-        with pytest.raises(CancelledError):
-            await it.order(waiting_leg(attempt=2))
-
-
 async def test_losing_the_router_aborts_its_requests(tmp_path: Path) -> None:
-    """A worker without a router holds no requests and accepts none."""
+    """A worker without a router holds no requests."""
     async with running(Role.DECODE, tmp_path) as it:
         await it.order(waiting_leg())
         await until_accepted(it, 1)
-        (session,) = it.worker._sessions._streams
         await it.router.stop()
         await until_accepted(it, 0)
         assert not it.worker.is_ready
-        with pytest.raises(UnavailableError):
-            await it.worker.accept(decode_from_proto(waiting_leg("other")), session)
         await it.worker.engine.call("check_integrity")
 
 

@@ -43,9 +43,15 @@ def draw(findings: Findings) -> str:
         world: RoutersWorld = before  # type: ignore[assignment]
         lines.append(f"{number:3}. {describe(world, action)}")
         if after is not None:
-            calls = after.calls  # type: ignore[attr-defined]
-            lines += [f"       ↳ {call}" for call in calls if call not in world.calls]
+            known = set(_sent(world))
+            lines += [f"       ↳ {sent}" for sent in _sent(after) if sent not in known]  # type: ignore[arg-type]
     return "\n".join([*lines, f"BROKEN: {findings.broken}"])
+
+
+def _sent(world: RoutersWorld) -> list[str]:
+    """Return the calls and orders that are on their way, in text."""
+    orders = [f"{session.name}: {order}" for session in world.sessions for order in session.orders]
+    return [*map(str, world.calls), *orders]
 
 
 def describe(world: RoutersWorld, action: Action) -> str:
@@ -62,6 +68,11 @@ def describe(world: RoutersWorld, action: Action) -> str:
     return _describe_event(world, kind, places)
 
 
+def _order(world: RoutersWorld, places: list[Any]) -> str:
+    session = world.sessions[places[0]]
+    return f"{session.name}: {session.orders[places[1]]}"
+
+
 def _describe_event(world: RoutersWorld, kind: str, places: list[Any]) -> str:
     match kind:
         case "move":
@@ -75,7 +86,9 @@ def _describe_event(world: RoutersWorld, kind: str, places: list[Any]) -> str:
         case "deliver":
             return f"arrives: {world.calls[places[0]]}"
         case "slow":
-            return f"FAULT: its router waits no longer for: {world.calls[places[0]]}"
+            return f"FAULT: its router waits no longer for: {_order(world, places)}"
+        case "order":
+            return f"arrives: {_order(world, places)}"
         case "divide_all":
             return "all workers divide their credit again"
     end = "the client goes away" if kind == "leave" else "the deadline is over"

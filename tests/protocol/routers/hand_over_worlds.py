@@ -77,14 +77,17 @@ LARGE = {
     "cut": hit(MOVED_ALONE, "cut"),
     "cut-link": hit(MOVED_ALONE, "cut_link"),
 }
-"""Exhausted in up to a minute each. The death of one router costs the requests of the other one no attempt."""
-HUGE = {
-    "dead-router-moved": hit(MOVED, "crash_router", max_replays=0),
+"""Exhausted in up to half a minute each. The death of one router costs the requests of the other one no attempt."""
+LONG = {
     "dead-router-handed-over": hit(HANDED_OVER, "crash_router", max_replays=0),
     "dead-sender-beside": hit(MOVED_BESIDE, "crash", "P"),
+    "drained-beside": drained(MOVED_BESIDE),
+}
+"""Exhausted in up to a minute each."""
+HUGE = {
+    "dead-router-moved": hit(MOVED, "crash_router", max_replays=0),
     "dead-target-beside": hit(MOVED_BESIDE, "crash", "D"),
     "cut-beside": hit(MOVED_BESIDE, "cut", "R0"),
-    "drained-beside": drained(MOVED_BESIDE),
     "handed-over-cut": hit(HANDED_OVER, "cut"),
 }
 """Explored as far as ``MAX_WORLDS``, nearest first."""

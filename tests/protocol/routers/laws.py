@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from tests.protocol.routers.router_side import RouterLook
 from tests.protocol.routers.scenario import RoutersScenario
-from tests.protocol.routers.worker_side import WorkerLook
-from tests.protocol.routers.world import PartState, RoutersWorld
+from tests.protocol.routers.worker_side import Leg, WorkerLook
+from tests.protocol.routers.world import PartState, RoutersWorld, Session
 from tests.protocol.sink import LawBrokenError
 
 
@@ -31,16 +31,13 @@ def check(
                 raise LawBrokenError(f"{worker.boot} computes {leg}, whose session is over")
             is_bound = session is None or leg in routers[session.router].bound
             is_ending = session is not None and session.is_cut
-            if not (is_bound or is_ending or _is_cancelled(world, worker, leg.number, leg.attempt)):
+            if not (is_bound or is_ending or (session and _is_cancelled(session, leg))):
                 raise LawBrokenError(f"{worker.boot} computes {leg}, for which no router waits")
 
 
-def _is_cancelled(world: RoutersWorld, worker: PartState, number: int, attempt: int) -> bool:
+def _is_cancelled(session: Session, leg: Leg) -> bool:
     """Return True if a cancel of the leg is on its way."""
     return any(
-        call.kind == "cancel"
-        and call.worker == worker.boot
-        and call.number == number
-        and call.attempt >= attempt
-        for call in world.calls
+        order.kind == "cancel" and order.number == leg.number and order.attempt >= leg.attempt
+        for order in session.orders
     )

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple, cast
 
-from msgspec.structs import replace
-
 from contract.errors import ErrorKind
 from contract.identity import Role
 from contract.membership import Credit, Registration
@@ -21,12 +19,12 @@ from tests.protocol.router_request import RouterRequest
 from tests.protocol.router_side import RouterSide
 from tests.protocol.routers.scenario import RoutersScenario
 from tests.protocol.routers.worker_side import ignore
+from tests.protocol.routers.world import Call, Order
 from tests.protocol.sink import Sink
 from wire.membership import credit_from_proto
 from wire.tokens import output_from_proto
 
 ELSEWHERE = "another router's"
-_MAYBE_ACCEPTED = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 _MAX_LENGTH = 64
 
 
@@ -45,11 +43,7 @@ class RouterLook(NamedTuple):
 
 
 class OneRouter(RouterSide):
-    """Owns the requests of one incarnation of a router. The boot id of a leg is its session here.
-
-    doubted: sessions whose worker has refused a leg; no leg is bound there until the router has detected their end, as a
-    replay pauses before it is sent again.
-    """
+    """Owns the requests of one incarnation of a router. The boot id of a leg is its session here."""
 
     scenario: RoutersScenario
 
@@ -58,13 +52,12 @@ class OneRouter(RouterSide):
         self.boot = boot
         self.attached: dict[str, AttachedWorker] = {}
         self.holds: dict[tuple[int, str], CreditHold] = {}
-        self.doubted: set[str] = set()
         for request in self.requests:
             if scenario.owners[request.number] != boot:
                 request.ended = ELSEWHERE
 
     def carry_out(self) -> None:
-        """Send the calls, and the answers to credits."""
+        """Send the orders and calls, and the answers to credits."""
         for request in self.requests:
             self.hold_credit(request)
         for worker in self.attached.values():
@@ -75,7 +68,12 @@ class OneRouter(RouterSide):
                 worker.report_use()
         super().carry_out()
         for kind, session, number, attempt, num, source in self.calls:
-            self.sink.ask("call", kind, session, number, attempt, num, source and boot_of(source))
+            if kind == "hand_off":
+                self.sink.ask("call", Call(session, number, attempt, num))
+            else:
+                lender = boot_of(source) if source else ""
+                num_delivered = 0 if kind == "cancel" else num
+                self.sink.ask("order", session, Order(kind, number, attempt, num_delivered, lender))
         self.calls.clear()
         for worker in self.attached.values():
             while taken := worker.orders.take():
@@ -105,7 +103,6 @@ class OneRouter(RouterSide):
         worker = self._worker_of(session)
         if worker is not None:
             del self.attached[worker]
-            self.doubted.discard(session)
             self.lose(worker)
 
     def receive(self, session: str, frame: bytes) -> None:
@@ -118,6 +115,9 @@ class OneRouter(RouterSide):
             self.take_credit(worker, credit_from_proto(message.credit))
         for entry in message.step.entries:
             one = output_from_proto(entry)
+            if one.is_rejected:
+                self.reject(session, int(one.request_id), one.attempt, str(one.error_kind))
+                continue
             tokens = tuple(one.token_ids)
             reason = HANDED_OVER if one.handed_over else one.finish_reason and str(one.finish_reason)
             self.hear(
@@ -132,13 +132,12 @@ class OneRouter(RouterSide):
         self.attached[worker].report_use()
 
     def reject(self, session: str, number: int, attempt: int, kind: str) -> None:
-        """Take the failure of a call that starts a leg; see ``bound_leg.Leg.reject``."""
+        """Take the rejection of a leg, by its worker or since it is late; see ``bound_leg.Leg.reject``."""
         request = self.requests[number]
         leg = next((each for each in request.legs if each.boot == session), None)
         if leg is None or request.attempt != attempt or leg.has_spoken:
             return
-        leg.may_hold = ErrorKind(kind) in _MAYBE_ACCEPTED
-        self.doubted |= {session} if ErrorKind(kind) is ErrorKind.UNAVAILABLE else set()
+        leg.may_hold = ErrorKind(kind) is ErrorKind.DEADLINE
         if not self._moves_on(request, leg, ErrorKind(kind)):
             self._fail(request, ErrorKind(kind), {leg.worker})
 
@@ -162,8 +161,7 @@ class OneRouter(RouterSide):
         return next((name for name, known in self.workers.items() if known == session), None)
 
     def _view(self, worker: str) -> WorkerView:
-        view = self.attached[worker].view()
-        return replace(view, max_requests=0) if self.workers[worker] in self.doubted else view
+        return self.attached[worker].view()
 
     def _begin(self, request: RouterRequest, placement: Placement) -> None:
         super()._begin(request, placement)

@@ -14,16 +14,15 @@ from tests.protocol.routers.world import (
     PartState,
     RoutersWorld,
     Session,
-    call_of,
     is_known,
-    is_started_by,
     remembered,
-    transfer_of,
 )
 from tests.protocol.scenario import Scenario
 from tests.protocol.sink import Sink
 from tests.protocol.world import Action, posted, with_item
 
+_SENT = ("to_router", "to_worker", "order")
+"""The effects that put a frame or an order into a queue of a session."""
 FAULTS = ("crash", "crash_router", "cut", "slow", "leave", "divide")
 
 
@@ -53,7 +52,7 @@ class RoutersRules:
             for worker in range(len(workers)):
                 world = self._attach(world, router, worker)
         while scenario.is_settled and (
-            frames := [each for each in self._traffic(world) if each[0] != "deliver"]
+            frames := [each for each in self._traffic(world) if each[0] not in ("deliver", "order")]
         ):
             world = self.apply(world, frames[0])
         return world
@@ -136,9 +135,7 @@ class RoutersRules:
         return WorkerSide(self.scenario, self.sink, worker.boot)
 
     def _traffic(self, world: RoutersWorld) -> Iterator[Action]:
-        for index, call in enumerate(world.calls):
-            if call.kind != "cancel" or not any(is_started_by(call, other) for other in world.calls):
-                yield "deliver", index
+        yield from (("deliver", index) for index in range(len(world.calls)))
         for index, session in enumerate(world.sessions):
             if session.is_cut:
                 yield from (("detect", index, side) for side in (True, False) if session[6 if side else 7])
@@ -147,6 +144,7 @@ class RoutersRules:
                 yield "to_router", index
             if session.to_worker:
                 yield "to_worker", index
+            yield from (("order", index, place) for place in session.next_orders())
 
     def _lives(self, world: RoutersWorld) -> Iterator[Action]:
         for index, worker in enumerate(world.workers):
@@ -197,11 +195,9 @@ class RoutersRules:
             case "cut":
                 yield from ((index,) for index, one in enumerate(world.sessions) if not one.is_cut)
             case "slow":
-                yield from (
-                    (index,)
-                    for index, one in enumerate(world.calls)
-                    if one.kind == "decode" and not one.is_late
-                )
+                for index, one in enumerate(world.sessions):
+                    orders = enumerate(one.orders)
+                    yield from ((index, at) for at, it in orders if it.kind == "decode" and not it.is_late)
             case "leave":
                 for index in routers:
                     unended = self.look_at_router(world.routers[index]).unended
@@ -293,27 +289,27 @@ class RoutersRules:
         worker, router = find(world.workers, call.worker), find(world.routers, call.router)
         if worker is None:
             return world
-        if call.kind == "cancel":
-            return self._ask_worker(world, worker, "cancel_leg", call.number, call.attempt)[0]
-        leg = call.session, call.number, call.attempt
-        if call.kind == "hand_off":
-            order = call.number, call.attempt, call.started_attempt
-            world, is_accepted = self._ask_worker(world, worker, "hand_off", *order)
-            return world if is_accepted else self._ask_router(world, router, "refuse", *leg[1:])
-        transfer = transfer_of(call)
-        world, refusal = self._ask_worker(world, worker, "take_leg", *leg, call.num_delivered, transfer)
-        return (
-            world
-            if refusal is None or call.is_late
-            else self._ask_router(world, router, "reject", *leg, refusal)
-        )
+        leg = call.number, call.attempt
+        world, is_accepted = self._ask_worker(world, worker, "hand_off", *leg, call.next_attempt)
+        return world if is_accepted else self._ask_router(world, router, "refuse", *leg)
 
-    def _slow(self, world: RoutersWorld, index: int) -> RoutersWorld:
-        """Let the router give up a call that is on its way."""
-        call = world.calls[index]
-        world = world._replace(calls=with_item(world.calls, index, call._replace(is_late=True)))
-        router = find(world.routers, call.router)
-        return self._ask_router(world, router, "reject", call.session, call.number, call.attempt, "deadline")
+    def _order(self, world: RoutersWorld, index: int, place: int) -> RoutersWorld:
+        session = world.sessions[index]
+        order = session.orders[place]
+        left = session._replace(orders=session.orders[:place] + session.orders[place + 1 :])
+        world = world._replace(sessions=with_item(world.sessions, index, left))
+        worker = find(world.workers, session.worker)
+        return self._ask_worker(world, worker, "take_order", session.name, order)[0]
+
+    def _slow(self, world: RoutersWorld, index: int, place: int) -> RoutersWorld:
+        """Let the router give up a start that is on its way."""
+        session = world.sessions[index]
+        order = session.orders[place]
+        late = session._replace(orders=with_item(session.orders, place, order._replace(is_late=True)))
+        world = world._replace(sessions=with_item(world.sessions, index, late))
+        router = find(world.routers, session.router)
+        leg = session.name, order.number, order.attempt
+        return self._ask_router(world, router, "reject", *leg, "deadline")
 
     def _step(self, world: RoutersWorld, index: int) -> RoutersWorld:
         return self._ask_worker(world, index, "step")[0]
@@ -339,7 +335,7 @@ class RoutersRules:
         assert router.state is not None
         state, effects = self.routers.call(router.state, *call)
         world = world._replace(routers=with_item(world.routers, index, router._replace(state=state)))
-        calls = [call_of(*effect[1:]) for effect in effects if effect[0] == "call"]
+        calls = [effect[1] for effect in effects if effect[0] == "call"]
         return _posted(world._replace(calls=tuple(sorted((*world.calls, *calls)))), effects)
 
     def _ask_worker(self, world: RoutersWorld, index: int | None, *call: Any) -> tuple[RoutersWorld, Any]:
@@ -372,14 +368,20 @@ def find(parts: tuple[PartState, ...], boot: str) -> int | None:
 
 
 def _posted(world: RoutersWorld, effects: tuple[Any, ...]) -> RoutersWorld:
-    """Return the world with the frames of these effects on their way; those of a cut session are lost."""
+    """Return the world with the frames and orders of these effects on their way; those of a cut session are lost."""
     sessions = list(world.sessions)
-    for kind, name, frame in (effect for effect in effects if effect[0] in ("to_router", "to_worker")):
+    for kind, name, sent in (effect for effect in effects if effect[0] in _SENT):
         for index, one in enumerate(sessions):
             if one.name == name and not one.is_cut:
-                sessions[index] = (
-                    one._replace(to_router=(*one.to_router, frame))
-                    if kind == "to_router"
-                    else one._replace(to_worker=(*one.to_worker, frame))
-                )
+                sessions[index] = _with_sent(one, kind, sent)
     return world._replace(sessions=tuple(sessions))
+
+
+def _with_sent(session: Session, kind: str, sent: Any) -> Session:
+    match kind:
+        case "to_router":
+            return session._replace(to_router=(*session.to_router, sent))
+        case "to_worker":
+            return session._replace(to_worker=(*session.to_worker, sent))
+        case _:
+            return session._replace(orders=(*session.orders, sent))

@@ -8,20 +8,22 @@ from contract.errors import KvbatonError
 from contract.identity import Role
 from contract.membership import Credit
 from contract.outputs import EngineOutput
-from contract.requests import EngineRequest, HandOff, ReceiveTransfer, SendTransfer
+from contract.requests import EngineRequest, HandOff, SendTransfer
 from engine.scheduling.handing_off import hand_off
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.stats import SchedulerStats
 from protos import worker_pb2 as pb
 from tests.protocol.engine_side import Connector, EngineSide, no_time
 from tests.protocol.routers.scenario import RoutersScenario
+from tests.protocol.routers.world import Order
 from tests.protocol.scenario import VOCABULARY, asked_of
 from tests.protocol.sink import LawBrokenError, Sink
 from tests.protocol.world import Action
+from wire.tokens import step_to_proto
 from worker.accepted_requests import AcceptedRequests
-from worker.early_cancels import EarlyCancels
 from worker.lifecycle import Lifecycle
 from worker.load_reports import LoadReports
+from worker.orders import rejections
 from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterStream
 from worker.transitions import SettlingStep, has_mixed_kv, next_settling_step
@@ -118,7 +120,6 @@ class SessionsSide(EngineSide):
         self.lifecycle = Lifecycle(role)
         self.lifecycle.attached()
         self.drain = NoDrain()
-        self._early_cancels = EarlyCancels()
         self._accepted = AcceptedRequests()
         full = Credit(max_requests=self.scenario.credit_of(self.boot), max_tokens=MAX_TOKENS)
         self._sessions = RouterSessions(
@@ -156,25 +157,18 @@ class SessionsSide(EngineSide):
         message = pb.RouterMessage.FromString(frame)
         finish(self._sessions.received(self._sessions._streams[session], message))
 
-    def take_leg(
-        self,
-        session: str,
-        number: int,
-        attempt: int,
-        num_delivered: int,
-        transfer: SendTransfer | ReceiveTransfer | None = None,
-    ) -> str | None:
-        """Accept a leg; return the kind of error with which it is refused."""
-        request = asked_of(self.scenario, number, attempt, num_delivered, transfer)
+    def take_order(self, session: str, order: Order) -> None:
+        """Accept a leg, or report that it is rejected; or cancel a request's legs up to an attempt."""
+        worker, number, attempt = cast(Worker, self), order.number, order.attempt
+        if order.kind == "cancel":
+            finish(Worker.cancel(worker, str(number), attempt))
+            return
+        request = asked_of(self.scenario, number, attempt, order.num_delivered, order.transfer)
         try:
-            finish(Worker.accept(cast(Worker, self), request, session))
+            finish(Worker.accept(worker, request, session))
         except KvbatonError as error:
-            return str(error.kind)
-        return None
-
-    def cancel_leg(self, number: int, attempt: int) -> None:
-        """Cancel a request's legs up to an attempt."""
-        finish(Worker.cancel(cast(Worker, self), str(number), attempt))
+            rejected = rejections(pb.Task(request_id=str(number), attempt=attempt), error)
+            self._sessions._streams[session].send(pb.WorkerMessage(step=step_to_proto(rejected, None)))
 
     def _carry_out_hand_off(self, order: HandOff) -> None:
         finish(Worker.hand_off(cast(Worker, self), order, 1.0))

@@ -1,6 +1,6 @@
 """The explored world of several routers at one moment. A world is a value."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from contract.requests import ReceiveTransfer, SendTransfer
@@ -25,8 +25,35 @@ class PartState(NamedTuple):
         return self.name.startswith("P")
 
 
+class Order(NamedTuple):
+    """An order about a leg, on the stream of its worker.
+
+    kind: ``prefill``, ``decode`` or ``cancel``. number: of the request. num_delivered: tokens that were delivered before.
+    source: the incarnation that lends to this leg. is_late: the router waits for it no more.
+    """
+
+    kind: str
+    number: int
+    attempt: int
+    num_delivered: int = 0
+    source: str = ""
+    is_late: bool = False
+
+    @property
+    def transfer(self) -> SendTransfer | ReceiveTransfer | None:
+        """The hand-over that it is part of, if any."""
+        if not self.source:
+            return None
+        name = f"t{self.number}"
+        receive = ReceiveTransfer(name, self.source.partition(".")[0], self.source, "127.0.0.1:1")
+        return SendTransfer(name) if self.kind == "prefill" else receive
+
+
 class Session(NamedTuple):
-    """The stream of a worker to a router. knows_router, knows_worker: that side has not detected its end."""
+    """The stream of a worker to a router. knows_router, knows_worker: that side has not detected its end.
+
+    orders: those that the worker has not received, in the sequence in which they were given.
+    """
 
     name: str
     router: str
@@ -36,27 +63,30 @@ class Session(NamedTuple):
     is_cut: bool = False
     knows_router: bool = True
     knows_worker: bool = True
+    orders: tuple[Order, ...] = ()
 
     def cut(self) -> "Session":
         """Return the session without its frames, cut."""
-        return self._replace(is_cut=True, to_router=(), to_worker=())
+        return self._replace(is_cut=True, to_router=(), to_worker=(), orders=())
+
+    def next_orders(self) -> Iterator[int]:
+        """Return the indices of the orders that may arrive next; see ``router.order_stream.OrderStream``.
+
+        Starts arrive in their sequence, and so do cancels. A cancel arrives behind the starts that were given before it.
+        """
+        starts = [index for index, order in enumerate(self.orders) if order.kind != "cancel"]
+        cancels = [index for index, order in enumerate(self.orders) if order.kind == "cancel"]
+        yield from starts[:1]
+        yield from (index for index in cancels[:1] if starts[:1] > [index] or not starts)
 
 
 class Call(NamedTuple):
-    """A call on its way to a worker. kind: ``prefill``, ``decode``, ``hand_off`` or ``cancel``. number: of the request.
+    """A call on its way to a worker: that it hands a request off. number: of the request."""
 
-    started_attempt: of the leg that a cancel ends; a hand-off has the next attempt in its place. source: the incarnation
-    that lends to this leg. is_late: the router waits for it no more.
-    """
-
-    kind: str
     session: str
     number: int
     attempt: int
-    num_delivered: int = 0
-    started_attempt: int = 0
-    source: str = ""
-    is_late: bool = False
+    next_attempt: int
 
     @property
     def router(self) -> str:
@@ -79,30 +109,6 @@ class RoutersWorld(NamedTuple):
     calls: tuple[Call, ...] = ()
     num_sessions: int = 0
     links: tuple[Link, ...] = ()
-
-
-def call_of(kind: str, session: str, number: int, attempt: int, num: int, source: str | None) -> Call:
-    """num: tokens that were delivered before, the attempt of the leg that a cancel ends, or the next one of a hand-off."""
-    return Call(kind, session, number, attempt, num, num, source or "")
-
-
-def transfer_of(call: Call) -> SendTransfer | ReceiveTransfer | None:
-    """Return the hand-over that a call is part of, if any."""
-    if not call.source:
-        return None
-    name = f"t{call.number}"
-    receive = ReceiveTransfer(name, call.source.partition(".")[0], call.source, "127.0.0.1:1")
-    return SendTransfer(name) if call.kind == "prefill" else receive
-
-
-def is_started_by(cancel: Call, call: Call) -> bool:
-    """Return True if ``call`` starts the leg that is cancelled, and its router waits for it: it cancels after that."""
-    is_same = (call.session, call.number, call.attempt) == (
-        cancel.session,
-        cancel.number,
-        cancel.started_attempt,
-    )
-    return call.kind in ("prefill", "decode") and is_same and not call.is_late
 
 
 def remembered(sessions: Iterable[Session]) -> tuple[Session, ...]:
