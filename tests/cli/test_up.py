@@ -216,3 +216,40 @@ async def test_a_worker_that_cannot_start_ends_up_and_is_named(model: Path) -> N
         output, _ = await command.process.communicate()
     assert command.process.returncode == 1
     assert "kvbaton: both-0 could not start" in output.decode().splitlines()[-1]
+
+
+async def test_a_pool_grows_with_the_load(model: Path, tmp_path: Path) -> None:
+    """The timing file claims that a prompt takes half a second, so that a few requests need more workers."""
+    timing = {
+        "prefill": {"base_seconds": 0.5, "seconds_per_token": 0.0},
+        "decode": [{"base_seconds": 0.01, "seconds_per_context_token": 0.0, "seconds_per_answer": 0.001}],
+        "kv_tokens": 1000,
+        "max_answers": 8,
+        "start_seconds": 120.0,
+    }
+    (tmp_path / "timing.json").write_text(json.dumps(timing))
+    ready_file = tmp_path / "ready.json"
+    flags = ("--model", str(model), "--served-model-name", "tiny", "--ready-file", str(ready_file))
+    scaled = ("--autoscale", "--prefill", "1:2", "--decode", "1", "--timing", str(tmp_path / "timing.json"))
+    async with kvbaton("up", *FREE_PORTS, *flags, *scaled) as command:
+        await command.wait_for("kvbaton is ready")
+        ready = read(ready_file)
+
+        async def ask() -> None:
+            while True:
+                await complete(ready)
+                await asyncio.sleep(0.1)
+
+        asking = asyncio.create_task(ask())
+        try:
+            await command.wait_for(r"autoscaler.controller: prefill 1\S+2 ")
+            await command.wait_for("prefill-1 ready")
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+        assert asking.cancelled()
+        names = [process["name"] for process in read(ready_file)["processes"]]
+        assert names == ["router", "prefill-0", "decode-0", "prefill-1"]
+        everybody = family(command.process.pid)
+        assert await command.end(signal.SIGTERM) == 0
+        assert all(wait_gone(pid) for pid in everybody)
