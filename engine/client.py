@@ -22,6 +22,7 @@ from engine.hosting.messages import (
     AddRequest,
     Call,
     FromEngine,
+    Prepare,
     Shutdown,
     ToEngine,
     UntilFree,
@@ -79,6 +80,12 @@ class EngineClient(Protocol):
 
         seconds: how long the engine may take to begin with it. Raises NotFoundError for a request that is not there,
         InvalidRequestError for one that cannot be handed off now, DeadlineError, UnavailableError. Then nothing has changed.
+        """
+
+    async def prepare(self, request: EngineRequest) -> None:
+        """Compile the grammar of a request that may be added later, and wait until that is over, even if it has failed.
+
+        Raises InvalidRequestError, OverloadedError, UnavailableError.
         """
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -177,6 +184,13 @@ class StreamingClient:
     async def hand_off(self, order: HandOff, seconds: float) -> None:
         """See EngineClient."""
         await self.call("hand_off", order, time.monotonic() + seconds)
+
+    async def prepare(self, request: EngineRequest) -> None:
+        """See EngineClient."""
+        call_id = next(self._call_ids)
+        is_over = self._delivery.expect_result(call_id)
+        self._link.send(Prepare(call_id, request))
+        await is_over
 
     async def call(self, method: str, *args: Any) -> Any:
         """See EngineClient."""

@@ -185,6 +185,14 @@ class EngineCore:
         _check_in_time(order, self._clock() - expires)
         hand_off(self.scheduler, order)
 
+    def prepare(self, request: EngineRequest, then: Callable[[], None]) -> None:
+        """Compile the grammar of a request that may come. ``then`` is called in any thread when it is over, before ``wake``.
+
+        Raises the error with which the request would be rejected; then nothing follows.
+        """
+        _check(request, self.info)
+        self.scheduler.intake.prepare(request, then)
+
     def take_urgent(self) -> dict[int, list[EngineOutput]]:
         """Return the outputs until now, by client index, if one of them is to be sent before the next step."""
         outbox = self.scheduler.live.outbox

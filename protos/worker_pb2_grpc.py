@@ -117,6 +117,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.HandOffRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
+        self.Prepare = channel.unary_unary(
+                '/kvbaton.v1.Worker/Prepare',
+                request_serializer=protos_dot_worker__pb2.Task.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
+                _registered_method=True)
         self.GetModelFiles = channel.unary_stream(
                 '/kvbaton.v1.Worker/GetModelFiles',
                 request_serializer=protos_dot_worker__pb2.GetModelFilesRequest.SerializeToString,
@@ -137,6 +142,15 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Prepare(self, request, context):
+        """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
+        the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
+        grammar is kept, in a cache.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelFiles(self, request, context):
         """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it.
         """
@@ -150,6 +164,11 @@ def add_WorkerServicer_to_server(servicer, server):
             'HandOff': grpc.unary_unary_rpc_method_handler(
                     servicer.HandOff,
                     request_deserializer=protos_dot_worker__pb2.HandOffRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
+            ),
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=protos_dot_worker__pb2.Task.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'GetModelFiles': grpc.unary_stream_rpc_method_handler(
@@ -185,6 +204,33 @@ class Worker:
             target,
             '/kvbaton.v1.Worker/HandOff',
             protos_dot_worker__pb2.HandOffRequest.SerializeToString,
+            protos_dot_worker__pb2.Accepted.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvbaton.v1.Worker/Prepare',
+            protos_dot_worker__pb2.Task.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

@@ -75,6 +75,11 @@ class WorkerStub:
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
     """
+    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.Task, _worker_pb2.Accepted]
+    """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
+    the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
+    grammar is kept, in a cache.
+    """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
 
@@ -87,6 +92,11 @@ class WorkerAsyncStub(WorkerStub):
     """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
+    """
+    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.Task, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
+    the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
+    grammar is kept, in a cache.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
@@ -103,6 +113,17 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         """Lend the KV of a choice that is being decoded, so that another worker continues it. The choice's last entry has
         handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
         after any other error but UNAVAILABLE, it is left as it was.
+        """
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _worker_pb2.Task,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
+        """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
+        the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
+        grammar is kept, in a cache.
         """
 
     @_abc_1.abstractmethod

@@ -1,6 +1,7 @@
 """Moves answers from one worker to another while they are decoded, without computing anything again.
 
-1. Room is reserved at a target, before the source is touched: an answer leaves its worker only for another one.
+1. Room is reserved at a target, before the source is touched: an answer leaves its worker only for another one. If the
+   answer has a grammar, the target compiles it (``router/move_preparation.py``).
 2. The source is ordered to hand the answer off. It ends its leg with ``handed_over``, behind the last token of it, and lends
    the KV of all tokens but the last to the next attempt.
 3. In the turn of that entry the next attempt begins: its first leg stands for the lease, its second one is an ordinary
@@ -31,6 +32,7 @@ from router.leg_failure import Failure
 from router.legs import CONTINUATION
 from router.metrics import MoveMetrics
 from router.move import Move, MoveResult
+from router.move_preparation import prepare_target
 from router.policy import never_moved_to
 from router.registry import Registry
 from router.request_run import RequestRun, RequestRuns
@@ -137,7 +139,8 @@ class Mover:
             return MoveResult.NO_TARGET
         try:
             with await self._reserve(run, self._excluded(source)) as reservation:
-                if not self.can_move(run, source) or reservation.lost_workers:
+                is_prepared = await prepare_target(run, source, *reservation.workers)
+                if not (is_prepared and self.can_move(run, source)) or reservation.lost_workers:
                     return MoveResult.ENDED
                 return await self._hand_off(run, source, reservation)
         except UnavailableError:

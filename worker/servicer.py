@@ -13,6 +13,7 @@ from protos import worker_pb2_grpc
 from serving.errors import grpc_code
 from wire.legs import hand_off_from_proto
 from wire.model_files import piece_to_proto
+from wire.tasks import task_from_proto
 from worker.model_files import model_files
 from worker.worker import Worker
 
@@ -33,6 +34,14 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
                 await self._worker.hand_off(order, seconds)
             except InvalidRequestError as error:  # the call is right; the state of the choice does not fit
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+        except KvbatonError as error:
+            await context.abort(grpc_code(error.kind), error.message)
+        return pb.Accepted()
+
+    async def Prepare(self, request: pb.Task, context: Any) -> pb.Accepted:  # noqa: N802
+        """Compile the grammar of a choice that is going to be handed off to this worker."""
+        try:
+            await self._worker.prepare(task_from_proto(request))
         except KvbatonError as error:
             await context.abort(grpc_code(error.kind), error.message)
         return pb.Accepted()

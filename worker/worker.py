@@ -164,6 +164,11 @@ class Worker:
             raise NotFoundError(f"worker {self.identity.worker_id} does not have request {order.key}")
         await self.engine.hand_off(order, seconds)
 
+    async def prepare(self, request: EngineRequest) -> None:
+        """Compile the grammar of an answer that is going to be moved here; see ``EngineClient.prepare``."""
+        self.lifecycle.check_open()
+        await self.engine.prepare(request)
+
     async def cancel(self, request_id: str, attempt: int, choice: int | None = None) -> None:
         """Abort a choice of a request (None: all) up to ``attempt``. Unknown ones are ignored."""
         await self.engine.abort(request_id, attempt, choice)

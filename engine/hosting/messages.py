@@ -38,6 +38,13 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     args: list[Any]
 
 
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """Compile the grammar of this request (``EngineCore.prepare``); a CallResult with the same id follows."""
+
+    call_id: int
+    request: EngineRequest
+
+
 class UntilFree(msgspec.Struct, frozen=True, tag="until_free"):
     """Send a CallResult with this id once no request is live and no KV is lent."""
 
@@ -52,7 +59,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     """Answer with Progress, and make every working thread increment its count."""
 
 
-ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | UntilFree | Shutdown
+ToEngine = AddRequest | Abort | AbortRequest | Call | Ping | Prepare | UntilFree | Shutdown
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):

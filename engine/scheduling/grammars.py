@@ -1,7 +1,8 @@
 """The wait stage of grammars.
 
 A request with a grammar waits in WAITING_FOR_FSM, without blocks, until the grammar is compiled. A decode leg fetches its KV
-meanwhile; if that arrives first, the request waits with its blocks in the same state.
+meanwhile; if that arrives first, the request waits with its blocks in the same state. The grammar of a request that is to be
+moved here is prepared before that, so that little is left to compile while its client waits.
 """
 
 from collections.abc import Callable, Mapping
@@ -86,6 +87,23 @@ class Grammars:
             )
         except KvbatonError as error:
             self._note(request, error)
+
+    def prepare(self, asked: EngineRequest, then: Callable[[], None]) -> None:
+        """Compile the grammar of a request that is not here yet, and follow the tokens that it has delivered.
+
+        The compilation is cached, with what its masks needed until then. ``then`` is called when that is over, even if it
+        has failed, and in another thread if there is something to compile; after it ``wake``. Raises OverloadedError.
+        """
+
+        def end(_: Outcome | None = None) -> None:
+            then()
+            self._wake()
+
+        grammar = asked.sampling.grammar
+        if grammar is None or self._compiler is None:
+            end()
+        else:
+            self._compiler.start(asked, grammar, end)
 
     def take_ready(self) -> list[Ready]:
         """Return the requests whose compilation has ended, with their matchers in place."""

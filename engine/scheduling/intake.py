@@ -30,6 +30,11 @@ class Intake:
         self._block_size = block_size
         self._clock = clock
 
+    def prepare(self, asked: EngineRequest, then: Callable[[], None]) -> None:
+        """Compile the grammar of a request that may be added later; see ``Grammars.prepare``."""
+        self._grammars.check(asked)
+        self._grammars.prepare(asked, then)
+
     def add(self, asked: EngineRequest) -> None:
         """Add a request; see ``Scheduler.add_request``."""
         self._live.check(asked)

@@ -50,7 +50,7 @@ class Scheduler:
     max_model_len: tokens that prompt and answer may have together. vocab_size: bounds the token ids that another
     worker may send. stages: what requests wait for beside their grammar and their KV. clock: seconds, monotonic.
 
-    A request enters by ``_intake``, is in ``waits`` or in ``queues`` while it is ``live``, and advances by ``_results``.
+    A request enters by ``intake``, is in ``waits`` or in ``queues`` while it is ``live``, and advances by ``_results``.
     ``load`` answers how much work there is.
     """
 
@@ -85,7 +85,7 @@ class Scheduler:
         self.live = LiveRequests(
             pool, self.queues, self.waits, self.remote_kv, deadlines, Outbox(self.totals)
         )
-        self._intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
+        self.intake = Intake(self.live, grammars, self.totals, limits, pool.block_size, clock)
         self._results = Results(self.live, pool, self.queues, self.remote_kv, self.totals, limits, clock)
         self.load = Load(self.live, self.queues, self.batcher, pool, self.waits, self.remote_kv, self.totals)
 
@@ -193,7 +193,7 @@ class Scheduler:
         Raises InvalidRequestError for a key or a transfer that is still in use, and for a transfer in an engine without a
         connector; and what a wait stage raises when it rejects the request. Then nothing has changed.
         """
-        self._intake.add(asked)
+        self.intake.add(asked)
 
     def reject(self, asked: EngineRequest, error: KvbatonError) -> None:
         """Answer a request that was not accepted with its error, among the next step's outputs."""

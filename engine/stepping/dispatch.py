@@ -1,6 +1,7 @@
 """The effect of each message to an engine."""
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -14,6 +15,7 @@ from engine.hosting.messages import (
     CallResult,
     FromEngine,
     Ping,
+    Prepare,
     Shutdown,
     ToEngine,
     UntilFree,
@@ -41,10 +43,13 @@ class Dispatcher:
         self._core = core
         self._emit = emit
         self._waits_until_free: list[int] = []
+        self._prepared: deque[int] = deque()
+        """Calls whose preparation is over; any thread appends to it, and wakes the loop."""
 
     def dispatch(self, item: Item) -> None:
         """Apply one message. Raises an exception that is sent as one."""
         self.num_dispatched += 1
+        self._answer_prepared()
         match item:
             case AddRequest(request):
                 self._core.add_request(request)
@@ -52,8 +57,8 @@ class Dispatcher:
                 self._core.abort(keys)
             case AbortRequest(request_id, attempt, choice):
                 self._core.abort_request(request_id, attempt, choice)
-            case Call():
-                self._emit(self._call(item))
+            case Call() | Prepare():
+                self._carry_out(item)
             case UntilFree(call_id):
                 self._waits_until_free.append(call_id)
             case Ping():
@@ -73,11 +78,21 @@ class Dispatcher:
             for call_id in waits:
                 self._emit(CallResult(call_id))
 
-    def _call(self, call: Call) -> CallResult:
+    def _answer_prepared(self) -> None:
+        while self._prepared:
+            self._emit(CallResult(self._prepared.popleft()))
+
+    def _carry_out(self, call: Call | Prepare) -> None:
+        """Answer a call, at once or when a preparation is over."""
         try:
-            return CallResult(call.call_id, self._core.call(call.method, call.args))
+            if isinstance(call, Prepare):
+                self._core.prepare(call.request, lambda: self._prepared.append(call.call_id))
+                return
+            result = CallResult(call.call_id, self._core.call(call.method, call.args))
         except KvbatonError as error:
-            return CallResult(call.call_id, None, error.kind.value, error.message)
+            result = CallResult(call.call_id, None, error.kind.value, error.message)
         except (AssertionError, TypeError) as error:
-            logger.exception("utility %s failed", call.method)
-            return CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{call.method}: {error!r}")
+            name = call.method if isinstance(call, Call) else "prepare"
+            logger.exception("utility %s failed", name)
+            result = CallResult(call.call_id, None, ErrorKind.INTERNAL.value, f"{name}: {error!r}")
+        self._emit(result)

@@ -30,6 +30,9 @@ class ScriptPlayer:
         self.may_hand_off = asyncio.Event()
         """Clear it to delay hand-offs."""
         self.may_hand_off.set()
+        self.may_prepare = asyncio.Event()
+        """Clear it to delay preparations."""
+        self.may_prepare.set()
         self._tasks = TaskSet()
         self._legs: dict[tuple[str, int, int], _Leg] = {}
 
@@ -66,6 +69,12 @@ class ScriptPlayer:
             await self._stream.close()
         else:
             self._stream.send(handed_over_entry(order, leg.next_index))
+
+    async def prepare(self, task: pb.Task) -> None:
+        """Return when a choice is prepared. Raises the script's refusal."""
+        await self.may_prepare.wait()
+        if error := self.script(task).refuse_preparation:
+            raise error
 
     async def close(self) -> None:
         """Stop all legs."""

@@ -17,6 +17,7 @@ class Script:
     stream there. gap_at: leave this token out. refuse: reject the leg with this error. is_mute: play the leg, but do not
     acknowledge the order that started it, nor any later one. token_delay_seconds: before each token. tokens_per_step: tokens
     in one message.
+    refuse_preparation: answer Prepare with this error.
     refuse_hand_off: answer HandOff with this error. dies_at_hand_off: close the worker's stream instead.
     prompt_logprobs: of the prompt's tokens from the second one on. embedding: the answer to an embedding leg.
     """
@@ -31,6 +32,7 @@ class Script:
     gap_at: int | None = None
     refuse: KvbatonError | None = None
     is_mute: bool = False
+    refuse_preparation: KvbatonError | None = None
     refuse_hand_off: KvbatonError | None = None
     dies_at_hand_off: bool = False
     token_delay_seconds: float = 0.0

@@ -131,6 +131,34 @@ def test_it_waits_without_blocks_then_matches(engine: Engine) -> None:
     engine.assert_empty()
 
 
+def test_what_was_prepared_needs_no_compilation_when_the_request_comes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moved answer comes with more tokens than it was prepared with; one whose grammar was not prepared fails."""
+    over: list[str] = []
+    asked = fake_request(
+        "r", [*PROMPT, *byte_ids(b"ab")], 20, first_index=2, eos_token_ids=(END,), sampling={"grammar": WORD}
+    )
+    engine.core.prepare(asked, lambda: over.append("prepared"))
+    assert not over and not engine.scheduler.requests
+    engine.gate.set()
+    engine.until_woken()
+    assert over == ["prepared"] and not engine.core.needs_step()
+
+    def fail(*_: Any) -> None:
+        raise AssertionError("it is compiled again")
+
+    monkeypatch.setattr("engine.grammar.building.build_matcher", fail)
+    key = engine.ask(prompt=[*PROMPT, *byte_ids(b"abc")], first_index=3)
+    other = engine.ask("other", Grammar("regex", "[a-f]{5}"))
+    engine.until_heard(key, other)
+    while not engine.end(key).finish_reason:
+        engine.run()
+    assert engine.end(key).finish_reason is FinishReason.STOP and len(engine.text(key)) == 3
+    assert engine.end(other).finish_reason is FinishReason.ERROR
+    engine.assert_empty()
+
+
 def test_masks_come_with_the_steps_that_draw(engine: Engine) -> None:
     """B17: at each request's row; a chunk that is not the prompt's last draws nothing; the fake runner asserts the rest."""
     engine.gate.set()

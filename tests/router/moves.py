@@ -45,6 +45,8 @@ class Moves:
         self.metrics = RouterMetrics()
         self.mover = Mover(self.path.registry, self.path.runs, self.metrics.moves)
         self.asking: list[asyncio.Task[list[str]]] = []
+        self.fields: dict[str, Any] = {}
+        """Further fields of the requests."""
 
     @property
     def source(self) -> ScriptedWorker:
@@ -63,7 +65,7 @@ class Moves:
 
     async def ask(self, num_known: int = STALL) -> None:
         """Begin an answer on SOURCE, and wait until all of its tokens before the stall have arrived."""
-        self.asking.append(asyncio.create_task(texts(self.cluster)))
+        self.asking.append(asyncio.create_task(texts(self.cluster, **self.fields)))
         async with asyncio.timeout(20):
             while sum(len(run.known_tokens) == num_known for run in self.runs) < len(self.asking):
                 await asyncio.sleep(0.005)
@@ -87,11 +89,16 @@ class Moves:
 
 @asynccontextmanager
 async def moves(
-    script: Callable[[pb.Task], Script] | None = None, *, target: Role | None = Role.DECODE, **settings: Any
+    script: Callable[[pb.Task], Script] | None = None,
+    *,
+    target: Role | None = Role.DECODE,
+    fields: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Moves]:
     """Run an answer up to its stall, then attach the target."""
     async with running_cluster(script or stalling(), PAIR, **{"max_replays": 0, **settings}) as cluster:
         made = Moves(cluster)
+        made.fields = fields or {}
         await made.ask()
         if target:
             await cluster.add(target, TARGET)

@@ -37,10 +37,10 @@ async def add_twins(cluster: Cluster, *roles: Role) -> None:
         await cluster.add(role, f"{role.value}-1")
 
 
-async def texts(cluster: Cluster) -> list[str]:
+async def texts(cluster: Cluster, **fields: Any) -> list[str]:
     """One streamed completion: its chunks' texts, without an error."""
     async with asyncio.timeout(30):
-        events = await cluster.stream(TEXT, {"prompt": "x"})
+        events = await cluster.stream(TEXT, {"prompt": "x", **fields})
     assert events[-1] == "[DONE]"
     assert not any("error" in event for event in events[:-1])
     return [event["choices"][0]["text"] for event in events[:-1]]

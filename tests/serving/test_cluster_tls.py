@@ -44,6 +44,7 @@ class Recorder(worker_pb2_grpc.WorkerServicer):
     async def _refuse(self, _request: Any, _context: Any) -> Any:
         raise NotImplementedError
 
+    Prepare: Any = _refuse
     GetModelFiles: Any = _refuse
 
 
