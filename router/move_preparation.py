@@ -2,7 +2,8 @@
 
 Otherwise the client would wait for it: a compilation takes up to a second where nothing is cached and the cores are busy,
 and the target may have to read its vocabulary first. It also follows the tokens that are known by now, so that the masks
-of the rest need little more.
+of the rest need little more. What is left for the leg to do does not wait for other compilations
+(``engine/grammar/compiler.py``).
 """
 
 import logging

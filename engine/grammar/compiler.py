@@ -75,6 +75,9 @@ class GrammarCompiler:
     def start(self, asked: EngineRequest, grammar: Grammar, then: Callable[[Outcome], None]) -> Compiled:
         """Prepare a matcher behind the tokens that were delivered; ``then`` gets it (or the error), in another thread.
 
+        An answer that goes on here is begun before those that wait, and without their niceness, if the grammar was used
+        before: its client waits for the next token, and it takes no longer than the mask of a step.
+
         Returns the grammar's compilation; ``running()`` is True once it has started. Raises OverloadedError while
         other grammars take all the memory that grammars may have.
         """
@@ -120,8 +123,10 @@ class GrammarCompiler:
     ) -> None:
         if compiled.cancelled():
             return
+        found = compiled.result()
+        is_urgent = asked.num_delivered_tokens > 0 and isinstance(found, Machine) and found.has_begun
         try:
-            self._threads.submit(lambda: self._begin(asked, compiled, then))
+            self._threads.submit(lambda: self._begin(asked, compiled, then), is_urgent=is_urgent)
         except InternalError as error:
             then(error)
 

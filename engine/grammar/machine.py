@@ -24,12 +24,13 @@ class Machine:
 
     num_bytes: the size with the growth by all answers so far. num_built_bytes: the size after compiling and beginning the
     most expensive answer. has_failed: an answer reached a limit of the shared lexer, so that others would fail as well.
-    users: the answers that use it now.
+    users: the answers that use it now. has_begun: an answer was begun, so that another one needs little time for it.
     """
 
     def __init__(self, start: LLMatcher, num_bytes: int) -> None:
         self.num_bytes = self.num_built_bytes = self._num_compiled_bytes = num_bytes
         self.has_failed = False
+        self.has_begun = False
         self.users: WeakSet[Any] = WeakSet()
         self._start = start
 
@@ -42,6 +43,7 @@ class Machine:
 
         before: ``num_bytes`` before it. growth: of the heap, which is too little if others freed memory meanwhile.
         """
+        self.has_begun = True
         built = max(int((self.num_bytes - before) * _MOST_GROWTH), growth)
         self.num_bytes = before + built
         self.num_built_bytes = max(self.num_built_bytes, self._num_compiled_bytes + built)

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from contract.errors import InternalError
 
@@ -23,6 +24,8 @@ _NICENESS = 10
 
 _MAX_REST_SECONDS = 0.1
 """A job is followed by a rest that is as long as it was, up to this: many jobs leave half of the time to steps."""
+_MAX_URGENT = 4
+"""Urgent jobs that run at a time; others wait like those that are not."""
 _SHORT_SECONDS = 0.01
 """A job that took no longer is not followed by one."""
 
@@ -75,14 +78,23 @@ class JobThreads:
         self._after_job = after_job
         self._stack_bytes = stack_bytes
         self._clock = clock
-        self._lock = threading.Lock()  # for the three below
+        self._lock = threading.Lock()  # for the four below
         self._waiting: deque[Job] = deque()
         self._running = _RunningJobs(num_running, max_threads, stuck_seconds)
+        self._num_urgent = 0
         self._is_closed = False
 
-    def submit(self, job: Job) -> None:
-        """Run ``job`` in a thread, at once or after others. Raises InternalError where no thread can be started."""
+    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
+        """Run ``job`` in a thread, at once or after others. Raises InternalError where no thread can be started.
+
+        is_urgent: it is short, and a client waits for it. A few of these run at once, beside the others, and give way to
+        nothing.
+        """
         with self._lock:
+            if is_urgent and self._num_urgent < _MAX_URGENT and not self._is_closed:
+                self._start_thread(self._run_urgent, job)
+                self._num_urgent += 1
+                return
             self._waiting.append(job)
             try:
                 self._start_next()
@@ -101,12 +113,12 @@ class JobThreads:
         """Start waiting jobs while there is room. Called with the lock held."""
         while self._waiting and not self._is_closed and self._running.has_room(self._clock()):
             ticket = object()
-            self._start_thread(self._waiting[0], ticket)
+            self._start_thread(partial(self._run, ticket=ticket), self._waiting[0])
             self._waiting.popleft()
             self._running.add(ticket, self._clock())
 
-    def _start_thread(self, job: Job, ticket: object) -> None:
-        thread = threading.Thread(target=self._run, args=([job], ticket), name="grammar", daemon=True)
+    def _start_thread(self, run: Callable[[list[Job]], None], job: Job) -> None:
+        thread = threading.Thread(target=run, args=([job],), name="grammar", daemon=True)
         usual = threading.stack_size(self._stack_bytes)
         try:
             thread.start()
@@ -135,6 +147,14 @@ class JobThreads:
             with self._lock:
                 self._running.discard(ticket)
                 self._start_next_if_possible()
+
+    def _run_urgent(self, jobs: list[Job]) -> None:
+        try:
+            jobs.pop()()
+        finally:
+            with self._lock:  # as above
+                self._num_urgent -= 1
+            self._after_job()
 
     def _start_next_if_possible(self) -> None:
         try:

@@ -1,9 +1,11 @@
 """Jobs that cannot be interrupted do not block others for ever, and leave no large stacks behind."""
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from queue import Queue
 
 import pytest
 
@@ -31,9 +33,9 @@ class Bench:
         self.gate = threading.Event()
         self._has_begun = threading.Semaphore(0)
 
-    def submit(self, count: int = 1) -> None:
+    def submit(self, count: int = 1, *, is_urgent: bool = False) -> None:
         for _ in range(count):
-            self.threads.submit(self._job())
+            self.threads.submit(self._job(), is_urgent=is_urgent)
 
     def exactly_begun(self, count: int) -> bool:
         """Return True if exactly ``count`` more jobs have begun; ``submit`` itself starts the threads."""
@@ -60,6 +62,18 @@ def test_only_a_few_jobs_run_at_a_time(bench: Bench) -> None:
     assert bench.exactly_begun(2)
     bench.gate.set()
     assert bench.exactly_begun(2)
+
+
+def test_a_few_urgent_jobs_run_beside_the_others_and_as_fast_as_steps(bench: Bench) -> None:
+    bench.submit(3)
+    assert bench.exactly_begun(2)
+    bench.submit(5, is_urgent=True)
+    assert bench.exactly_begun(4)
+    bench.gate.set()
+    assert bench.exactly_begun(2), "the other one, and the urgent one that was too many"
+    niceness: Queue[int] = Queue()
+    bench.threads.submit(lambda: niceness.put(os.nice(0)), is_urgent=True)
+    assert niceness.get(timeout=WAIT_SECONDS) == os.nice(0)
 
 
 def test_hanging_jobs_do_not_block_others_for_ever(bench: Bench) -> None:
