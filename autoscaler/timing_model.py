@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from contract.decoding import DECODING_ERRORS, json_decoder
 from contract.errors import SettingError
 
 Seconds = Annotated[float, Meta(ge=0.0)]
@@ -96,14 +97,17 @@ class TimingModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
 
 
+_DECODER: msgspec.json.Decoder[TimingModel] = json_decoder(TimingModel)
+
+
 def read_timing(path: Path) -> TimingModel:
     """Read a timing file. Raises SettingError, which names the file and the field, if it cannot be used."""
     try:
-        model = msgspec.json.decode(path.read_bytes(), type=TimingModel)
+        model = _DECODER.decode(path.read_bytes())
         model.check()
     except OSError as error:
         raise SettingError(f"timing file {path} cannot be read: {error.strerror}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except DECODING_ERRORS as error:
         raise SettingError(f"timing file {path} cannot be used: {error}") from error
     except SettingError as error:
         raise SettingError(f"timing file {path} cannot be used: {error.message}") from error

@@ -184,8 +184,13 @@ def test_settings_that_up_sets_itself_are_logged_as_not_used(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_reads_the_example(command: str) -> None:
-    needed = {"run": ["hello"], "batch": ["--input", "in.jsonl", "--output", "out.jsonl"]}.get(command, [])
-    settings = parse(settings_class(command), f"kvbaton {command}", ["--config", str(EXAMPLE), *needed])
+    needed = {
+        "run": ["hello"],
+        "batch": ["--input", "in.jsonl", "--output", "out.jsonl"],
+        "bench": ["--profile"],
+    }
+    arguments = ["--config", str(EXAMPLE), *needed.get(command, [])]
+    settings = parse(settings_class(command), f"kvbaton {command}", arguments)
     assert any(str(EXAMPLE) in origin for origin in settings.sources.origins.values())
 
 
