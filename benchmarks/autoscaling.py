@@ -15,24 +15,10 @@ from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
 from autoscaler.simulation.load import Arrival, Lengths, arrivals, azure_trace, day, ramp, scaled, steps
 from autoscaler.simulation.report import Report
 from autoscaler.simulation.run import Scenario, Simulation
-from autoscaler.timing_model import (
-    PrefillTiming,
-    StepTiming,
-    TimingModel,
-    TransferTiming,
-    read_timing,
-)
+from autoscaler.timing_model import TimingModel, read_timing
 from contract.identity import Role
+from tests.autoscaler.cases import TIMING
 
-EXAMPLE = TimingModel(
-    description="an example: a prompt of 600 tokens takes 0.27 s, a step of 30 answers 38 ms",
-    prefill=PrefillTiming(base_seconds=0.02, seconds_per_token=4e-4, seconds_per_token_squared=2e-8),
-    decode=(StepTiming(base_seconds=0.012, seconds_per_context_token=4e-7, seconds_per_answer=6e-4),),
-    transfer=TransferTiming(base_seconds=0.005, seconds_per_token=1e-6),
-    kv_tokens=60_000,
-    max_answers=64,
-    start_seconds=20.0,
-)
 LENGTHS = Lengths()
 LOADS: dict[str, Callable[[int], tuple[list[Arrival], float]]] = {
     "step": lambda seed: (arrivals(steps((0, 2), (600, 8), (1500, 2)), 8, 2700, LENGTHS, seed), 2700.0),
@@ -58,7 +44,7 @@ def main() -> None:
     parser.add_argument("--itl-goal-ms", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
-    timing = read_timing(arguments.timing) if arguments.timing else EXAMPLE
+    timing = read_timing(arguments.timing) if arguments.timing else TIMING
     policy = ScalingPolicy(
         prefill=PoolBounds(most=arguments.most),
         decode=PoolBounds(most=arguments.most),

@@ -14,7 +14,7 @@ from router.throttling import pause_seconds
 _MAX_STARTING = 4
 """Starts of one client at a time, for each worker that decodes."""
 _MOST_ALONE = 8
-"""The same for a client that was alone when it started its last request."""
+"""Starts at a time of a client that was alone when it started its last request, for each worker that decodes."""
 _TIMEOUT_SECONDS = 0.05
 """After this time a start does not delay its client's next one any more: its worker may be dead."""
 

@@ -8,6 +8,7 @@ from string import ascii_uppercase
 from typing import Any
 
 from tools.dashboards import DASHBOARDS, Dashboard, Panel
+from tools.generated_files import write_or_check
 
 FOLDER = Path(__file__).resolve().parent.parent / "docker" / "grafana" / "dashboards"
 _SOURCE = {"type": "prometheus", "uid": "prometheus"}
@@ -66,15 +67,9 @@ def _panel(index: int, panel: Panel) -> dict[str, Any]:
 
 def main(arguments: list[str], folder: Path = FOLDER) -> int:
     """Write the files, or with ``--check`` only compare."""
-    wanted = dict(files())
-    if arguments != ["--check"]:
-        for name, text in wanted.items():
-            (folder / name).write_text(text)
-        return 0
-    if {path.name: path.read_text() for path in folder.glob("*.json")} == wanted:
-        return 0
-    print(f"{folder} is out of sync with tools/dashboards.py: run `make dashboards`", file=sys.stderr)
-    return 1
+    wanted = {folder / name: text for name, text in files()}
+    complaint = f"{folder} is out of sync with tools/dashboards.py: run `make dashboards`"
+    return write_or_check(wanted, arguments, complaint, present=folder.glob("*.json"))
 
 
 if __name__ == "__main__":

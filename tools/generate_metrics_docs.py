@@ -6,6 +6,7 @@ from pathlib import Path
 
 from serving.metric_aliases import ALIASES
 from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS, Metric, kind_of
+from tools.generated_files import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "metrics.md"
 _HEAD = """# Metrics
@@ -83,14 +84,8 @@ def _alias_rows() -> Iterator[str]:
 
 def main(arguments: list[str], page: Path = PAGE) -> int:
     """Write the page, or with ``--check`` only compare."""
-    text = render()
-    if arguments != ["--check"]:
-        page.write_text(text)
-        return 0
-    if page.is_file() and page.read_text() == text:
-        return 0
-    print(f"docs/{page.name} is out of sync with the metrics: run `make metrics-docs`", file=sys.stderr)
-    return 1
+    complaint = f"docs/{page.name} is out of sync with the metrics: run `make metrics-docs`"
+    return write_or_check({page: render()}, arguments, complaint)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from contract.options import bounds
 from launch.arguments import is_hidden, is_positional
 from launch.command_settings import NEVER_IN_A_FILE, settings_class
 from launch.settings import variable
+from tools.generated_files import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
 _HEAD = """# Settings
@@ -115,14 +116,8 @@ def _default(field: FieldInfo) -> str:
 
 def main(arguments: list[str], page: Path = PAGE) -> int:
     """Write the page, or with ``--check`` only compare."""
-    text = render()
-    if arguments != ["--check"]:
-        page.write_text(text)
-        return 0
-    if page.is_file() and page.read_text() == text:
-        return 0
-    print(f"docs/{page.name} is out of sync with the settings: run `make settings-docs`", file=sys.stderr)
-    return 1
+    complaint = f"docs/{page.name} is out of sync with the settings: run `make settings-docs`"
+    return write_or_check({page: render()}, arguments, complaint)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class PlainForward:
         may_be_interrupted: bool = False,
     ) -> Callable[[], Tensor]:
         """See ForwardPass. On the host the pass runs when the result is called: the caller may do other work before."""
-        if self.device.type == "cpu":
+        if not self.runs_ahead:
             return partial(self.forward, inputs, caches, watch)
         states = self.forward(inputs, caches, watch)
         return lambda: states

@@ -121,18 +121,6 @@ class FakeDeviceForward(PlainForward):
             inputs.input_ids.fill(-1)
         return super().forward(inputs, caches, watch)
 
-    def begin(
-        self,
-        inputs: PreparedInputs,
-        caches: Sequence[Tensor] | None,
-        watch: LayerWatch | None = None,
-        *,
-        may_be_interrupted: bool = False,
-    ) -> Callable[[], Tensor]:
-        """See ForwardPass."""
-        states = self.forward(inputs, caches, watch)
-        return lambda: states
-
 
 class FakeDeviceGraphs(GraphedForward):
     """Graphs on that device: each replay overwrites what the one before has computed. fed: see FakeDeviceForward."""

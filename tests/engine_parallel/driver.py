@@ -1,12 +1,26 @@
 """Drives ranks in threads with hand-made SchedulerOutputs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from contract.sampling import SamplingParams
 from engine.distributed.local import LocalRanksExecutor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
 from tests.engine_compute.driver import Driver, Sequence
+
+SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
+
+
+@contextmanager
+def driven(driver: Driver) -> Iterator[Driver]:
+    """Shut the driver's executor down after the block."""
+    try:
+        yield driver
+    finally:
+        driver.executor.shutdown()
 
 
 class RanksDriver(Driver):

@@ -1,7 +1,5 @@
 """Ranks that capture their collectives in graphs: equal answers, and what NCCL needs for it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,20 +16,11 @@ from engine.testing.graphs import FakeDeviceGraphs, RerunRecorder
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import PROMPTS
-from tests.engine_parallel.driver import RanksDriver
+from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
 
 dist: Any = distributed
 
-SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
 NUM_TOKENS = 9
-
-
-@contextmanager
-def driven(driver: Driver) -> Iterator[Driver]:
-    try:
-        yield driver
-    finally:
-        driver.executor.shutdown()
 
 
 @pytest.mark.parametrize("sampled", [[None], [SEEDED], [None, SEEDED]])

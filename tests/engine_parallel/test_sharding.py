@@ -2,8 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 
 from contract.errors import SettingError
-from contract.sampling import SamplingParams
 from engine.distributed.group import rank_device
 from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load
@@ -20,17 +17,7 @@ from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy
 from tests.engine_compute.test_equals_transformers import NUM_TOKENS, PROMPTS, VARIANTS
-from tests.engine_parallel.driver import RanksDriver
-
-SEEDED = SamplingParams(temperature=0.9, top_k=40, top_p=0.95, seed=5, max_tokens=1000)
-
-
-@contextmanager
-def driven(driver: Driver) -> Iterator[Driver]:
-    try:
-        yield driver
-    finally:
-        driver.executor.shutdown()
+from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
 
 
 def answers(driver: Driver, chunk: int) -> dict[str, list[int]]:

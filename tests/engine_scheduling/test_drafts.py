@@ -47,6 +47,11 @@ class Watched:
         self.engine.run()
 
 
+def scarce(num_blocks: int, max_num_seqs: int) -> dict[str, Any]:
+    """Return the settings of an engine whose blocks and places may be short."""
+    return {"kv_cache_bytes": num_blocks, "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 16}
+
+
 def plain(order: SchedulerOutput) -> dict[str, Any]:
     """Return an order sorted by key: the rows of a batch may come in any order."""
     cached = order.scheduled_cached_reqs
@@ -72,11 +77,7 @@ def test_drafts_change_no_order_and_no_answer(
     monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int
 ) -> None:
     """Starting early changes none either; also if blocks and places are short, and requests are preempted or aborted."""
-    changes: dict[str, Any] = {
-        "kv_cache_bytes": num_blocks,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": 16,
-    }
+    changes = scarce(num_blocks, max_num_seqs)
     for seed in range(5):
         plainly = Watched(monkeypatch, drafts=False, **changes)
         plainly.live(Random(seed))

@@ -9,7 +9,7 @@ from contract.outputs import FinishReason
 from engine.outputs import SchedulerOutput
 from engine.testing.fakes import NAN_TOKEN, fake_answer
 from tests.engine_scheduling.stepping import RECEIVE, SEND, SteppedEngine, arrive, fake_request, receiving
-from tests.engine_scheduling.test_drafts import Watched
+from tests.engine_scheduling.test_drafts import Watched, scarce
 
 
 def ahead(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Watched:
@@ -27,11 +27,7 @@ def rows(orders: list[SchedulerOutput]) -> list[list[str]]:
 @pytest.mark.parametrize("num_blocks", [24, 64])
 def test_no_answer_changes(monkeypatch: pytest.MonkeyPatch, num_blocks: int, max_num_seqs: int) -> None:
     """Law 6: requests come and go, stop, are preempted and aborted; the KV of each is checked before each pass."""
-    changes: dict[str, Any] = {
-        "kv_cache_bytes": num_blocks,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": 16,
-    }
+    changes = scarce(num_blocks, max_num_seqs)
     for seed in range(5):
         plainly = Watched(monkeypatch, drafts=False, **changes)
         plainly.live(Random(seed))
