@@ -22,7 +22,7 @@ TRITON := $(VENV)/triton
 # The tests that need nothing but .venv, in the language of pytest's -m.
 ANYWHERE := not explore and not gpu and not docker and not sdk and not triton
 
-.PHONY: help install demo test test-slow test-triton mutants explore soak chaos check format format-check lint types imports sizes language protos \
+.PHONY: help install demo test test-slow test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language protos \
 	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
@@ -79,6 +79,9 @@ soak: install ## run the chaos tests' large counts once (a quarter of an hour); 
 
 chaos: install ## change and break a pool under load for ten minutes, shrink and restart it; writes benchmarks/results/chaos.json
 	$(BIN)/python -m benchmarks.chaos $(ARGS)
+
+autoscale-demo: install ## let the pools of a service follow a load for a quarter of an hour; writes benchmarks/results/autoscale_demo.json
+	$(BIN)/python -m benchmarks.autoscale_demo $(ARGS)
 
 gpu-check: $(if $(GPU_PYTHON),,install) ## on a CUDA device: prove that it computes right, then measure (GPU_PYTHON=python3: without install)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -c tests/gpu/alone.ini --rootdir . -m gpu tests/gpu $(ARGS)

@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoscaler.decision import Decision, Order, PoolDecision, Reason, Verb
+from autoscaler.decision import Decision, Order, PoolDecision, Verb
 from autoscaler.memory import FlipMemory, Memory
 from autoscaler.policy import ScalingPolicy
 from autoscaler.proposal import CONFIRMATIONS, Proposal
 from autoscaler.sharing import FlipChoice, best_flip, pressure, within_budget
 from autoscaler.signals import POOLS
 from contract.identity import Role
+from contract.scaling import ScalingReason
 
 
 class Arbiter:
@@ -52,7 +53,7 @@ class Arbiter:
             orders=tuple(self._orders),
             rate=rate,
         )
-        return decision, _remembered(self._memory, self._proposals, decision, flips)
+        return decision, _remembered(self._policy, self._memory, self._proposals, decision, flips)
 
     def _fitted(self) -> dict[Role, int]:
         """Return the numbers that the pools get, as far as time and budget allow.
@@ -75,7 +76,13 @@ class Arbiter:
         if any(proposal.is_changing for proposal in self._proposals.values()):
             return None
         choice = best_flip(self._policy, self._present, self._wanted, self._needed)
-        if choice is None or (choice.costs > 1.0 and self._num_addable(choice.target) > 0):
+        if choice is None:
+            return None
+        memory = self._proposals[choice.source].memory
+        was_needed = (
+            memory.most_needed(self._now, self._policy.damping.stabilization) >= self._present[choice.source]
+        )
+        if (choice.costs > 1.0 or was_needed) and self._num_addable(choice.target) > 0:
             return None
         flips = self._memory.flips
         is_opposite = flips.last_source is choice.target
@@ -87,8 +94,8 @@ class Arbiter:
         """Return the results of a flip."""
         remark = f"a flip leaves {choice.source.value} at {choice.costs:.1f}x"
         return {
-            choice.source: self._result(choice.source, -1, Reason.FLIP, remark),
-            choice.target: self._result(choice.target, 1, Reason.FLIP, remark),
+            choice.source: self._result(choice.source, -1, ScalingReason.FLIP, remark),
+            choice.target: self._result(choice.target, 1, ScalingReason.FLIP, remark),
         }
 
     def _changed(self, role: Role, num_awaited: int) -> PoolDecision:
@@ -100,16 +107,19 @@ class Arbiter:
         if missing < 0:
             return self._smaller(proposal)
         if proposal.number > proposal.present:
-            return self._result(role, 0, Reason.BUDGET)
+            return self._result(role, 0, ScalingReason.BUDGET)
         if proposal.number < proposal.present:
-            return self._result(role, 0, Reason.STABILIZING)
-        return self._result(role, 0, proposal.reason if proposal.forgotten else Reason.STEADY)
+            return self._result(role, 0, ScalingReason.STABILIZING)
+        if proposal.forgotten:
+            return self._result(role, 0, ScalingReason.FORGOTTEN)
+        is_bounded = proposal.unbounded > proposal.number
+        return self._result(role, 0, ScalingReason.BOUNDS if is_bounded else ScalingReason.STEADY)
 
     def _grown(self, proposal: Proposal, missing: int, num_awaited: int) -> PoolDecision:
         role = proposal.role
         if proposal.num_starting or proposal.workers.num_changing:
-            return self._result(role, 0, Reason.IN_FLIGHT)
-        kept = min(missing, proposal.workers.num_draining)
+            return self._result(role, 0, ScalingReason.IN_FLIGHT)
+        kept = min(missing, proposal.workers.num_keepable)
         if kept:
             self._orders.append(Order(Verb.KEEP, role, kept))
             return self._result(role, kept, proposal.reason)
@@ -119,21 +129,23 @@ class Arbiter:
             self._orders.append(Order(Verb.ADD, role, added))
             if self._room is not None:
                 self._room -= added * self._policy.bounds(role).devices
-        reason = Reason.FLIP if num_awaited and not needed else proposal.reason
+        reason = ScalingReason.FLIP if num_awaited and not needed else proposal.reason
         is_short = added < needed or self._wanted[role] < proposal.number
-        return self._result(role, max(0, added), Reason.BUDGET if is_short else reason)
+        return self._result(role, max(0, added), ScalingReason.BUDGET if is_short else reason)
 
     def _smaller(self, proposal: Proposal) -> PoolDecision:
         role = proposal.role
         if proposal.is_changing:
-            return self._result(role, 0, Reason.IN_FLIGHT)
+            return self._result(role, 0, ScalingReason.IN_FLIGHT)
         must_shrink = self._wanted[role] < min(proposal.number, proposal.present)
         is_beyond = proposal.present > self._policy.bounds(role).most
         is_early = self._now - proposal.memory.removed_at < self._policy.damping.removal_interval
         if is_early and not must_shrink:
-            return self._result(role, 0, Reason.STABILIZING)
+            return self._result(role, 0, ScalingReason.STABILIZING)
         self._orders.append(Order(Verb.DRAIN, role))
-        reason = Reason.BUDGET if must_shrink else Reason.BOUNDS if is_beyond else proposal.reason
+        reason = (
+            ScalingReason.BUDGET if must_shrink else ScalingReason.BOUNDS if is_beyond else proposal.reason
+        )
         return self._result(role, -1, reason)
 
     def _num_addable(self, role: Role) -> int:
@@ -144,12 +156,13 @@ class Arbiter:
             within_bounds if self._room is None else min(within_bounds, max(0, self._room) // bounds.devices)
         )
 
-    def _result(self, role: Role, difference: int, reason: Reason, remark: str = "") -> PoolDecision:
+    def _result(self, role: Role, difference: int, reason: ScalingReason, remark: str = "") -> PoolDecision:
         proposal = self._proposals[role]
         return PoolDecision(
             present=proposal.present,
             desired=proposal.present + difference,
             proposed=proposal.number,
+            needed=max(proposal.number, proposal.unbounded),
             reason=reason,
             forecast=proposal.forecast,
             reading=proposal.reading,
@@ -161,22 +174,24 @@ def _shrunk(policy: ScalingPolicy, memory: Memory, now: float, proposal: Proposa
     """Return the number to which a pool may shrink: one that has sufficed for a while; else the present number."""
     since = memory.steady_since
     seconds = policy.damping.stabilization
-    if since is None or now - since < seconds or not proposal.memory.may_shrink(now, seconds):
+    if since is None or now - since < seconds:
         return min(proposal.present, policy.bounds(proposal.role).most)
-    return min(proposal.present, proposal.memory.most_proposed)
+    return min(proposal.present, proposal.memory.most_needed(now, seconds))
 
 
 def _remembered(
-    memory: Memory, proposals: Mapping[Role, Proposal], decision: Decision, flips: FlipMemory
+    policy: ScalingPolicy,
+    memory: Memory,
+    proposals: Mapping[Role, Proposal],
+    decision: Decision,
+    flips: FlipMemory,
 ) -> Memory:
     """Return the memory after the decision."""
     pools = {}
     for role, proposal in proposals.items():
         result = decision.pools[role]
-        kept = proposal.memory
-        if result.desired < result.present and result.reason is not Reason.FLIP:
-            kept = kept.with_removal(decision.time, decision.rate)
-        elif result.desired > result.present:
-            kept = kept.with_growth(decision.time, decision.rate)
+        kept = proposal.memory.with_change(
+            decision.time, result.present, result.desired, policy.damping.stabilization
+        )
         pools[role] = replace(kept, expected=result.desired)
     return replace(memory, prefill=pools[Role.PREFILL], decode=pools[Role.DECODE], flips=flips)

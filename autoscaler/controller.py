@@ -5,67 +5,80 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from autoscaler.decision import Decision, Order, Reason, Verb
+from autoscaler.decision import Decision, Order, Verb
 from autoscaler.launcher import Launcher
 from autoscaler.law import decide
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
-from autoscaler.pools import Facts, PoolBook, cheapest, figures, merged
-from autoscaler.router_counts import CountHistory, RouterCounts, parse_counts
+from autoscaler.pools import PoolBook, cheapest
+from autoscaler.routers import Admins, Routers
 from autoscaler.sharing import OTHER
 from autoscaler.signals import Signals
 from autoscaler.timing_model import TimingModel
 from contract.errors import KvbatonError
 from contract.identity import Role
-from launch.router_admin import RouterAdmin
+from contract.scaling import ScalingReason
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 5.0
+_DRAINING = ("draining", "empty")
 
 
 class Controller:
-    """Scales the pools of one service. ``run`` is called once.
-
-    routers: returns the admin APIs of all routers. clock: seconds, monotonic.
-    """
+    """Scales the pools of one service. ``run`` is called once. clock: seconds, monotonic."""
 
     def __init__(
         self,
         policy: ScalingPolicy,
         timing: TimingModel,
         launcher: Launcher,
-        routers: Callable[[], Sequence[RouterAdmin]],
+        routers: Admins,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._laws = (policy, timing)
         self._launcher = launcher
-        self._routers = routers
+        self._routers = Routers(routers)
         self._clock = clock
         self._memory = Memory()
-        self._history = CountHistory()
         self._book = PoolBook()
-        self._workers: dict[str, Facts] = {}
+        self._launched: Sequence[tuple[str, Role]] = ()
         self._draining: set[str] = set()
-        self._removals: set[asyncio.Task[None]] = set()
+        self._removals: dict[asyncio.Task[None], str] = {}
+        self.last: Decision | None = None
 
-    async def run(self, interval: float = INTERVAL_SECONDS) -> None:
+    async def run(self, interval: float) -> None:
         """Decide every ``interval`` seconds, until cancelled."""
-        await self.begin()
+        has_begun = False
         while True:
+            if has_begun:
+                await self.decide_once()
+            else:
+                has_begun = await self.begin()
             await asyncio.sleep(interval)
-            await self.decide_once()
 
-    async def begin(self) -> None:
-        """Read the routers once, so that the first decision can compare with that."""
-        self._history.add(self._clock(), await self._read())
+    async def begin(self) -> bool:
+        """Read routers and launcher, so that the first decision can compare with that. Returns False if either is away.
+
+        The workers that drain are taken for those of the controller before this one.
+        """
+        if not (await self._routers.read(self._clock()) and await self._list()):
+            return False
+        self._draining |= {name for name, _ in self._launched if self._routers.state_of(name) in _DRAINING}
+        return True
 
     async def decide_once(self) -> Decision:
-        """Read the routers, decide, log the decision, and carry it out."""
+        """Read routers and launcher, decide, log the decision, and carry it out."""
         now = self._clock()
-        self._history.add(now, await self._read())
-        load = self._history.load(figures(self._workers))
-        pools = self._book.update(now, self._launcher.names(), self._workers)
+        is_known = await self._routers.read(now)
+        is_known = await self._list() and is_known
+        load = self._routers.load() if is_known else None
+        pools = self._book.update(
+            now,
+            self._launched,
+            self._routers.workers,
+            keepable=self._draining - set(self._removals.values()),
+            is_known=is_known,
+        )
         signals = Signals(
             time=now,
             prefill=pools[Role.PREFILL],
@@ -75,100 +88,91 @@ class Controller:
         )
         policy, timing = self._laws
         decision, self._memory = decide(policy, timing, self._memory, signals)
-        is_held = any(pool.reason is Reason.NO_SIGNALS for pool in decision.pools.values())
+        self.last = decision
+        is_held = any(pool.reason is ScalingReason.NO_SIGNALS for pool in decision.pools.values())
         level = logging.WARNING if is_held else logging.INFO if decision.orders else logging.DEBUG
         logger.log(level, "%s", decision.line)
-        self._remove_drained()
+        await self._routers.report(decision.report())
         for order in decision.orders:
             for _ in range(order.number):
                 await self._carry_out(order)
+        self._remove_drained()
         return decision
 
     async def wait_removed(self) -> None:
         """Wait until the workers that are being removed have ended."""
         await asyncio.gather(*self._removals)
 
-    async def _read(self) -> dict[str, RouterCounts]:
-        """Return the counts of the routers that answer; the lists of workers are remembered if any does."""
-        counts: dict[str, RouterCounts] = {}
-        lists = []
-        for router in self._routers():
-            try:
-                workers = (await router.pool())["workers"]
-                counts[router.address] = parse_counts(await router.metrics())
-                lists.append(workers)
-            except (KvbatonError, ValueError) as error:
-                logger.warning("router %s is not read: %s", router.address, error)
-        if lists:
-            self._workers = dict(merged(lists))
-        return counts
+    async def _list(self) -> bool:
+        """Read the launcher's list. Returns False, and keeps the last one, if the launcher does not answer."""
+        try:
+            self._launched = await self._launcher.names()
+        except KvbatonError as error:
+            logger.warning("the workers that were started are not known: %s", error.message)
+            return False
+        return True
 
     async def _carry_out(self, order: Order) -> None:
         """Do what an order asks for, to one worker. An error is logged: the next decision counts what is there."""
         role = order.role
         try:
             if order.verb is Verb.ADD:
-                self._launcher.add(role)
+                await self._launcher.add(role)
             elif name := self._worker_for(order):
                 await self._apply(order, name)
+            else:
+                logger.warning(
+                    "%s of a %s worker: there is none that was started here", order.verb.value, role.value
+                )
         except KvbatonError as error:
             logger.warning("%s of a %s worker has failed: %s", order.verb.value, role.value, error.message)
 
     def _worker_for(self, order: Order) -> str | None:
         """Return the worker to which an order is applied; None if there is none any more."""
-        launched = self._launcher.names()
+        workers = self._routers.workers
+        leaving = set(self._removals.values())
+        launched = [(name, role) for name, role in self._launched if name not in leaving]
         if order.verb is Verb.FORGET:
-            return self._book.oldest_start(order.role, launched)
+            return self._book.oldest_start(order.role, [name for name, _ in launched])
         if order.verb is Verb.KEEP:
             of_role = [
-                name
-                for name in self._draining & self._workers.keys()
-                if self._workers[name]["role"] == order.role.value
+                name for name in self._draining & workers.keys() if workers[name]["role"] == order.role.value
             ]
             return min(of_role, default=None)
-        return cheapest(self._workers.values(), order.role, launched)
+        return cheapest(workers.values(), order.role, launched)
 
     async def _apply(self, order: Order, name: str) -> None:
         match order.verb:
             case Verb.FORGET:
+                self._book.give_up(name, self._clock())
                 self._remove(name)
+                await asyncio.sleep(0)  # the removal begins, so that its place is free for the next order
             case Verb.DRAIN:
                 self._draining.add(name)  # also if no answer arrives: the worker may drain all the same
-                await self._order(name, "drain")
+                await self._routers.order(name, "drain")
             case Verb.KEEP:
-                await self._order(name, "undrain")
+                await self._routers.order(name, "undrain")
                 self._draining.discard(name)
             case Verb.FLIP:
-                await self._order(name, "flip", role=OTHER[order.role].value)
-
-    async def _order(self, worker: str, verb: str, **query: str) -> None:
-        """Send an order through the first router that answers. Raises the last error if none does."""
-        error = KvbatonError("there is no router")
-        for router in self._routers():
-            try:
-                self._workers[worker] = await router.order(worker, verb, **query)
-                return
-            except KvbatonError as failed:
-                error = failed
-        raise error
+                await self._routers.order(name, "flip", role=OTHER[order.role].value)
 
     def _remove_drained(self) -> None:
         """Remove the workers that this controller has drained and that are empty, or have gone; others may serve again."""
-        for name in list(self._draining):
-            state = self._workers[name]["state"] if name in self._workers else None
+        for name in self._draining - set(self._removals.values()):
+            state = self._routers.state_of(name)
             if state in (None, "empty", "leaving", "serving"):
                 self._draining.discard(name)
             if state in (None, "empty", "leaving"):
                 self._remove(name)
 
     def _remove(self, name: str) -> None:
-        task = asyncio.create_task(_removed(self._launcher, name), name=f"remove {name}")
-        self._removals.add(task)
-        task.add_done_callback(self._removals.discard)
+        task = asyncio.create_task(self._removed(name), name=f"remove {name}")
+        self._removals[task] = name
+        task.add_done_callback(self._removals.pop)
 
-
-async def _removed(launcher: Launcher, name: str) -> None:
-    try:
-        await launcher.remove(name)
-    except KvbatonError as error:
-        logger.warning("worker %s is not removed: %s", name, error.message)
+    async def _removed(self, name: str) -> None:
+        try:
+            await self._launcher.remove(name)
+        except KvbatonError as error:
+            logger.warning("worker %s is not removed: %s", name, error.message)
+            self._draining.add(name)  # the next decision tries again

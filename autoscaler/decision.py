@@ -7,6 +7,7 @@ from typing import Any
 
 from autoscaler.feedback import Reading
 from contract.identity import Role
+from contract.scaling import HOLDS, Direction, PoolScaling, ScalingReason, ScalingReport
 
 
 class Verb(StrEnum):
@@ -24,23 +25,6 @@ class Verb(StrEnum):
     """Remove workers that do not become ready."""
 
 
-class Reason(StrEnum):
-    """The reason for which a pool changes or stays. The values are labels of metrics."""
-
-    STEADY = "steady"
-    FORECAST = "forecast"
-    LATENCY = "latency"
-    IDLE = "idle"
-    WAKE = "wake"
-    BOUNDS = "bounds"
-    BUDGET = "budget"
-    FLIP = "flip"
-    STABILIZING = "stabilizing"
-    IN_FLIGHT = "in_flight"
-    FORGOTTEN = "forgotten"
-    NO_SIGNALS = "no_signals"
-
-
 @dataclass(frozen=True)
 class Order:
     """Something to do to ``number`` workers of a pool."""
@@ -55,17 +39,41 @@ class PoolDecision:
     """The result for one pool.
 
     present: workers that serve or are about to. desired: the number after the orders of this decision. proposed: the number
-    that the pool proposes, which time and budget may not allow yet. forecast: workers that
-    the forecast needs. reading: None without signals. remark: further facts for the log.
+    that the pool proposes, which time and budget may not allow yet. needed: the number that it would have if nothing held
+    it, not even the greatest number of its bounds. forecast: workers that the forecast needs. reading: None without signals.
+    remark: further facts for the log.
     """
 
     present: int
     desired: int
     proposed: int
-    reason: Reason
+    needed: int
+    reason: ScalingReason
     forecast: float = 0.0
     reading: Reading | None = None
     remark: str = ""
+
+    def report(self) -> PoolScaling:
+        """Return what routers publish of it."""
+        difference = self.desired - self.present
+        held = self.needed - self.desired
+        return PoolScaling(
+            desired=self.desired,
+            direction=Direction.UP
+            if difference > 0
+            else Direction.DOWN
+            if difference < 0
+            else Direction.NONE,
+            reason=self.reason,
+            held=held,
+            held_by=self._held_by() if held else None,
+        )
+
+    def _held_by(self) -> ScalingReason:
+        """Return why the pool does not have the number that it needs: it takes one step after the other, at the least."""
+        if self.reason in HOLDS:
+            return self.reason
+        return ScalingReason.IN_FLIGHT if self.needed > self.desired else ScalingReason.STABILIZING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +95,12 @@ class Decision:
         """The decision for people, in one line."""
         return " | ".join(_pool_text(role, pool) for role, pool in self.pools.items())
 
+    def report(self) -> ScalingReport:
+        """Return what routers publish of it."""
+        return ScalingReport(
+            prefill=self.pools[Role.PREFILL].report(), decode=self.pools[Role.DECODE].report()
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Return the decision as plain data for JSON."""
         return {
@@ -102,7 +116,7 @@ class Decision:
 
 def _pool_text(role: Role, pool: PoolDecision) -> str:
     change = f"{pool.present}" if pool.desired == pool.present else f"{pool.present}→{pool.desired}"
-    if pool.reason is Reason.NO_SIGNALS:
+    if pool.reason is ScalingReason.NO_SIGNALS:
         return f"{role.value} {change}: held, {pool.remark}"
     name = "TTFT" if role is Role.PREFILL else "ITL"
     parts = [f"feed-forward {pool.forecast:.1f}"]
@@ -121,6 +135,7 @@ def _pool_facts(pool: PoolDecision) -> dict[str, Any]:
         "present": pool.present,
         "desired": pool.desired,
         "proposed": pool.proposed,
+        "needed": pool.needed,
         "reason": pool.reason.value,
         "forecast": round(pool.forecast, 3),
         "latency_p90_seconds": reading and reading.latency,

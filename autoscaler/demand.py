@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 
+from autoscaler.forecast import Expected
 from autoscaler.policy import Goals
 from autoscaler.signals import LoadSignals
 from autoscaler.timing_model import TimingModel
@@ -49,6 +50,7 @@ class Demand:
 
     batch: answers of a full decode worker. goals: those of the policy, or longer ones where no pool could meet them.
     prompt_seconds: time of a long prompt (90th percentile) alone. step_seconds: time of a step for one answer alone.
+    expected: the rate of requests.
     """
 
     prefill: float
@@ -57,6 +59,7 @@ class Demand:
     goals: Goals
     prompt_seconds: float
     step_seconds: float
+    expected: Expected
 
     def of(self, role: Role) -> float:
         """Return the workers that a pool needs."""
@@ -64,9 +67,10 @@ class Demand:
 
 
 def demand(
-    timing: TimingModel, goals: Goals, load: LoadSignals, rate: float, corrections: Corrections
+    timing: TimingModel, goals: Goals, load: LoadSignals, expected: Expected, corrections: Corrections
 ) -> Demand:
-    """Return the workers that ``rate`` requests per second need, of the lengths that ``load`` has."""
+    """Return the workers that the expected requests need, of the lengths that ``load`` has."""
+    rate = expected.rate
     variation = squared_variation(load)
     long_prompt = corrections.prefill * timing.prefill.seconds(
         max(load.uncached_prompt_tokens_p90, load.uncached_prompt_tokens)
@@ -87,6 +91,7 @@ def demand(
         goals=reachable,
         prompt_seconds=long_prompt,
         step_seconds=alone,
+        expected=expected,
     )
 
 

@@ -9,6 +9,11 @@ from autoscaler.signals import LoadSignals, PoolSignals, Signals
 from contract.identity import Role
 
 _MOST_SHARE = 2.0
+_MOST_GROWTH = 1.1
+"""A pool grows by this factor at most for its latency, and by one worker at least: queues of a minute ask for more than the
+load needs, and the forecast shows what that is."""
+_MOST_USED = 2.0
+"""A reading of the use counts as this at most: a queue shows sooner than a mean of readings of 1 that a pool is full."""
 _CALM = 0.95
 _BUSY = 0.8
 """The use of prefill workers above which they are what requests wait for."""
@@ -19,7 +24,8 @@ class Reading:
     """One reading of a pool.
 
     share: the part of its latency that more workers could remove, as a share of what the goal leaves for it, 0..2; None
-    without a sample. used: the used part of what the pool can do within the goal, 0..1. latency, goal: in seconds.
+    without a sample. used: the used part of what the pool can do within the goal, 0..1; more with a queue, up to 2.
+    latency, goal: in seconds.
     """
 
     share: float | None
@@ -43,10 +49,10 @@ class Reading:
     def number(self, present: int, damping: Damping, *, is_confirmed: bool) -> int:
         """Return the number of workers that this reading asks for. is_confirmed: the last reading was high too."""
         if self.is_urgent(damping) or (is_confirmed and self.is_high(damping)):
-            return math.ceil(present * self.product / damping.up_share)
-        if self.share is None or self.share >= damping.down_share or present < 2:
+            return math.ceil(present * min(_MOST_GROWTH, self.product / damping.up_share))
+        if self.share is None or self.share > 1.0 or self.product >= damping.down_share or present < 2:
             return present
-        fewest = present - math.floor(present * (1.0 - self.share / damping.down_share))
+        fewest = present - math.floor(present * (1.0 - self.product / damping.down_share))
         # Fewer workers have more to do and are slower: both factors grow. The law must not grow again at once.
         calm = math.ceil(present * math.sqrt(self.product / damping.up_share) / _CALM)
         return min(present, max(1, fewest, calm))
@@ -93,4 +99,4 @@ def _used(pool: PoolSignals, useful_each: int) -> float:
     useful = pool.num_ready * useful_each
     if pool.max_in_flight:
         useful = min(useful, pool.max_in_flight)
-    return min(1.0, pool.num_in_flight / useful) if useful else 1.0
+    return min(_MOST_USED, pool.num_in_flight / useful) if useful else 1.0

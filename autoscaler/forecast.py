@@ -15,7 +15,26 @@ _DAMPING = 0.95
 _MOST_GROWTH = 2.0
 """The trend forecasts at most this multiple of the present rate: a step is not the beginning of a slope without an end."""
 _SLOT_SECONDS = 300.0
+_READING_SECONDS = 20.0
+"""Seconds of arrivals in a reading of the rate."""
+_TREND_SECONDS = 40.0
+"""Seconds of arrivals that are in the level of the trend, about: it is a moving mean of readings."""
+_DEVIATIONS = 2.0
+"""Standard deviations of random arrivals that may be chance."""
 _DAY_SLOTS = 288
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A rate of arrivals that is expected. noise: the part of it, 0..1, that may be chance."""
+
+    rate: float
+    noise: float = 0.0
+
+    def with_backlog(self, rate: float) -> "Expected":
+        """Return the rate together with that of requests that wait already, which are certain."""
+        total = self.rate + rate
+        return Expected(total, self.noise * self.rate / total if total > 0.0 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -54,12 +73,24 @@ class Forecast:
             self, recent=(*kept, (time, rate)), level=level, trend=trend, days=self._days_with(time, rate)
         )
 
-    def at(self, time: float, horizon: float) -> float:
+    def at(self, time: float, horizon: float) -> Expected:
         """Return the rate that is expected ``horizon`` seconds after ``time``."""
         if not self.recent:
-            return 0.0
-        average = sum(rate for _, rate in self.recent) / len(self.recent)
-        return max(average, self._by_trend(horizon), self._day_before(time + horizon))
+            return Expected(0.0)
+        trend = self._by_trend(horizon)
+        if (certain_trend := _certain(trend, _TREND_SECONDS)) <= self._average:
+            trend = 0.0  # it may be chance
+        before = self._day_before(time + horizon)
+        rate = max(self._average, trend, before)
+        if rate <= 0.0:
+            return Expected(0.0)
+        seconds = self.recent[-1][0] - self.recent[0][0] + _READING_SECONDS
+        least = max(_certain(self._average, seconds), certain_trend, before)
+        return Expected(rate, 1.0 - least / rate)
+
+    @property
+    def _average(self) -> float:
+        return sum(rate for _, rate in self.recent) / len(self.recent)
 
     def _by_trend(self, horizon: float) -> float:
         span = self.recent[-1][0] - self.recent[0][0]
@@ -79,3 +110,8 @@ class Forecast:
             return (*self.days[:-1], self.days[-1].with_reading(rate))
         kept = tuple(slot for slot in self.days if slot.number > number - _DAY_SLOTS - _DAY_SLOTS // 2)
         return (*kept, Slot(number, rate))
+
+
+def _certain(rate: float, seconds: float) -> float:
+    """Return the part of a rate, counted for ``seconds``, that is no chance: arrivals are random."""
+    return max(0.0, rate - _DEVIATIONS * math.sqrt(max(0.0, rate) / seconds))

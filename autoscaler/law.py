@@ -13,13 +13,14 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autoscaler.arbiter import Arbiter
-from autoscaler.decision import Decision, PoolDecision, Reason
+from autoscaler.decision import Decision, PoolDecision
 from autoscaler.demand import demand
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
 from autoscaler.proposal import Proposal, propose
 from autoscaler.signals import POOLS, Signals
 from autoscaler.timing_model import TimingModel
+from contract.scaling import ScalingReason
 
 _BACKLOG_SECONDS = 30.0
 """The time in which requests that wait already are to be served, beside those that arrive."""
@@ -40,16 +41,17 @@ def decide(
     answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
     forecast = memory.forecast.with_reading(signals.time, load.arrival_rate)
     corrections = memory.corrections.with_reading(timing, load, answers_each)
-    rate = forecast.at(signals.time, start_seconds) + load.num_waiting / _BACKLOG_SECONDS
-    needed = demand(timing, policy.goals, load, rate, corrections)
-    proposals = {role: propose(policy, memory, signals, needed, role, start_seconds) for role in POOLS}
+    expected = forecast.at(signals.time, start_seconds).with_backlog(load.num_waiting / _BACKLOG_SECONDS)
+    needed = demand(timing, policy.goals, load, expected, corrections)
+    longest_start = policy.damping.forgotten_after * max(start_seconds, timing.start_seconds)
+    proposals = {role: propose(policy, memory, signals, needed, role, longest_start) for role in POOLS}
     memory = replace(
         memory,
         forecast=forecast,
         corrections=corrections,
         steady_since=_steady_since(memory, proposals.values(), signals.time),
     )
-    return Arbiter(policy, memory, signals.time, proposals).decide(rate)
+    return Arbiter(policy, memory, signals.time, proposals).decide(expected.rate)
 
 
 def _held(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
@@ -61,8 +63,9 @@ def _held(memory: Memory, signals: Signals) -> tuple[Decision, Memory]:
             present=present,
             desired=present,
             proposed=present,
-            reason=Reason.NO_SIGNALS,
-            remark="no router has answered",
+            needed=present,
+            reason=ScalingReason.NO_SIGNALS,
+            remark="routers or launcher do not answer",
         )
     memory = replace(
         memory,

@@ -16,11 +16,11 @@ class LocalLauncher:
         self._specs = {spec.name: spec for spec in specs}
         self._running = set(running)
 
-    def names(self) -> Sequence[tuple[str, Role]]:
+    async def names(self) -> Sequence[tuple[str, Role]]:
         """Return the workers that it has started and not removed."""
         return [(name, spec.role) for name, spec in self._specs.items() if name in self._running]
 
-    def add(self, role: Role) -> str:
+    async def add(self, role: Role) -> str:
         """Begin to start a worker. Raises UnavailableError if all of its role run, perhaps in another role."""
         for name, spec in self._specs.items():
             if spec.role is role and name not in self._running:

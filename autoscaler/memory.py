@@ -8,28 +8,51 @@ from contract.identity import Role
 
 _NEVER = float("-inf")
 _USED_GAIN = 0.2
-_MORE_LOAD = 1.3
-"""A rate of arrivals is a new one from this multiple of the former one on."""
-_MOST_REGRETS = 5
+_REGRET_SPAN = 8.0
+"""A removal is regretted if its worker is needed again within this multiple of the wait before it."""
+_REGRET_FACTOR = 4
+MOST_REGRETS = 2
+
+
+@dataclass(frozen=True)
+class Level:
+    """One number of workers of a pool. needed_at: when the pool last needed as many, or more.
+
+    removed_at: when it last shrank below them. num_regrets: such removals that were soon taken back.
+    """
+
+    needed_at: float = _NEVER
+    removed_at: float = _NEVER
+    num_regrets: int = 0
+
+    def wait(self, seconds: float) -> float:
+        """Return how long the pool must not have needed this number before it shrinks below it.
+
+        seconds: the same for a number without regrets; each regret makes it four times as long.
+        """
+        return seconds * float(_REGRET_FACTOR**self.num_regrets)
+
+    def grown(self, time: float, seconds: float) -> "Level":
+        """Return the level after the pool has grown to it, or beyond it."""
+        away = time - self.removed_at
+        if away < _REGRET_SPAN * self.wait(seconds):
+            return replace(self, num_regrets=min(MOST_REGRETS, self.num_regrets + 1))
+        is_long = away >= _REGRET_SPAN * seconds * float(_REGRET_FACTOR**MOST_REGRETS)
+        return replace(self, num_regrets=0) if is_long else self
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolMemory:
     """One pool.
 
-    proposals: (time, number) of the last ``stabilization`` seconds. num_high: high readings in a row. removed_at: when a
-    worker was last drained; removed_rate: the rate of arrivals then. grown_at: when the pool last grew. num_regrets:
-    removals that had to be taken back. num_ready: workers that were ready at the last reading; their number has last
-    changed at ``ready_changed_at``. used: moving mean of the used part of the pool. expected: the workers that should be
-    present now; None if that is not certain.
+    levels: the numbers of workers, from 1 on. num_high: high readings in a row, since ``high_since``. num_ready: workers
+    that were ready at the last reading; their number has last changed at ``ready_changed_at``. used: moving mean of the
+    used part of the pool. expected: the workers that should be present now; None if that is not certain.
     """
 
-    proposals: tuple[tuple[float, int], ...] = ()
+    levels: tuple[Level, ...] = ()
     num_high: int = 0
-    removed_at: float = _NEVER
-    removed_rate: float = 0.0
-    grown_at: float = _NEVER
-    num_regrets: int = 0
+    high_since: float = _NEVER
     num_ready: int | None = None
     ready_changed_at: float = _NEVER
     used: float = 0.0
@@ -45,43 +68,48 @@ class PoolMemory:
         """Return the memory after one more reading of the use."""
         return replace(self, used=self.used + _USED_GAIN * (used - self.used))
 
-    def with_reading(self, *, is_high: bool) -> "PoolMemory":
+    def with_reading(self, time: float, *, is_high: bool) -> "PoolMemory":
         """Return the memory after one more reading of the latency."""
-        return replace(self, num_high=self.num_high + 1 if is_high else 0)
+        if not is_high:
+            return replace(self, num_high=0)
+        return replace(
+            self, num_high=self.num_high + 1, high_since=self.high_since if self.num_high else time
+        )
 
     def interrupted(self) -> "PoolMemory":
         """Return the memory after a time without signals."""
         return replace(self, num_high=0, num_ready=None, expected=None)
 
-    def with_removal(self, time: float, rate: float) -> "PoolMemory":
-        """Return the memory after a worker was drained. The one before was right if the pool has not grown since."""
-        was_right = self.removed_at > self.grown_at
-        num_regrets = max(0, self.num_regrets - 1) if was_right else self.num_regrets
-        return replace(self, removed_at=time, removed_rate=rate, num_regrets=num_regrets)
+    def with_need(self, time: float, number: int) -> "PoolMemory":
+        """Return the memory after a decision that proposes this number."""
+        known = self.levels + (Level(),) * (number - len(self.levels))
+        needed = (replace(level, needed_at=time) for level in known[:number])
+        return replace(self, levels=(*needed, *known[number:]))
 
-    def with_growth(self, time: float, rate: float) -> "PoolMemory":
-        """Return the memory after the pool has grown. It regrets its last removal unless there is more load than then."""
-        if rate > _MORE_LOAD * self.removed_rate:
-            num_regrets = 0
-        elif self.removed_at > self.grown_at:
-            num_regrets = min(_MOST_REGRETS, self.num_regrets + 1)
-        else:
-            num_regrets = self.num_regrets
-        return replace(self, grown_at=time, num_regrets=num_regrets)
+    def with_change(self, time: float, before: int, after: int, seconds: float) -> "PoolMemory":
+        """Return the memory after the pool was ordered to change its number. seconds: see ``Level.wait``."""
+        known = self.levels + (Level(),) * (max(before, after) - len(self.levels))
+        if after < before:
+            changed = [replace(level, removed_at=time) for level in known[after:before]]
+            return replace(self, levels=(*known[:after], *changed, *known[before:]))
+        changed = [level.grown(time, seconds) for level in known[before:after]]
+        return replace(self, levels=(*known[:before], *changed, *known[after:]))
 
-    def may_shrink(self, time: float, seconds: float) -> bool:
-        """Return True if the pool last grew ``seconds`` ago or more; twice as long ago for each removal that it regrets."""
-        return time - self.grown_at >= seconds * float(1 << self.num_regrets)
-
-    def with_proposal(self, time: float, number: int, seconds: float) -> "PoolMemory":
-        """Return the memory after one more proposal; those older than ``seconds`` are dropped."""
-        kept = tuple(one for one in self.proposals if one[0] > time - seconds)
-        return replace(self, proposals=(*kept, (time, number)))
+    def most_needed(self, time: float, seconds: float) -> int:
+        """Return the greatest number that the pool has needed lately. seconds: see ``Level.wait``."""
+        return max(
+            (
+                number
+                for number, level in enumerate(self.levels, 1)
+                if time - level.needed_at < level.wait(seconds)
+            ),
+            default=0,
+        )
 
     @property
-    def most_proposed(self) -> int:
-        """The greatest number that was proposed lately."""
-        return max((number for _, number in self.proposals), default=0)
+    def removed_at(self) -> float:
+        """The time at which the pool last shrank."""
+        return max((level.removed_at for level in self.levels), default=_NEVER)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,8 @@ class Damping:
     of its ready workers a pool does not grow for its latencies, which are those of before, for this long. stabilization: a
     pool shrinks only to a number that sufficed for this long. removal_interval: between two workers that a pool loses.
     flip_gain: the part by which a flip must lower the greatest pressure. opposite_flip_interval: between flips in opposite
-    directions. forgotten_after: a worker that starts for this many median start times is given up.
+    directions. forgotten_after: a worker that starts for this many median start times is given up, or for as many times the
+    one of the timing file if that is longer: a start takes longer on a busy machine.
     """
 
     up_share: float = 0.55

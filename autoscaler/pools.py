@@ -1,6 +1,6 @@
 """The workers of both pools, as routers and launcher list them. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -9,28 +9,46 @@ from autoscaler.router_counts import WorkerFigures
 from autoscaler.signals import PoolSignals
 from contract.identity import Role
 
-_DRAINING = ("draining", "empty", "leaving")
+_KEEPABLE = ("draining", "empty")
+_DRAINING = (*_KEEPABLE, "leaving")
+_STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
+"""States of a worker, in the order in which those of several routers count."""
 _NUM_STARTS = 9
 Facts = Mapping[str, Any]
 
 
 def merged(lists: Iterable[Sequence[Facts]]) -> dict[str, dict[str, Any]]:
-    """Return each worker's facts by its id, from the lists of several routers: legs and shares of credit add up."""
+    """Return each worker's facts by its id, from the lists of several routers: legs and shares of credit add up.
+
+    A router that has just started, or has lost a worker, does not have its state: that of another router counts then.
+    """
     found: dict[str, dict[str, Any]] = {}
     for workers in lists:
         for worker in workers:
-            known = found.setdefault(worker["id"], dict(worker))
-            if known is not worker and known != worker:
-                for name in ("num_legs", "max_requests", "num_leg_tokens", "max_tokens"):
-                    known[name] += worker[name]
+            if (known := found.get(worker["id"])) is None:
+                found[worker["id"]] = dict(worker)
+                continue
+            for name in ("num_legs", "max_requests", "num_leg_tokens", "max_tokens"):
+                known[name] += worker[name]
+            known["state"] = min(known["state"], worker["state"], key=_STATES.index)
     return found
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A worker that is not ready. is_measured: its start was ordered at ``since``, and seen from then on."""
+
+    role: Role
+    since: float
+    is_measured: bool
 
 
 @dataclass
 class PoolBook:
     """Owns what is remembered of workers: since when each one is not ready, and how long recent starts took."""
 
-    _absent_since: dict[str, float] = field(default_factory=dict)
+    _starting: dict[str, _Start] = field(default_factory=dict)
+    _launched: set[str] | None = None
     _starts: list[float] = field(default_factory=list)
 
     @property
@@ -39,32 +57,58 @@ class PoolBook:
         return median(self._starts) if self._starts else None
 
     def update(
-        self, now: float, launched: Sequence[tuple[str, Role]], workers: Mapping[str, Facts]
+        self,
+        now: float,
+        launched: Sequence[tuple[str, Role]],
+        workers: Mapping[str, Facts],
+        *,
+        keepable: Collection[str] = (),
+        is_known: bool = True,
     ) -> dict[Role, PoolSignals]:
-        """Return the signals of both pools. launched: see ``Launcher.names``."""
+        """Return the signals of both pools.
+
+        launched: see ``Launcher.names``. keepable: workers that serve again if they are asked to while they drain. is_known:
+        False while routers or launcher do not answer, and these are the facts of before; the waits for workers begin anew
+        then.
+        """
         starting: dict[str, Role] = {
             name: Role(workers[name]["role"]) if name in workers else role
             for name, role in launched
             if name not in workers or workers[name]["state"] == "starting"
         }
-        for name in [name for name in self._absent_since if name not in starting]:
-            seconds = now - self._absent_since.pop(name)
-            if seconds > 0:
-                self._starts = [*self._starts, seconds][-_NUM_STARTS:]
-        ages = {name: now - self._absent_since.setdefault(name, now) for name in starting}
+        for name in self._starting.keys() - starting.keys():
+            start = self._starting.pop(name)
+            if name in workers and start.is_measured and now > start.since:
+                self._took(now - start.since)
+        for name, role in starting.items():
+            # A worker that was there before has lost its router, or is started again: its model may be loaded already.
+            is_new = self._launched is not None and name not in self._launched
+            start = self._starting.get(name, _Start(role, now, is_new))
+            self._starting[name] = start if is_known else _Start(role, now, is_measured=False)
+        self._launched = {name for name, _ in launched}
         return {
             role: _signals(
                 role,
                 [one for one in workers.values() if one["role"] == role.value],
-                tuple(ages[name] for name, each in starting.items() if each is role),
+                tuple(now - start.since for start in self._starting.values() if start.role is role),
+                keepable,
             )
             for role in (Role.PREFILL, Role.DECODE)
         }
 
-    def oldest_start(self, role: Role, launched: Sequence[tuple[str, Role]]) -> str | None:
-        """Return the worker of a role that has been starting for longest."""
-        names = [name for name, each in launched if each is role and name in self._absent_since]
-        return min(names, key=lambda name: self._absent_since[name], default=None)
+    def oldest_start(self, role: Role, names: Collection[str]) -> str | None:
+        """Return the one of these workers that has been starting in a role for longest."""
+        of_role = [name for name, start in self._starting.items() if start.role is role and name in names]
+        return min(of_role, key=lambda name: self._starting[name].since, default=None)
+
+    def give_up(self, name: str, now: float) -> None:
+        """Remove a worker that is not ready. The time counts as that of a start: the next one may take as long."""
+        self._took(now - self._starting.pop(name).since)
+        if self._launched is not None:
+            self._launched.discard(name)
+
+    def _took(self, seconds: float) -> None:
+        self._starts = [*self._starts, seconds][-_NUM_STARTS:]
 
 
 def figures(workers: Mapping[str, Facts]) -> WorkerFigures:
@@ -73,7 +117,6 @@ def figures(workers: Mapping[str, Facts]) -> WorkerFigures:
     decode = [one for one in workers.values() if one["role"] == Role.DECODE.value]
     return WorkerFigures(
         num_prefill_legs=sum(one["num_legs"] for one in prefill),
-        hit_rate=_mean(prefill, "prefix_hit_rate") or 0.0,
         step_seconds=_mean(decode, "step_seconds"),
         prefill_seconds_per_token=_mean(prefill, "prefill_seconds_per_token"),
     )
@@ -91,13 +134,16 @@ def cheapest(workers: Iterable[Facts], role: Role, launched: Sequence[tuple[str,
     return None if found is None else str(found["id"])
 
 
-def _signals(role: Role, workers: Sequence[Facts], ages: tuple[float, ...]) -> PoolSignals:
+def _signals(
+    role: Role, workers: Sequence[Facts], ages: tuple[float, ...], keepable: Collection[str]
+) -> PoolSignals:
     ready = [one for one in workers if one["state"] == "serving"]
     is_prefill = role is Role.PREFILL
     return PoolSignals(
         num_ready=len(ready),
         starting_ages=ages,
         num_draining=sum(one["state"] in _DRAINING for one in workers),
+        num_keepable=sum(one["state"] in _KEEPABLE and one["id"] in keepable for one in workers),
         num_changing=sum(one["state"] == "changing" for one in workers),
         num_in_flight=sum(one["num_legs"] if is_prefill else one["num_running"] or 0 for one in ready),
         max_in_flight=sum(one["max_requests"] for one in ready),

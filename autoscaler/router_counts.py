@@ -1,7 +1,7 @@
 """The counts of routers over the last minutes, and the load that they show. Pure: the caller fetches the texts."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,17 +12,23 @@ _PREFIX = "kvbaton_"
 _RATE_SECONDS = 20.0
 _LATENCY_SECONDS = 30.0
 _LENGTH_SECONDS = 180.0
-_P90_OF_MEAN = 2.3
-"""The 90th percentile of exponentially distributed lengths, as a multiple of the mean: routers count no lengths."""
+_FORGOTTEN_SECONDS = 3600.0
+"""The time after which a router that does not answer is taken for one that is gone."""
+_RECENT_SECONDS = 60.0
+_ENOUGH_REQUESTS = 100
+"""If as many requests end within ``_RECENT_SECONDS``, only their lengths count; else those of ``_LENGTH_SECONDS``."""
+_UNCACHED = "request_uncached_prompt_tokens"
 _SUMS = (
     "prompt_tokens_total",
+    f"{_UNCACHED}_sum",
+    f"{_UNCACHED}_count",
     "generation_tokens_total",
     "request_success_total",
     "request_errors_total",
     "num_requests_waiting",
     "num_requests_running",
 )
-_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds")
+_HISTOGRAMS = ("time_to_first_token_seconds", "inter_token_latency_seconds", _UNCACHED)
 
 
 @dataclass(frozen=True)
@@ -54,87 +60,117 @@ def parse_counts(text: str) -> RouterCounts:
 
 @dataclass(frozen=True)
 class WorkerFigures:
-    """Figures of the workers. num_prefill_legs: prompts that are bound to prefill workers. hit_rate: of their caches."""
+    """Figures of the workers. num_prefill_legs: prompts that are bound to prefill workers."""
 
     num_prefill_legs: int = 0
-    hit_rate: float = 0.0
     step_seconds: float | None = None
     prefill_seconds_per_token: float | None = None
 
 
+@dataclass(frozen=True)
+class _Span:
+    """The counts of one router at two times, from ``begin`` on."""
+
+    begin: float
+    before: RouterCounts
+    after: RouterCounts
+
+    def growth(self, name: str) -> float:
+        """Return how much a counter has grown; one of a router that was started again has grown from 0 on."""
+        value = self.after.sums[name]
+        former = self.before.sums[name]
+        return value - former if value >= former else value
+
+    def num_arrived(self) -> float:
+        """Return the requests that have ended, and those that are held more than before."""
+        held = ("num_requests_waiting", "num_requests_running")
+        ended = ("request_success_total", "request_errors_total")
+        more = sum(self.after.sums[name] - self.before.sums[name] for name in held)
+        return more + sum(self.growth(name) for name in ended)
+
+
 @dataclass
 class CountHistory:
-    """Owns the counts of the last minutes, by router. A router that was started again counts from its start on."""
+    """Owns the counts of the last minutes, by router.
 
-    _readings: deque[tuple[float, Mapping[str, RouterCounts]]] = field(default_factory=deque)
+    A router counts from its first reading here on, because its counts may be those of days. One that has not answered
+    for a while counts from the last reading before that. One that does not answer now counts by what was read.
+    """
+
+    _readings: dict[str, deque[tuple[float, RouterCounts]]] = field(default_factory=dict)
+    _now: float = 0.0
+    _last: Mapping[str, RouterCounts] = field(default_factory=dict)
 
     def add(self, now: float, routers: Mapping[str, RouterCounts]) -> None:
         """Add the counts of the routers that have answered. Times never decrease."""
-        self._readings.append((now, routers))
-        while self._readings[0][0] < now - _LENGTH_SECONDS:
-            self._readings.popleft()
+        self._now = now
+        self._last = routers
+        for router, counts in routers.items():
+            self._readings.setdefault(router, deque()).append((now, counts))
+        for router, readings in list(self._readings.items()):
+            while len(readings) > 1 and readings[1][0] < now - _LENGTH_SECONDS:
+                readings.popleft()
+            if readings[-1][0] < now - _FORGOTTEN_SECONDS:
+                del self._readings[router]
 
     def load(self, figures: WorkerFigures) -> LoadSignals | None:
-        """Return the load; None before there are two readings, and if the last one has no router."""
-        if len(self._readings) < 2 or not self._readings[-1][1]:
+        """Return the load; None before a router has answered twice, and if none has answered the last reading."""
+        recent = self._spans(_RATE_SECONDS)
+        if not self._last or not recent:
             return None
-        now, last = self._readings[-1]
-        sums = {name: self._growth(_LENGTH_SECONDS, name) for name in _SUMS}
+        spans = self._length_spans()
+        sums = {name: sum(span.growth(name) for span in spans) for name in _SUMS}
         num_done = sums["request_success_total"]
-        prompt_tokens = sums["prompt_tokens_total"] / num_done if num_done else 0.0
-        uncached = prompt_tokens * (1.0 - figures.hit_rate)
-        num_waiting = sum(counts.sums["num_requests_waiting"] for counts in last.values())
+        num_measured = sums[f"{_UNCACHED}_count"]
+        num_waiting = sum(counts.sums["num_requests_waiting"] for counts in self._last.values())
         num_unbound = max(0, round(num_waiting) - figures.num_prefill_legs)
+        latencies = self._spans(_LATENCY_SECONDS)
         return LoadSignals(
-            arrival_rate=max(0.0, self._num_arrived()) / (now - self._since(_RATE_SECONDS)),
-            prompt_tokens=prompt_tokens,
-            uncached_prompt_tokens=uncached,
-            uncached_prompt_tokens_p90=_P90_OF_MEAN * uncached,
+            arrival_rate=max(0.0, sum(span.num_arrived() / (self._now - span.begin) for span in recent)),
+            prompt_tokens=sums["prompt_tokens_total"] / num_done if num_done else 0.0,
+            uncached_prompt_tokens=sums[f"{_UNCACHED}_sum"] / num_measured if num_measured else 0.0,
+            uncached_prompt_tokens_p90=_p90(spans, _UNCACHED) or 0.0,
             answer_tokens=sums["generation_tokens_total"] / num_done if num_done else 0.0,
-            ttft_p90=self._p90("time_to_first_token_seconds"),
-            itl_p90=self._p90("inter_token_latency_seconds"),
-            queue_seconds=max(counts.queue_seconds for counts in last.values()) if num_unbound else 0.0,
+            ttft_p90=_p90(latencies, "time_to_first_token_seconds"),
+            itl_p90=_p90(latencies, "inter_token_latency_seconds"),
+            queue_seconds=max(counts.queue_seconds for counts in self._last.values()) if num_unbound else 0.0,
             num_waiting=num_unbound,
             step_seconds=figures.step_seconds,
             prefill_seconds_per_token=figures.prefill_seconds_per_token,
         )
 
-    def _num_arrived(self) -> float:
-        """Return the requests that have ended lately, and those that are held more than then."""
-        return sum(
-            self._growth(_RATE_SECONDS, name, is_gauge=name.startswith("num_"))
-            for name in _SUMS
-            if "tokens" not in name
-        )
+    def _spans(self, seconds: float) -> list[_Span]:
+        """Return each router's counts from its first reading of the last ``seconds`` to its last one.
 
-    def _since(self, seconds: float) -> float:
-        """Return the time of the first reading of the last ``seconds``; of the one before, if there is only one."""
-        return self._first(seconds)[0]
+        If there is none in the first half of that time, the one before is the first: what has piled up while a router did
+        not answer is not the load of the moment after it. A router without two readings is left out.
+        """
+        found = []
+        for readings in self._readings.values():
+            num_before = sum(time < self._now - seconds for time, _ in readings)
+            recent = list(readings)[num_before:]
+            if recent and num_before and recent[0][0] > self._now - seconds / 2:
+                recent = list(readings)[num_before - 1 :]
+            if len(recent) > 1:
+                found.append(_Span(recent[0][0], recent[0][1], recent[-1][1]))
+        return found
 
-    def _first(self, seconds: float) -> tuple[float, Mapping[str, RouterCounts]]:
-        now, _ = self._readings[-1]
-        within = [reading for reading in self._readings if reading[0] >= now - seconds]
-        return within[0] if len(within) > 1 else self._readings[-2]
+    def _length_spans(self) -> list[_Span]:
+        """Return the spans whose requests show the lengths: those of the last minute, if enough have ended in it."""
+        recent = self._spans(_RECENT_SECONDS)
+        num_ended = sum(span.growth(f"{_UNCACHED}_count") for span in recent)
+        return recent if num_ended >= _ENOUGH_REQUESTS else self._spans(_LENGTH_SECONDS)
 
-    def _growth(self, seconds: float, name: str, *, is_gauge: bool = False) -> float:
-        _, before = self._first(seconds)
-        total = 0.0
-        for router, counts in self._readings[-1][1].items():
-            value = counts.sums[name]
-            former = before[router].sums[name] if router in before else 0.0
-            total += value - former if is_gauge or value >= former else value
-        return total
 
-    def _p90(self, histogram: str) -> float | None:
-        """Return the 90th percentile of the last seconds, interpolated within its bucket; None without samples."""
-        _, before = self._first(_LATENCY_SECONDS)
-        grown: dict[float, float] = {}
-        for router, counts in self._readings[-1][1].items():
-            former = before[router].buckets[histogram] if router in before else {}
-            for bound, number in counts.buckets[histogram].items():
-                earlier = former.get(bound, 0.0)
-                grown[bound] = grown.get(bound, 0.0) + (number - earlier if number >= earlier else number)
-        return percentile(sorted(grown.items()), 0.9)
+def _p90(spans: Iterable[_Span], histogram: str) -> float | None:
+    """Return the 90th percentile of what was counted, interpolated within its bucket; None without samples."""
+    grown: dict[float, float] = {}
+    for span in spans:
+        former = span.before.buckets[histogram]
+        for bound, number in span.after.buckets[histogram].items():
+            earlier = former.get(bound, 0.0)
+            grown[bound] = grown.get(bound, 0.0) + (number - earlier if number >= earlier else number)
+    return percentile(sorted(grown.items()), 0.9)
 
 
 def percentile(buckets: Sequence[tuple[float, float]], share: float) -> float | None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import aiohttp
 
+from autoscaler.configured_policy import configured_policy
 from autoscaler.controller import Controller
 from autoscaler.local import LocalLauncher
-from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
+from autoscaler.policy import ScalingPolicy
 from autoscaler.timing_model import TimingModel, read_timing
 from contract.errors import SettingError
 from contract.identity import Role
@@ -33,41 +36,43 @@ logger = logging.getLogger(__name__)
 def policy_of(settings: UpSettings) -> ScalingPolicy:
     """Return the policy of ``up --autoscale``. Raises SettingError if the settings contradict each other."""
     num_prefill, num_decode, _ = settings.pools
-    return ScalingPolicy(
-        prefill=PoolBounds(
-            least=num_prefill,
-            most=settings.max_prefill or num_prefill,
-            devices=num_ranks(settings, Role.PREFILL),
-        ),
-        decode=PoolBounds(
-            least=num_decode,
-            most=settings.max_decode or num_decode,
-            devices=num_ranks(settings, Role.DECODE),
-        ),
-        goals=Goals(ttft=settings.ttft_goal_ms / 1e3, itl=settings.itl_goal_ms / 1e3),
-        budget=settings.budget,
-    )
+    least = {Role.PREFILL: num_prefill, Role.DECODE: num_decode}
+    return configured_policy(settings, least, {role: num_ranks(settings, role) for role in least})
 
 
-async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
-    """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling."""
+Measure = Callable[[Facts, RouterAdmin, float], Awaitable[TimingModel]]
+"""(a router's facts, its admin port, seconds of a worker's start) → the times of the service, which it measures."""
+
+
+async def _refuse(_router: Facts, _admin: RouterAdmin, _start_seconds: float) -> TimingModel:
+    raise SettingError("timing is not set: `kvbaton bench --profile` writes a timing file", param="timing")
+
+
+async def run_scaled(settings: UpSettings, when_ready: WhenReady, measure: Measure = _refuse) -> None:
+    """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling.
+
+    measure: called before ``when_ready``, unless there is a timing file.
+    """
     policy = policy_of(settings)
-    if settings.timing is None:
-        raise SettingError("timing is not set: measure one with `kvbaton bench --profile`", param="timing")
-    timing = read_timing(settings.timing)
+    timing = None if settings.timing is None else read_timing(settings.timing)
     model = await asyncio.to_thread(find_model, settings.model)
+    begin = time.monotonic()
+
+    async def times(router: Facts, admin: RouterAdmin) -> TimingModel:
+        return timing or await measure(router, admin, time.monotonic() - begin)
+
     async with until_stopped() as stopped:
         largest = settings.with_largest_pools()
         await asyncio.to_thread(check_memory, largest, model)
         with cluster_secret(settings.secret_file) as secret_file:
-            await _serve(settings, largest, policy, timing, model, secret_file, stopped, when_ready)
+            await _serve(settings, largest, policy, times, model, secret_file, stopped, when_ready)
 
 
 async def _serve(
     settings: UpSettings,
     largest: UpSettings,
     policy: ScalingPolicy,
-    timing: TimingModel,
+    times: Callable[[Facts, RouterAdmin], Awaitable[TimingModel]],
     model: Path,
     secret_file: Path,
     stopped: asyncio.Event,
@@ -87,7 +92,7 @@ async def _serve(
     async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
         async with aiohttp.ClientSession(headers=_admin_headers(settings)) as session:
 
-            def routers() -> list[RouterAdmin]:
+            async def routers() -> list[RouterAdmin]:
                 known = supervisor.facts
                 return [
                     RouterAdmin(known[name]["admin"], session)
@@ -95,8 +100,11 @@ async def _serve(
                     if name in known
                 ]
 
+            admin, *_ = await routers()
+            timing = await times(facts[router_names(settings)[0]], admin)
             controller = asyncio.create_task(
-                Controller(policy, timing, launcher, routers).run(), name="autoscaler"
+                Controller(policy, timing, launcher, routers).run(settings.scaling_interval_seconds),
+                name="autoscaler",
             )
             controller.add_done_callback(_log_end)
             try:

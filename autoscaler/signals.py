@@ -13,7 +13,8 @@ class PoolSignals:
     """The workers of one pool.
 
     num_ready: workers that take requests. starting_ages: seconds since each worker that is not ready yet was ordered.
-    num_draining: workers that end their work and leave. num_changing: workers that were ordered to take another role and
+    num_draining: workers that end their work and leave. num_keepable: those of them that the autoscaler has drained, which
+    may serve again; the others are those of operators. num_changing: workers that were ordered to take another role and
     have not taken it. num_in_flight: prompts that are bound to the ready workers, or answers that they decode.
     max_in_flight: those that they take at once. is_full: none of them takes another one.
     """
@@ -21,6 +22,7 @@ class PoolSignals:
     num_ready: int = 0
     starting_ages: tuple[float, ...] = ()
     num_draining: int = 0
+    num_keepable: int = 0
     num_changing: int = 0
     num_in_flight: float = 0.0
     max_in_flight: int = 0
@@ -60,8 +62,8 @@ class LoadSignals:
 class Signals:
     """Everything that a decision is made from.
 
-    time: seconds on a clock that never goes back. load: None while no router answers. start_seconds: the median time of
-    recent starts of workers; None before the first one.
+    time: seconds on a clock that never goes back. load: None while no router or no launcher answers. start_seconds: the
+    median time of recent starts of workers; None before the first one.
     """
 
     time: float

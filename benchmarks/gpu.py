@@ -18,7 +18,17 @@ import torch
 
 from benchmarks.facts import run_facts
 from benchmarks.gpu_nixl import reads
-from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, LLAMA_PART, QWEN, TINY, TINY_FP8, Ceilings, ModelShape
+from benchmarks.gpu_shapes import (
+    LLAMA,
+    LLAMA_FP8,
+    LLAMA_PART,
+    QWEN,
+    TINY,
+    TINY_FP8,
+    Ceilings,
+    HandOver,
+    ModelShape,
+)
 from benchmarks.gpu_steps import (
     BEST,
     RANDOM,
@@ -39,6 +49,8 @@ PARTS = ("ceilings", "decode", "prefill", "long", "reads", "sums", "service", "h
 class Plan:
     """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each).
 
+    transports: those whose answers are compared with the CPU's.
+
     long: one request behind a long context: a decode, and a short chunk.
 
     fp8_shape: a shape of ``shapes`` with weights in FP8, whose steps are measured as those are.
@@ -46,7 +58,7 @@ class Plan:
 
     device: torch.device
     shapes: tuple[ModelShape, ...]
-    handover_shapes: tuple[ModelShape, ...]
+    handovers: tuple[HandOver, ...]
     fp8_shape: ModelShape
     batches: tuple[int, ...]
     context: int
@@ -60,7 +72,9 @@ class Plan:
 
 
 REAL = Plan(
-    torch.device("cuda", 0), (LLAMA, QWEN), (QWEN, LLAMA_PART), LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048),
+    torch.device("cuda", 0), (LLAMA, QWEN),
+    (HandOver(LLAMA, "nixl"), HandOver(QWEN, "nixl"), HandOver(LLAMA_PART, "tcp"), HandOver(LLAMA_PART, "nixl", True)),
+    LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048),
     (Work(1, 1, 65_535), Work(1, 20, 65_516)), 10, 12,
     ("nixl", "tcp"),
     ceilings=(2**32, 8192), reads=(128, 2**21),
@@ -68,7 +82,7 @@ REAL = Plan(
 DRY = Plan(
     torch.device("cpu"),
     (TINY,),
-    (TINY,),
+    (HandOver(TINY, "shm"), HandOver(TINY, "shm", True)),
     TINY_FP8,
     (1, 3),
     40,
@@ -90,9 +104,7 @@ def main() -> None:
     parser.add_argument(
         "--backends", help="comma-separated names of attention backends; unset: all that are usable"
     )
-    parser.add_argument(
-        "--brief", action="store_true", help="decode: only greedy steps, with graphs where possible"
-    )
+    parser.add_argument("--brief", action="store_true", help="decode: only with graphs where possible")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--dry-run", action="store_true", help="run on the CPU with a tiny shape")
     given = parser.parse_args()
@@ -153,10 +165,7 @@ class Run:
         if part == "handover":
             from benchmarks.gpu_handover import handovers
 
-            for shape in plan.handover_shapes:
-                yield from handovers(
-                    shape, plan.device, plan.prefill.length, plan.num_requests, plan.transports
-                )
+            yield from handovers(plan.handovers, plan.device, plan.prefill.length, plan.num_requests)
         if part in ("decode", "prefill", "long"):
             for shape in self._shapes:
                 yield from self._steps(part, shape)
@@ -212,8 +221,7 @@ class Run:
         """Return how to sample, and whether steps run ahead."""
         if part != "decode":
             return [(BEST, False)]
-        samplings = (BEST,) if self._is_brief else (BEST, RANDOM)
-        return [(sampling, is_ahead) for sampling in samplings for is_ahead in (False, True)]
+        return [(sampling, is_ahead) for sampling in (BEST, RANDOM) for is_ahead in (False, True)]
 
 
 def _bound_seconds(part: str, shape: ModelShape, work: Work, ceilings: Ceilings) -> float:

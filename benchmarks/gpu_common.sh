@@ -1,5 +1,6 @@
 # What each call on a rented machine begins with; sourced from the repository's root.
-# OUT: where results go. .whl/: wheels that the machine lacks, and kernels.zip, FlashInfer's modules built beforehand.
+# OUT: where results go. .whl/: wheels that the machine lacks, and kernels.zip, FlashInfer's modules built beforehand by
+# `python -m benchmarks.gpu_modules .whl/kernels.zip`.
 # DRY_RUN=1: the same calls on a machine without a GPU, with a tiny shape.
 set -uo pipefail
 export OUT=${OUT:-$PWD/.gpu-out} PYTHONUNBUFFERED=1 PYTHONPATH=$PWD
@@ -15,10 +16,15 @@ if [[ -f .whl/kernels.zip ]]; then
     export FLASHINFER_DISABLE_JIT=1 # a module that was not built beforehand is an error, not minutes of compiling
 fi
 
+if (($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1) > 40000000)); then
+    export TMPDIR=/dev/shm # checkpoints in memory
+fi
+
 dry=${DRY_RUN:+--dry-run}
 marker=${DRY_RUN:+not }gpu
 bench=("$python" -m benchmarks.gpu $dry --out "$OUT")
-tests=("$python" -m pytest -c tests/gpu/alone.ini --rootdir . -q -p no:cacheprovider -m "$marker")
+# Each test has a line of its own in the log, so that a failure is known even if the time is over before the summary.
+tests=("$python" -m pytest -c tests/gpu/alone.ini --rootdir . -v -p no:cacheprovider -m "$marker")
 
 failed=0
 patience=${DRY_RUN:+3} # a machine without a GPU may be busy and slow

@@ -124,6 +124,15 @@ class ModelShape:
         return self.vocab_size * self.hidden_size
 
 
+@dataclass(frozen=True)
+class HandOver:
+    """A service to measure. is_converted: its decode worker has larger blocks."""
+
+    shape: ModelShape
+    transport: str
+    is_converted: bool = False
+
+
 LLAMA = ModelShape("llama-3.1-8b", 32, 4096, 32, 8, 128, 14336, 128256, 500_000.0)
 LLAMA_PART = replace(LLAMA, name="llama-3.1-8b, 8 of its 32 layers", num_layers=8, vocab_size=32768)
 """Computing and handing over take the same shares of a layer as in the whole model, which would be loaded for minutes."""

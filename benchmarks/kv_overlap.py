@@ -6,6 +6,7 @@ Real processes (`kvbaton up`), default settings, one request at a time; the figu
 import asyncio
 import statistics
 import tempfile
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import grpc.aio
 
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from tests.service import Answer, counter, generate, running_service
+from tests.service import Answer, Service, counter, generate, running_service
 
 _MAX_WARM_UPS = 3
 _NUM_TOKENS = 32
@@ -35,17 +36,27 @@ async def handed_over(
     transport: str, options: list[str], num_tokens: int, num_requests: int
 ) -> dict[str, Any]:
     """Measure one transport. options: those of `kvbaton up`."""
-    arguments = ["--prefill", "1", "--decode", "1", "--transport", transport, *options]
-    num_warm_ups = min(_MAX_WARM_UPS, num_requests)
     with tempfile.TemporaryDirectory() as folder:
-        async with running_service(Path(folder), *arguments, has_small_pools=False) as service:
-            async with grpc.aio.insecure_channel(service.grpc) as channel:
-                stub: Any = inference_pb2_grpc.InferenceStub(channel)
-                answers = [
-                    await generate(stub, _request(number, num_tokens))
-                    for number in range(num_warm_ups + num_requests)
-                ]
-            num_bytes = counter(await service.metrics("decode"), _BYTES, transport=transport)
+        async with handing_over(Path(folder), transport, options) as service:
+            return await measured(service, transport, num_tokens, num_requests)
+
+
+def handing_over(folder: Path, transport: str, options: list[str]) -> AbstractAsyncContextManager[Service]:
+    """Run a prefill and a decode worker; see ``handed_over``."""
+    arguments = ["--prefill", "1", "--decode", "1", "--transport", transport, *options]
+    return running_service(folder, *arguments, has_small_pools=False)
+
+
+async def measured(service: Service, transport: str, num_tokens: int, num_requests: int) -> dict[str, Any]:
+    """Ask a service one request after the other; see ``handed_over``."""
+    num_warm_ups = min(_MAX_WARM_UPS, num_requests)
+    async with grpc.aio.insecure_channel(service.grpc) as channel:
+        stub: Any = inference_pb2_grpc.InferenceStub(channel)
+        answers = [
+            await generate(stub, _request(number, num_tokens))
+            for number in range(num_warm_ups + num_requests)
+        ]
+    num_bytes = counter(await service.metrics("decode"), _BYTES, transport=transport)
     return _summary(answers[num_warm_ups:]) | {"bytes_per_request": num_bytes / len(answers)}
 
 

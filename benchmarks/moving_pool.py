@@ -53,6 +53,11 @@ class Stream:
         return median(self._gaps()) if len(self.arrivals) > 1 else 0.0
 
     @property
+    def undisturbed_gaps(self) -> list[float]:
+        """The gaps of a stream that was not disturbed, but for the first one: another worker computes the first token."""
+        return self._gaps()[1:]
+
+    @property
     def gaps(self) -> list[Gap]:
         """The gap of each disturbance."""
         return [Gap(began, ended, self._longest(began, ended)) for began, ended in self.disturbed]
@@ -78,7 +83,8 @@ class MovingPool:
         self._router = router
         self._fleet = fleet
         self._path = router._path  # noqa: SLF001 the moves are ordered at chosen tokens
-        self._mover = Mover(self._path.registry, self._path.runs, RouterMetrics().moves)
+        self._moves = RouterMetrics().moves
+        self._mover = Mover(self._path.registry, self._path.runs, self._moves)
         self._results: Counter[MoveResult] = Counter()
 
     def take_results(self) -> Counter[MoveResult]:
@@ -86,6 +92,12 @@ class MovingPool:
         results = self._results
         self._results = Counter()
         return results
+
+    def take_copies(self) -> list[float]:
+        """Return for each move that has succeeded since the last call the seconds in which its bytes were copied."""
+        copies = [record.copying_seconds for record in self._moves.recent]
+        self._moves.recent.clear()
+        return copies
 
     async def ask(
         self, body: dict[str, Any], disturb: Disturb | None = None, every: int = 1, count: int = 0

@@ -6,7 +6,8 @@ The workers (``benchmarks.router_worker``) and the clients are parts of this pro
 seconds are counted, so that other processes change the figures little.
 
 - streams: 64 concurrent streams from a pair that hands over; a worker sends one message a step, with a token of each.
-- completions: answers of two tokens, each on a connection of its own, by one worker and by a pair.
+- completions: answers of two tokens, each on a connection of its own, by one worker and by a pair, for few and for many
+  clients at once.
 - two: twice as many streams over two routers, which share the workers; per CPU second of the router that used more.
 - idle: streams that are open and silent: the router's memory, and its descriptors before, during and after them.
 """
@@ -54,13 +55,14 @@ _CLOSED_DESCRIPTORS = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a run. at_once: concurrent clients. time_limit: seconds for one measurement."""
+    """The sizes of a run. few, many: concurrent clients. time_limit: seconds for one measurement."""
 
     num_streams: int = 64
     num_tokens: int = 500
     step_seconds: float = 0.012
     num_completions: int = 2000
-    at_once: int = 16
+    few: int = 16
+    many: int = 64
     num_idle: int = 10_000
     rounds: int = 3
     time_limit: float = 600.0
@@ -103,8 +105,8 @@ class Bench:
         num_tokens = len(self.routers) * plan.num_streams * plan.num_tokens
         return await self._per_cpu_second(num_tokens, read_all())
 
-    async def completions(self) -> dict[str, float]:
-        """Measure answers of two tokens."""
+    async def completions(self, at_once: int) -> dict[str, float]:
+        """Measure answers of two tokens for so many concurrent clients."""
         left = iter(range(self.plan.num_completions))
 
         async def client() -> None:
@@ -113,7 +115,7 @@ class Bench:
 
         async def all_clients() -> None:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(self.plan.at_once):
+                for _ in range(at_once):
                     tasks.create_task(client())
 
         return await self._per_cpu_second(self.plan.num_completions, all_clients())
@@ -123,7 +125,7 @@ class Bench:
         before = self._process_facts()
         for worker in self.workers:
             worker.idle_after = 1
-        places = asyncio.Semaphore(self.plan.at_once)
+        places = asyncio.Semaphore(self.plan.few)
         opened: list[OpenStream] = []
 
         async def open_one() -> None:
@@ -214,14 +216,17 @@ async def measure_router(plan: Plan, parts: tuple[str, ...] = PARTS) -> dict[str
         figures["completions"] = {}
         for name, roles in (("one_worker", _ALONE), ("pair", _PAIR)):
             async with running_bench(plan, roles) as bench:
-                figures["completions"][name] = await _median(plan, bench.completions)
+                figures["completions"][name] = {
+                    str(at_once): await _median(plan, partial(bench.completions, at_once))
+                    for at_once in (plan.few, plan.many)
+                }
     if "two" in parts:
         figures["two"] = {}
         for num_routers in (1, 2):
             async with running_bench(plan, _PAIR, num_routers=num_routers) as bench:
                 figures["two"][str(num_routers)] = await _median(plan, bench.shared)
     if "idle" in parts:
-        most = str(plan.num_idle + plan.at_once)
+        most = str(plan.num_idle + plan.few)
         limits = ("--max-connections", most, "--max-connections-per-address", most)
         async with running_bench(plan, _ALONE, *limits) as bench:
             figures["idle"] = await bench.idle()
@@ -242,8 +247,9 @@ def table(figures: dict[str, Any]) -> str:
         for way, found in figures.get("streams", {}).items()
     ]
     rows += [
-        (f"answers of two tokens, {name.replace('_', ' ')}", f"{found['median']:,.0f}")
-        for name, found in figures.get("completions", {}).items()
+        (f"answers of two tokens, {name.replace('_', ' ')}, {at_once} clients", f"{found['median']:,.0f}")
+        for name, ways in figures.get("completions", {}).items()
+        for at_once, found in ways.items()
     ]
     if two := figures.get("two"):
         one, both = (two[number]["median"] for number in ("1", "2"))

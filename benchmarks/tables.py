@@ -12,13 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engine, interference, router, router_decisions, service_speed, steps
+from benchmarks import autoscale_figures, engine, interference, router, router_decisions, service_speed, steps
 from benchmarks.facts import RESULTS
 
 COLUMNS = 100
 PAGE = Path(__file__).parents[1] / "docs" / "performance.md"
 _TABLE = re.compile(r"(<!-- table: (\w+?)_([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "autoscale": autoscale_figures.table,
     "engine": engine.table,
     "service": service_speed.table,
     "interference": interference.table,
@@ -30,15 +31,17 @@ _WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def main(arguments: list[str], page: Path = PAGE, results: Path = RESULTS) -> int:
     """Write the page, or with ``--check`` only compare; return 1 if it does not match the results."""
-    wanted = filled(page.read_text(), results)
-    if arguments != ["--check"]:
-        page.write_text(wanted)
-    is_same = page.read_text() == wanted
+    is_check = arguments == ["--check"]
+    return write_page(page, filled(page.read_text(), results), "benchmarks.tables", is_check=is_check)
+
+
+def write_page(page: Path, expected: str, module: str, *, is_check: bool) -> int:
+    """Write a page, or only compare it; return 1 and name the module that writes it if it is not as expected."""
+    if not is_check:
+        page.write_text(expected)
+    is_same = page.read_text() == expected
     if not is_same:
-        print(
-            f"docs/{page.name} does not match the results: run `python -m benchmarks.tables`",
-            file=sys.stderr,
-        )
+        print(f"docs/{page.name} does not match the results: run `python -m {module}`", file=sys.stderr)
     return 0 if is_same else 1
 
 

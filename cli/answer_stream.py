@@ -37,7 +37,7 @@ async def stream_chat(endpoint: Endpoint, body: Mapping[str, Any], on_text: OnTe
             session.post(f"{url}/v1/chat/completions", json=payload) as response,
         ):
             if response.status != 200:
-                raise await _error_of(url, response)
+                raise await error_of(url, response)
             with openai_shape(url):
                 return await _collect(url, response, on_text)
     except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -50,7 +50,7 @@ async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) 
     began = time.monotonic()
     answer = StreamedAnswer("", "", 0, 0, {})
     pieces: list[str] = []
-    async for event in _events(url, response):
+    async for event in events(url, response):
         if usage := event.get("usage"):
             answer = replace(
                 answer,
@@ -68,7 +68,7 @@ async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) 
     return replace(answer, text="".join(pieces))
 
 
-async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
+async def events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yield the events of the stream. Raises KvbatonError for an error event, UnavailableError when it ends too early."""
     async for line in response.content:
         data = line.decode().strip().removeprefix("data:").strip()
@@ -83,7 +83,8 @@ async def _events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[d
     raise UnavailableError(f"{url}: the connection closed before the end of the answer")
 
 
-async def _error_of(url: str, response: aiohttp.ClientResponse) -> KvbatonError:
+async def error_of(url: str, response: aiohttp.ClientResponse) -> KvbatonError:
+    """Return the error of a response whose status is not 200, in one line."""
     try:
         reply = await response.json(content_type=None)
         message = str(reply["error"]["message"])

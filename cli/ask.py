@@ -31,6 +31,15 @@ class Answer:
 
 async def served_model(endpoint: Endpoint) -> str:
     """Return the id of the first served model. Raises UnavailableError when the service cannot be reached or serves none."""
+    name, _ = await served_length(endpoint)
+    return name
+
+
+async def served_length(endpoint: Endpoint) -> tuple[str, int | None]:
+    """Return the id of the first served model, and its longest prompt and answer in tokens if the service has one.
+
+    Raises UnavailableError when the service cannot be reached or serves none.
+    """
     url = endpoint.url
     async with endpoint.open_session() as session:
         reply = await _json(url, session.get(f"{url.rstrip('/')}/v1/models"))
@@ -38,7 +47,7 @@ async def served_model(endpoint: Endpoint) -> str:
         models = reply["data"]
         if not models:
             raise UnavailableError(f"{url} serves no model yet; try again when its workers are ready")
-        return str(models[0]["id"])
+        return str(models[0]["id"]), models[0].get("max_model_len")
 
 
 async def ask_http(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> Answer:

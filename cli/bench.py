@@ -7,7 +7,7 @@ import aiohttp
 
 from autoscaler.timing_model import write_timing
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
-from cli.profile import Profiler
+from cli.profile import profile
 from launch.arguments import parse
 from launch.client_settings import BenchSettings
 from launch.local_cluster import run_local
@@ -40,10 +40,10 @@ async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str) -> N
     key = settings.admin_key
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with aiohttp.ClientSession(headers=headers) as session:
-        pool = await RouterAdmin(admin, session).pool()
-    async with endpoint.open_session(max_connections=0) as session:
-        profiler = Profiler(endpoint, session, pool, settings.seed)
-        model = await profiler.measure(settings.start_seconds, settings.longest_prompt, _note)
+        router = RouterAdmin(admin, session)
+        model = await profile(
+            endpoint, router, settings.start_seconds, settings.longest_prompt, _note, settings.seed
+        )
     write_timing(settings.output, model)
     print(f"{settings.output} is written", flush=True)
 

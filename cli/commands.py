@@ -41,5 +41,6 @@ COMMANDS = {
     "prefill": Command("cli.workers:prefill", _SERVICE, "start one prefill worker"),
     "decode": Command("cli.workers:decode", _SERVICE, "start one decode worker"),
     "both": Command("cli.workers:both", _SERVICE, "start one aggregated worker"),
+    "autoscaler": Command("cli.autoscaler:autoscaler", _SERVICE, "scale the workers of a Compose project"),
 }
 """Command by name, in the order of the help."""

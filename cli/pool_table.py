@@ -47,8 +47,9 @@ def pool_view(pool: Mapping[str, Any], console: Console, *, remark: str = "") ->
     """Return the whole view of a router's list. remark: shown in red below the service's own figures."""
     workers = sorted(pool["workers"], key=lambda worker: (_place(worker["role"]), worker["id"]))
     remarks = [Text(remark, style="bold red")] if remark else []
+    scaling = _scaling(pool.get("pools", {}))
     table = _table(workers, console) if workers else Text("no worker is attached", style="yellow")
-    return Group(_heading(pool, workers), *remarks, table)
+    return Group(_heading(pool, workers), *scaling, *remarks, table)
 
 
 def _place(role: str) -> int:
@@ -73,6 +74,26 @@ def _pressure(pools: Mapping[str, Mapping[str, Any]]) -> str:
     known = [(role, pools[role]["scaling_pressure"]) for role in _ROLES if role in pools]
     shown = " + ".join(f"{pressure:.2f} {role}" for role, pressure in known if pools[role]["num_workers"])
     return f"pressure {shown}" if shown else ""
+
+
+def _scaling(pools: Mapping[str, Mapping[str, Any]]) -> list[Text]:
+    """Return a line with the workers that serve beside the desired ones; none without an autoscaler."""
+    shown = [
+        f"{pools[role]['num_serving']} of {pools[role]['desired_workers']} {role} ({_reason(pools[role])})"
+        for role in _ROLES
+        if "desired_workers" in pools.get(role, {})
+    ]
+    return [Text(f"autoscaler: serving {' + '.join(shown)}", style="bold")] if shown else []
+
+
+def _reason(pool: Mapping[str, Any]) -> str:
+    """Return the reason of a decision, and what keeps the pool from the number that it needs."""
+    reason = str(pool["scaling_reason"])
+    if not (held := pool["scaling_held_workers"]):
+        return reason
+    number = f"{abs(held)} {'more' if held > 0 else 'fewer'}"
+    by = pool["scaling_held_by"]
+    return f"{number} held: {by}" if by == reason else f"{reason}, {number} held: {by}"
 
 
 def _table(workers: list[Worker], console: Console) -> Table:

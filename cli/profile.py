@@ -1,15 +1,17 @@
 """Measures the times of a running service, for the timing model of the autoscaler.
 
-The router splits the time of each answer (``Server-Timing``): the prompt's computation, the wait for its KV, and the steps
-of its answer. So requests from outside suffice, whatever the workers run on. Nothing else may use the service meanwhile.
+The service splits the time of each answer (``timings``): the prompt's computation, the wait for its KV, and the steps of
+its answer. So requests from outside suffice, whatever the workers run on. Nothing else may use the service meanwhile.
+Answers are streamed, and each decode worker continues one while prompts are measured: as in use, where workers that share
+cores slow each other down.
 """
 
 import asyncio
 import random
-import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,19 +19,36 @@ import aiohttp
 
 from autoscaler.fitting import PromptSample, StepSample, fit_prefill, fit_step, fit_transfer
 from autoscaler.timing_model import TimingModel
-from cli.ask import served_model
+from cli.answer_stream import error_of, events
+from cli.ask import served_length
 from cli.endpoint import Endpoint
 from contract.errors import KvbatonError, SettingError, UnavailableError
 from contract.identity import Role
+from launch.router_admin import RouterAdmin
 
 _SHORTEST = 16
 _ANSWER_TOKENS = 64
 _ROUNDS = 5
 _LARGEST_BATCH = 64
-_TIMING = re.compile(r"(\w+);dur=([0-9.]+)")
+_READY_SECONDS = 30.0
+_PAUSE_SECONDS = 0.1
 
 Note = Callable[[str], None]
 """Called with a line about each measurement."""
+
+
+async def profile(
+    endpoint: Endpoint,
+    admin: RouterAdmin,
+    start_seconds: float,
+    longest: int,
+    note: Note,
+    seed: int = 0,
+) -> TimingModel:
+    """Measure a service that nothing else uses; see ``Profiler.measure``. admin: of one of its routers."""
+    pool = await _ready_pool(admin)
+    async with endpoint.open_session(max_connections=0) as session:
+        return await Profiler(endpoint, session, pool, seed).measure(start_seconds, longest, note)
 
 
 @dataclass(frozen=True)
@@ -55,6 +74,7 @@ class Profiler:
         self._endpoint = endpoint
         self._session = session
         self._decode = _workers_for(Role.DECODE, pool)
+        self._has_pairs = all(worker["role"] == Role.DECODE.value for worker in self._decode)
         self._random = random.Random(seed)
         self._tokens_per_word = 1.0
         self._model = ""
@@ -62,12 +82,16 @@ class Profiler:
     async def measure(self, start_seconds: float, longest: int, note: Note) -> TimingModel:
         """Measure prompts and batches, and return the model that fits them. start_seconds: taken over as it is.
 
-        longest: tokens of the longest prompt. Raises KvbatonError for an error of the service.
+        longest: tokens of the longest prompt; half of the model's length if that is less. Raises KvbatonError for an error
+        of the service.
         """
-        self._model = await served_model(self._endpoint)
+        self._model, length = await served_length(self._endpoint)
+        if length is not None:
+            longest = max(_SHORTEST, min(longest, length // 2))
         first = await self._ask(16, 2)
         self._tokens_per_word = first.num_prompt_tokens / 16
-        prompts = [await self._prompt(tokens, note) for tokens in _lengths(longest)]
+        async with self._answers_beside(longest):
+            prompts = [await self._prompt(tokens, note) for tokens in _lengths(longest)]
         steps = [
             await self._step(size, tokens, note)
             for tokens in (_SHORTEST, longest // 2)
@@ -93,6 +117,28 @@ class Profiler:
         note(f"a prompt of {measured[0].num_prompt_tokens} tokens: {1e3 * prefill:.1f} ms")
         return PromptSample(measured[0].num_prompt_tokens, prefill, transfer)
 
+    @asynccontextmanager
+    async def _answers_beside(self, num_tokens: int) -> AsyncIterator[None]:
+        """Have each decode worker continue one answer; none where the workers compute the prompts themselves.
+
+        num_tokens: of each answer; when it ends, another one begins. Raises the error that one of them ended with.
+        """
+
+        async def answer() -> None:
+            while True:
+                await self._ask(self._num_words(_SHORTEST), num_tokens)
+
+        answers = [asyncio.create_task(answer()) for _ in self._decode if self._has_pairs]
+        try:
+            yield
+        finally:
+            for task in answers:
+                task.cancel()
+            ends = await asyncio.gather(*answers, return_exceptions=True)
+        for error in ends:
+            if isinstance(error, Exception):
+                raise error
+
     async def _step(self, size: int, num_tokens: int, note: Note) -> StepSample:
         """Measure the steps of at most ``size`` answers on each decode worker: some begin when others have ended."""
         words = self._num_words(num_tokens)
@@ -114,27 +160,50 @@ class Profiler:
         return max(2, round(num_tokens / self._tokens_per_word))
 
     async def _ask(self, num_words: int, num_answer_tokens: int) -> _Measured:
-        """Answer a prompt of random words, which no cache has."""
+        """Stream the answer to a prompt of random words, which no cache has."""
+        url = self._endpoint.url
         body = {
             "model": self._model,
             "prompt": " ".join(str(self._random.randrange(10)) for _ in range(num_words)),
             "max_tokens": num_answer_tokens,
             "temperature": 0,
             "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "timings": True,
         }
-        url = f"{self._endpoint.url}/v1/completions"
         try:
-            async with self._session.post(url, json=body, headers={"x-kvbaton-timings": "true"}) as reply:
-                content = await reply.json(content_type=None)
-                header = reply.headers.get("Server-Timing", "")
+            async with self._session.post(f"{url}/v1/completions", json=body) as reply:
+                if reply.status != 200:
+                    raise await error_of(url, reply)
+                return await _measured(url, reply)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UnavailableError(f"{self._endpoint.url} does not answer: {error}") from error
-        if reply.status != 200:
-            raise KvbatonError(f"{self._endpoint.url} answers with status {reply.status}: {content}")
-        parts = {name: float(value) / 1e3 for name, value in _TIMING.findall(header)}
-        if not parts:
-            raise KvbatonError(f"{self._endpoint.url} sends no Server-Timing: it is no kvbaton service")
-        return _Measured(content["usage"]["prompt_tokens"], parts, time.monotonic())
+            raise UnavailableError(f"{url} does not answer: {error}") from error
+
+
+async def _measured(url: str, reply: aiohttp.ClientResponse) -> _Measured:
+    timings: dict[str, Any] | None = None
+    num_prompt_tokens: int | None = None
+    async for event in events(url, reply):
+        timings = event.get("kvbaton", {}).get("timings", timings)
+        num_prompt_tokens = (event.get("usage") or {}).get("prompt_tokens", num_prompt_tokens)
+    if timings is None or num_prompt_tokens is None:
+        raise KvbatonError(f"{url} sends no timings: it is no kvbaton service")
+    parts = {name: float(timings[name]) for name in ("prefill", "transfer", "decode")}
+    return _Measured(num_prompt_tokens, parts, time.monotonic())
+
+
+async def _ready_pool(admin: RouterAdmin) -> dict[str, Any]:
+    """Return what a router lists, when each decode worker accepts requests. Raises UnavailableError after half a minute."""
+    end = time.monotonic() + _READY_SECONDS
+    while True:
+        pool = await admin.pool()
+        slow = [worker["id"] for worker in _workers_for(Role.DECODE, pool) if not worker["max_requests"]]
+        if not slow:
+            return pool
+        if time.monotonic() > end:
+            raise UnavailableError(f"worker {slow[0]} accepts no requests: there is nothing to measure")
+        await asyncio.sleep(_PAUSE_SECONDS)
 
 
 def _num_beside(one: _Measured, answers: Sequence[_Measured]) -> float:

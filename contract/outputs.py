@@ -40,6 +40,7 @@ class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
 
     exposed_seconds: from the last published range to the last verified byte. hidden_seconds: time of copying before that.
     num_bytes: bytes transferred. num_pieces: number of copies, sequential or concurrent. copying_seconds: their total time.
+    waiting_seconds: from the request for the KV to the last published range, which is the sender's part.
     """
 
     exposed_seconds: float = 0.0
@@ -47,6 +48,7 @@ class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
     num_bytes: int = 0
     num_pieces: int = 0
     copying_seconds: float = 0.0
+    waiting_seconds: float = 0.0
 
 
 class RequestTimings(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -83,7 +83,9 @@ class EngineClient(Protocol):
         """
 
     async def prepare(self, request: EngineRequest) -> None:
-        """Compile the grammar of a request that may be added later, and wait until that is over, even if it has failed.
+        """Compile the grammar of a request that may be added later, and connect to the worker that it comes from.
+
+        Returns when that is over, even if it has failed.
 
         Raises InvalidRequestError, OverloadedError, UnavailableError.
         """

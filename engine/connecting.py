@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from contract.layout import Side
 from contract.requests import EngineRequest, ReceiveTransfer
-from engine.connector import ConnectorFactory, ExpectsRequests, SchedulerConnector, ShowsProgress
+from engine.connector import ConnectorFactory, SchedulerConnector, ShowsProgress
+from engine.expecting import ExpectsRequests
 
 if TYPE_CHECKING:
     from engine.executors.executor import Executor
@@ -45,6 +46,13 @@ class EngineConnector:
         """Ask for the KV of a request that will be added, if it needs any. From any thread."""
         if self._expecting is not None and isinstance(request.transfer, ReceiveTransfer):
             self._expecting.expect(request)
+
+    def connect(self, request: EngineRequest, then: Callable[[], None]) -> None:
+        """Connect to the worker that a request's KV will come from, if any; from any thread. ``then``: it is over."""
+        if self._expecting is not None and isinstance(request.transfer, ReceiveTransfer):
+            self._expecting.connect(request.transfer, then)
+        else:
+            then()
 
     def drop_expected(self, request: EngineRequest) -> None:
         """Stop fetching what was expected for a request, unless it was added."""

@@ -141,20 +141,6 @@ class ReceiverConnector(Protocol):
         """Return whether a fetch is over that is not in ``finished_recving`` yet; from any thread, within ``wake`` too."""
 
 
-@runtime_checkable
-class ExpectsRequests(Protocol):
-    """A ``ReceiverConnector`` that can fetch for a request before it is added to the scheduler."""
-
-    def expect(self, request: EngineRequest) -> None:
-        """Ask for the KV of a request for which ``start_fetch`` or ``drop_expected`` follows; from any thread.
-
-        ``take_events`` returns no event of it before. Raises InternalError for one whose KV is being fetched already.
-        """
-
-    def drop_expected(self, key: str) -> None:
-        """Stop fetching for a request that is not added after all; ignores one without ``expect``, or that was added."""
-
-
 class SchedulerConnector(Protocol):
     """The half beside the scheduler. Called from one thread; no call blocks or does I/O."""
 
@@ -245,10 +231,7 @@ class HostRow(Protocol):
 
 @runtime_checkable
 class LandsDirectly(KVMemory, Protocol):
-    """A pool that a library may write without host memory in between; block i is at ``address`` + i · block_bytes.
-
-    pool: the tensor.
-    """
+    """A pool, a tensor, that a library may write without host memory in between; block i is at address + i · block_bytes."""
 
     pool: Any
 
@@ -259,6 +242,10 @@ class LandsDirectly(KVMemory, Protocol):
     @property
     def address(self) -> int:
         """The address of the pool, in its device's memory."""
+
+    @property
+    def is_written(self) -> bool:
+        """True if a ``commit`` would wait for nothing."""
 
     def begin_reading(self, block_ids: Sequence[int], start: int, end: int) -> HostParts:
         """Begin to copy bytes ``start``..``end`` - 1 of each block to host memory."""
@@ -281,10 +268,7 @@ class LandsDirectly(KVMemory, Protocol):
         """Start operations on this pool beside the steps of the engine; return what waits for their end."""
 
     def wait_until_unused(self) -> None:
-        """Wait for the steps that were launched before: they may use blocks that are written from now on.
-
-        Blocks that a library writes need a ``commit`` as others do, after which nothing is written.
-        """
+        """Wait for the steps that were launched before: they may use blocks that a library or a copy writes now."""
 
 
 class LayerWatch(Protocol):

@@ -186,12 +186,14 @@ class EngineCore:
         hand_off(self.scheduler, order)
 
     def prepare(self, request: EngineRequest, then: Callable[[], None]) -> None:
-        """Compile the grammar of a request that may come. ``then`` is called in any thread when it is over, before ``wake``.
+        """Compile the grammar of a request that may come, and connect to the worker that it comes from.
 
-        Raises the error with which the request would be rejected; then nothing follows.
+        ``then`` is called in any thread when that is over, before ``wake``. Raises the error with which the request would be
+        rejected; then nothing follows.
         """
         _check(request, self.info)
-        self.scheduler.intake.prepare(request, then)
+        then_wake = partial(_in_turn, then, self._wake)
+        self.scheduler.intake.prepare(request, partial(self._connector.connect, request, then_wake))
 
     def take_urgent(self) -> dict[int, list[EngineOutput]]:
         """Return the outputs until now, by client index, if one of them is to be sent before the next step."""
@@ -241,3 +243,8 @@ def _check_in_time(order: HandOff, seconds_late: float) -> None:
         raise DeadlineError(
             f"request {order.key} is not handed off: the order came {seconds_late:.3f} s too late"
         )
+
+
+def _in_turn(*calls: Callable[[], None]) -> None:
+    for call in calls:
+        call()

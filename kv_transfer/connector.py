@@ -13,6 +13,7 @@ from typing import Any
 from contract.errors import ErrorKind, KvbatonError
 from contract.layout import Side
 from engine.connector import ConnectorPair, RanksConnector, SingleRankConnector
+from kv_transfer.control.connecting import ConnectionsAhead
 from kv_transfer.control.early_fetches import EarlyFetches
 from kv_transfer.control.fetch_effects import FetchPorts
 from kv_transfer.control.fetching import FetchTransfers
@@ -88,7 +89,7 @@ class ControlHalf:
                 chooser.alternatives,
             ),
         )
-        self.receiver = EarlyFetches(fetches)
+        self.receiver = EarlyFetches(fetches, ConnectionsAhead(links.dial_and_send, data.connect_ahead))
         self._worker = worker
         self._links = links
         self._data = data
@@ -145,7 +146,7 @@ class ControlHalf:
     def link_up(self, ref: PeerRef, session: Session, resume: Callable[[], None]) -> bool:
         """Use a link whose peer has authenticated. False: not every rank serves the peer before ``resume`` is called."""
         if ref.is_dialed:
-            self.receiver.fetches.link_up(ref, session)
+            self.receiver.connections.link_up(ref, self.receiver.fetches.link_up(ref, session))
             return True
         return self._data.sessions.begin(session.token, resume)
 
@@ -156,6 +157,7 @@ class ControlHalf:
             source = self.receiver.fetches.link_down(ref, kind, error.message)
             if source is not None:
                 self._half.leave(source)
+            self.receiver.connections.link_down(ref)
             return
         self.sender.on_peer_gone(ref.boot_id, error.message)
         if session is not None:

@@ -49,7 +49,8 @@ class OfflineService:
         self._ready: Future[tuple[Pipeline, ModelCard]] = Future()
         self._is_closed = False
         self._closing = threading.RLock()
-        self._loop = asyncio.new_event_loop()
+        # Another kind of loop may not start processes in a group of their own.
+        self._loop = asyncio.SelectorEventLoop()
         self._stopped = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="kvbaton-llm", daemon=True)
         self._thread.start()

@@ -3,6 +3,10 @@
 A child gets ``--ready-fd N --parent-pid P``. It writes one JSON line to N when it is ready (its addresses and its pid),
 and asks the kernel to end it with P. It leads a process group of its own, so that a Ctrl-C in the
 terminal reaches the supervisor alone, and nothing that the child started outlives it.
+
+It stays in the supervisor's session. Linux may divide the processors among sessions, however many threads of each wait
+(autogroup in sched(7)). With a session for each child, threads that deliver tokens waited up to a second while those of
+another session had both processors (docs/log.md, 2026-11-27).
 """
 
 import asyncio
@@ -107,7 +111,7 @@ async def start_child(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
                 *extra,
                 stdin=asyncio.subprocess.DEVNULL,
                 pass_fds=(write_fd,),
-                start_new_session=True,
+                process_group=0,
                 env=spec.env,
             )
             kept.pop_all()

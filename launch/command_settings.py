@@ -26,6 +26,7 @@ _PLACES = {
     "prefill": "launch.worker_settings:PrefillCommand",
     "decode": "launch.worker_settings:DecodeCommand",
     "both": "launch.worker_settings:BothCommand",
+    "autoscaler": "launch.autoscaler_settings:AutoscalerCommand",
 }
 
 

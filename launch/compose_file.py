@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,14 +11,18 @@ from jinja2 import Environment, StrictUndefined
 
 from contract.errors import SettingError
 from contract.identity import Role
+from launch.arguments import to_arguments
 from launch.compose_settings import ComposeSettings
 from launch.model import find_model
 from launch.settings import DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
 _TEMPLATE = ROOT / "docker" / "compose.yaml.jinja"
+_SOCKET = Path("/var/run/docker.sock")
 _PATH = re.compile(r"[\w./+@,=-]+")
 """Paths that neither YAML nor Compose reads as something else."""
+_LAW = ("budget", "scaling_interval_seconds", "shrink_after_seconds")
+"""Settings that only the autoscaler reads."""
 
 
 class GpuWorker(NamedTuple):
@@ -26,6 +31,18 @@ class GpuWorker(NamedTuple):
     service: str
     role: str
     place: str
+
+
+class Scaling(NamedTuple):
+    """The autoscaler's service. flags: of its command. timing: path of the timing file. places: of each role on GPUs.
+
+    group: that of the engine's socket on this machine.
+    """
+
+    flags: list[str]
+    timing: str
+    places: dict[str, str]
+    group: int
 
 
 def compose_text(settings: ComposeSettings) -> str:
@@ -51,9 +68,34 @@ def compose_text(settings: ComposeSettings) -> str:
         docker=_relative(_TEMPLATE.parent, settings.output),
         model=model,
         ranks=settings.tensor_parallel_size,
-        prefill=places[Role.PREFILL],
-        decode=places[Role.DECODE],
-        gpu_workers=[worker for role, taken in places.items() for worker in _gpu_workers(role.value, taken)],
+        num_workers=sum(map(len, places.values())),
+        replicas={"prefill": settings.least_prefill, "decode": settings.least_decode},
+        gpu_workers=[
+            worker
+            for role, taken in places.items()
+            for worker in _gpu_workers(role.value, taken[:1] if settings.autoscale else taken)
+        ],
+        goals={name: getattr(settings, name) for name in _changed(settings, ("ttft_goal_ms", "itl_goal_ms"))},
+        scaling=_scaling(settings, places) if settings.autoscale else None,
+    )
+
+
+def _scaling(settings: ComposeSettings, places: dict[Role, list[int]]) -> Scaling:
+    """Return what the template needs of an autoscaler. Raises SettingError for a timing file that containers cannot read."""
+    if settings.timing is None:
+        raise SettingError(
+            "timing is not set: `kvbaton bench --profile` writes a timing file", param="timing"
+        )
+    if not settings.timing.is_file():
+        raise SettingError(f"timing {settings.timing} is not a file", param="timing")
+    least = {Role.PREFILL: settings.least_prefill, Role.DECODE: settings.least_decode}
+    flags = [f"--{role.value}={least[role]}:{len(taken)}" for role, taken in places.items()]
+    given = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in _changed(settings, _LAW)]
+    return Scaling(
+        flags=[*flags, *given],
+        timing=_checked(str(settings.timing.resolve()), "timing"),
+        places={role.value: ",".join(map(str, taken)) for role, taken in places.items()},
+        group=_SOCKET.stat().st_gid if _SOCKET.is_socket() else 0,
     )
 
 
@@ -68,11 +110,24 @@ def _gpu_workers(role: str, places: list[int]) -> list[GpuWorker]:
 
 def _flags(settings: ComposeSettings) -> list[str]:
     """Return the flags that the file depends on, where they are not the defaults."""
-    names = ("prefill", "decode", "prefill_devices", "decode_devices", "tensor_parallel_size", "model")
-    defaults = {name: type(settings).model_fields[name].default for name in names}
-    values = {name: getattr(settings, name) for name in names}
-    given = {name: value for name, value in values.items() if value != defaults[name]}
-    return [f"--{name.replace('_', '-')} {shlex.quote(str(value))}" for name, value in given.items()]
+    names = (
+        "autoscale",
+        "prefill",
+        "max_prefill",
+        "decode",
+        "max_decode",
+        "prefill_devices",
+        "decode_devices",
+    )
+    more = ("tensor_parallel_size", "timing", "ttft_goal_ms", "itl_goal_ms", "model")
+    given = {name: getattr(settings, name) for name in _changed(settings, (*names, *_LAW, *more))}
+    return [shlex.quote(word) for word in to_arguments(given)]
+
+
+def _changed(settings: ComposeSettings, names: Iterable[str]) -> list[str]:
+    """Return those of the settings that do not have their default."""
+    fields = type(settings).model_fields
+    return [name for name in names if getattr(settings, name) != fields[name].default]
 
 
 def _relative(path: Path, output: Path) -> str:

@@ -10,7 +10,8 @@ from contract.errors import SettingError
 from contract.identity import Role
 from engine.options import RankOptions
 from launch.devices import parse_devices
-from launch.settings import LogLevel, PairSettings
+from launch.scaling_settings import AutoscaleSettings
+from launch.settings import LogLevel
 
 
 def _check_output(path: Path) -> Path:
@@ -20,15 +21,18 @@ def _check_output(path: Path) -> Path:
     return path
 
 
-class ComposeSettings(RankOptions, PairSettings):
+class ComposeSettings(RankOptions, AutoscaleSettings):
     """Write a Docker Compose file: a router, workers on the CPU (profile cpu) or on GPUs (gpu), and monitoring.
 
     The images are built from this checkout, which the file refers to. Without lists of GPUs the workers take GPU 0, 1, ...
+    With --autoscale a service of the file starts and removes workers as the load changes; lists of GPUs are then those
+    that a role may take (docs/autoscaling.md).
 
     Examples:
       kvbaton compose --prefill 1 --decode 2
       kvbaton compose --prefill-devices 0,1 --decode-devices 2-7 --model models/llama
       kvbaton compose --prefill-devices 0-3 --decode-devices 4-7 --tensor-parallel-size 2
+      kvbaton compose --autoscale --prefill-devices 0,1 --decode-devices 2-7 --timing timing.json --ttft-goal-ms 500
     """
 
     output: Annotated[Path, AfterValidator(_check_output)] = Path("compose.yaml")
@@ -39,7 +43,7 @@ class ComposeSettings(RankOptions, PairSettings):
     """Lowest level of the log records that are written."""
 
     def places(self) -> dict[Role, list[int]]:
-        """Return the places of each role's workers: on place k, a worker has the GPUs from k * tensor_parallel_size on.
+        """Return the places of each role's largest pool: on place k, a worker has the GPUs from k * tensor_parallel_size on.
 
         Raises SettingError for lists of GPUs that cannot be divided so, or that contradict the numbers of workers.
         """
@@ -49,19 +53,22 @@ class ComposeSettings(RankOptions, PairSettings):
                 f"{missing} is not set: list the GPUs of both roles, or of none", param=missing
             )
         if self.prefill_devices is None or self.decode_devices is None:
-            num_prefill = _number("prefill", self.prefill)
-            num_decode = _number("decode", self.decode)
-            places = list(range(num_prefill + num_decode))
-            return {Role.PREFILL: places[:num_prefill], Role.DECODE: places[num_prefill:]}
-        prefill = self._listed("prefill", self.prefill_devices, self.prefill)
-        decode = self._listed("decode", self.decode_devices, self.decode)
+            _refuse_empty(self.least_prefill, "prefill")
+            _refuse_empty(self.least_decode, "decode")
+            places = list(range(self.most_prefill + self.most_decode))
+            return {Role.PREFILL: places[: self.most_prefill], Role.DECODE: places[self.most_prefill :]}
+        prefill = self._listed("prefill", self.prefill_devices, self.prefill, self.max_prefill)
+        decode = self._listed("decode", self.decode_devices, self.decode, self.max_decode)
         if both := set(prefill) & set(decode):
             gpu = min(both) * self.tensor_parallel_size
             raise SettingError(f"decode_devices has GPU {gpu}, as prefill_devices", param="decode_devices")
         return {Role.PREFILL: prefill, Role.DECODE: decode}
 
-    def _listed(self, role: str, text: str, number: int | None) -> list[int]:
-        """Return the places of the workers of a role whose GPUs are listed. number: of workers, if it is given."""
+    def _listed(self, role: str, text: str, number: int | None, most: int | None) -> list[int]:
+        """Return the places of the workers of a role whose GPUs are listed.
+
+        number, most: of its workers, if they are given.
+        """
         name = f"{role}_devices"
         size = self.tensor_parallel_size
         devices = parse_devices(text)
@@ -74,14 +81,19 @@ class ComposeSettings(RankOptions, PairSettings):
                     f" side, the first one a multiple of {size}",
                     param=name,
                 )
-        if number is not None and number != len(groups):
+        _refuse_empty(number, role)
+        fixed, param = (number, role) if not self.autoscale else (most, f"max_{role}")
+        if fixed is not None and fixed != len(groups):
+            raise SettingError(
+                f"{param} is {fixed}, and {name} has GPUs for {len(groups)} workers", param=param
+            )
+        if number is not None and number > len(groups):
             raise SettingError(
                 f"{role} is {number}, and {name} has GPUs for {len(groups)} workers", param=role
             )
         return [group[0] // size for group in groups]
 
 
-def _number(role: str, number: int | None) -> int:
+def _refuse_empty(number: int | None, role: str) -> None:
     if number == 0:
         raise SettingError(f"{role} is 0; the file has workers of both roles", param=role)
-    return number or 1

@@ -87,14 +87,15 @@ class KeptProcess:
     async def stop(self, at_once: asyncio.Event | None) -> None:
         """Stop the process after ``release``: SIGTERM, and SIGKILL after its drain time and the policy's grace.
 
-        at_once: when it is set, the process abandons its work.
+        at_once: when it is set, the process abandons its work. One that is not ready has none, and no drain time.
         """
         if self._keeper is not None:
             await asyncio.wait({self._keeper})
         if self._child is None:
             return
         facts = self.facts if self.is_ready and self.facts else {"pid": self._child.pid}
-        await self._child.stop(self._policy.grace_seconds + self.spec.drain_seconds, at_once)
+        drain_seconds = self.spec.drain_seconds if self.is_ready else 0.0
+        await self._child.stop(self._policy.grace_seconds + drain_seconds, at_once)
         self._change(ProcessState.ENDED, facts)
 
     async def _keep(

@@ -1,5 +1,6 @@
 """The share of the machine that each worker of ``up`` gets: its GPUs and their memory. Refuses what cannot fit."""
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from launch.gpu_memory import gpu_memory
 from launch.model import find_model
 from launch.processes import worker_places
 from launch.settings import LocalSettings, visible_gpus
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 
@@ -42,20 +45,40 @@ class WorkerPlan:
 
 
 def planned(settings: LocalSettings) -> list[str]:
-    """Return what ``up`` would give to each worker, a line for each. Raises SettingError if it cannot."""
+    """Return what ``up`` would give to each worker, a line for each, and which GPUs it would leave without one.
+
+    Raises SettingError if it cannot.
+    """
     model = find_model(settings.model)
-    plans = plan_workers(settings, num_gpus(visible_gpus()))
+    num_devices = num_gpus(visible_gpus())
+    plans = plan_workers(settings, num_devices)
     memory = gpu_memory(visible_gpus()) if any(plan.gpus for plan in plans) else None
     weights = weight_bytes(model)
     refuse_overfull(plans, _least_weights(settings, weights), memory)
-    return table(plans, weights, memory)
+    return [*table(plans, weights, memory), *unused_gpus(settings, plans, num_devices)]
 
 
 def check_memory(settings: LocalSettings, model: Path) -> None:
-    """Raise SettingError if pools of a fixed size do not fit into the GPUs of their workers."""
-    plans = plan_workers(settings, num_gpus(visible_gpus()))
+    """Raise SettingError if pools of a fixed size do not fit into the GPUs of their workers. Log GPUs without a worker."""
+    num_devices = num_gpus(visible_gpus())
+    plans = plan_workers(settings, num_devices)
+    for line in unused_gpus(settings, plans, num_devices):
+        logger.warning("%s", line)
     if any(plan.gpus and plan.pool_bytes for plan in plans):
         refuse_overfull(plans, _least_weights(settings, weight_bytes(model)), gpu_memory(visible_gpus()))
+
+
+def unused_gpus(settings: LocalSettings, plans: Sequence[WorkerPlan], num_devices: int) -> list[str]:
+    """Return a line that names the GPUs without a worker, none if there are none: of the lists, or else of the machine."""
+    if not any(plan.gpus for plan in plans) or settings.device not in ("auto", "cuda"):
+        return []
+    listed = {gpu for own in settings.given_devices.values() for gpu in own or ()}
+    unused = sorted((listed or set(range(num_devices))) - {gpu for plan in plans for gpu in plan.gpus})
+    if not unused:
+        return []
+    return [
+        f"no worker on GPU {', '.join(map(str, unused))}: --prefill, --decode and --both are the numbers of workers"
+    ]
 
 
 def _least_weights(settings: LocalSettings, stored: int) -> int:

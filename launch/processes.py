@@ -167,7 +167,9 @@ def _place_flags(where: DevicePlace, given: Mapping[str, Any]) -> dict[str, Any]
 
 def _nice(role: Role, settings: LocalSettings) -> int | None:
     """Return the niceness of a worker: on shared cores decoding has precedence over prompts."""
-    return settings.prefill_nice if role is Role.PREFILL and not _may_use_gpu(settings) else None
+    if role is not Role.PREFILL or _may_use_gpu(settings):
+        return None
+    return settings.usual_prefill_nice if settings.prefill_nice is None else settings.prefill_nice
 
 
 def _may_use_gpu(settings: LocalSettings) -> bool:

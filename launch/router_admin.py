@@ -6,8 +6,10 @@ from typing import Any
 from urllib.parse import quote
 
 import aiohttp
+import msgspec
 
 from contract.errors import KvbatonError, NotFoundError, UnauthenticatedError, UnavailableError
+from contract.scaling import ScalingReport
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY or --admin-key"
@@ -42,6 +44,10 @@ class RouterAdmin:
         path = f"/admin/workers/{quote(worker, safe='')}/{verb}"
         return await self._request("POST", path, given)
 
+    async def report_scaling(self, report: ScalingReport) -> None:
+        """Send a decision of the autoscaler, which the router publishes. Raises what ``pool`` raises."""
+        await self._request("PUT", "/admin/scaling", body=msgspec.json.encode(report))
+
     async def metrics(self) -> str:
         """Return the router's metrics in Prometheus' text format. Raises UnavailableError if it does not answer."""
         url = f"http://{self.address}/metrics"
@@ -55,11 +61,13 @@ class RouterAdmin:
         return text
 
     async def _request(
-        self, method: str, path: str, query: Mapping[str, str] | None = None
+        self, method: str, path: str, query: Mapping[str, str] | None = None, body: bytes | None = None
     ) -> dict[str, Any]:
         url = f"http://{self.address}{path}"
         try:
-            async with self._session.request(method, url, params=query, timeout=_TIMEOUT) as response:
+            async with self._session.request(
+                method, url, params=query, data=body, timeout=_TIMEOUT
+            ) as response:
                 status = response.status
                 reply = _parsed(await response.text(errors="replace"))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -90,7 +98,7 @@ def _parsed(text: str) -> dict[str, Any] | None:
         reply = json.loads(text)
     except ValueError:
         return None
-    is_ours = isinstance(reply, dict) and any(name in reply for name in ("workers", "id", "error"))
+    is_ours = isinstance(reply, dict) and any(name in reply for name in ("workers", "id", "pools", "error"))
     return reply if is_ours else None
 
 

@@ -28,6 +28,7 @@ def _check_devices(text: str) -> str:
 Devices = Annotated[str, AfterValidator(_check_devices)]
 LogLevel = Literal["debug", "info", "warning", "error"]
 PREFIX = "KVBATON_"
+_PREFILL_NICE = 5
 
 
 def _check_ready_file(path: Path | None) -> Path | None:
@@ -90,8 +91,11 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """Compute threads of each worker; unset: the machine's cores divided by the number of workers."""
     pin_cores: bool = False
     """Bind each worker to its own cores, one per thread; for machines that run nothing else."""
-    prefill_nice: int = Field(default=5, ge=0, le=19)
-    """Niceness (nice(1)) of prefill workers on the CPU: the higher, the more CPU time decode workers get."""
+    prefill_nice: int | None = Field(default=None, ge=0, le=19)
+    """Niceness (nice(1)) of prefill workers on the CPU: the higher, the more CPU time decode workers get.
+
+    Unset: 5, or 0 with autoscale, whose workers change their roles.
+    """
     http: Address = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
     grpc: Address = "127.0.0.1:9000"
@@ -102,6 +106,11 @@ class LocalSettings(WorkerOptions, PoolSettings):
     """File with the cluster's secret; unset: a new one for these processes."""
     files_dir: Path | None = None
     """Folder of /v1/files and /v1/batches; unset: both are disabled, as they always are in run, chat and batch."""
+
+    @property
+    def usual_prefill_nice(self) -> int:
+        """The niceness of prefill workers on the CPU that has not been set."""
+        return _PREFILL_NICE
 
     @property
     def given_devices(self) -> dict[Role, list[int] | None]:

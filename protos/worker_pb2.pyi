@@ -902,6 +902,7 @@ class LegTimings(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     TRANSFER_COPYING_SECONDS_FIELD_NUMBER: _builtins.int
+    TRANSFER_WAITING_SECONDS_FIELD_NUMBER: _builtins.int
     queue_seconds: _builtins.float
     prefill_seconds: _builtins.float
     transfer_exposed_seconds: _builtins.float
@@ -909,6 +910,8 @@ class LegTimings(_message.Message):
     transfer_bytes: _builtins.int
     transfer_pieces: _builtins.int
     transfer_copying_seconds: _builtins.float
+    transfer_waiting_seconds: _builtins.float
+    """From the request for the KV to the last range that the sender published."""
     def __init__(
         self,
         *,
@@ -919,10 +922,11 @@ class LegTimings(_message.Message):
         transfer_bytes: _builtins.int = ...,
         transfer_pieces: _builtins.int = ...,
         transfer_copying_seconds: _builtins.float = ...,
+        transfer_waiting_seconds: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_bytes", b"transfer_bytes", "transfer_copying_seconds", b"transfer_copying_seconds", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_seconds", b"prefill_seconds", "queue_seconds", b"queue_seconds", "transfer_bytes", b"transfer_bytes", "transfer_copying_seconds", b"transfer_copying_seconds", "transfer_exposed_seconds", b"transfer_exposed_seconds", "transfer_hidden_seconds", b"transfer_hidden_seconds", "transfer_pieces", b"transfer_pieces", "transfer_waiting_seconds", b"transfer_waiting_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -119,7 +119,7 @@ class WorkerStub:
                 _registered_method=True)
         self.Prepare = channel.unary_unary(
                 '/kvbaton.v1.Worker/Prepare',
-                request_serializer=protos_dot_worker__pb2.Task.SerializeToString,
+                request_serializer=protos_dot_worker__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.Accepted.FromString,
                 _registered_method=True)
         self.GetModelFiles = channel.unary_stream(
@@ -143,9 +143,9 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Prepare(self, request, context):
-        """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
-        the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
-        grammar is kept, in a cache.
+        """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
+        follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
+        it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,7 +168,7 @@ def add_WorkerServicer_to_server(servicer, server):
             ),
             'Prepare': grpc.unary_unary_rpc_method_handler(
                     servicer.Prepare,
-                    request_deserializer=protos_dot_worker__pb2.Task.FromString,
+                    request_deserializer=protos_dot_worker__pb2.DecodeRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.Accepted.SerializeToString,
             ),
             'GetModelFiles': grpc.unary_stream_rpc_method_handler(
@@ -230,7 +230,7 @@ class Worker:
             request,
             target,
             '/kvbaton.v1.Worker/Prepare',
-            protos_dot_worker__pb2.Task.SerializeToString,
+            protos_dot_worker__pb2.DecodeRequest.SerializeToString,
             protos_dot_worker__pb2.Accepted.FromString,
             options,
             channel_credentials,

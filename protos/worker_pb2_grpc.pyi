@@ -75,10 +75,10 @@ class WorkerStub:
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
     """
-    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.Task, _worker_pb2.Accepted]
-    """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
-    the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
-    grammar is kept, in a cache.
+    Prepare: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]
+    """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
+    follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
+    it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
     """
     GetModelFiles: _grpc.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
@@ -93,10 +93,10 @@ class WorkerAsyncStub(WorkerStub):
     handed_over. NOT_FOUND: it is not here. FAILED_PRECONDITION: it has no KV to lend, or one token left. In both cases, and
     after any other error but UNAVAILABLE, it is left as it was.
     """
-    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.Task, _worker_pb2.Accepted]  # type: ignore[assignment]
-    """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
-    the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
-    grammar is kept, in a cache.
+    Prepare: _aio.UnaryUnaryMultiCallable[_worker_pb2.DecodeRequest, _worker_pb2.Accepted]  # type: ignore[assignment]
+    """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
+    follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
+    it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
     """
     GetModelFiles: _aio.UnaryStreamMultiCallable[_worker_pb2.GetModelFilesRequest, _worker_pb2.ModelFile]  # type: ignore[assignment]
     """Return the small files of the model folder (configuration, tokenizer, chat template), for a router without it."""
@@ -118,12 +118,12 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Prepare(
         self,
-        request: _worker_pb2.Task,
+        request: _worker_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.Accepted, _abc.Awaitable[_worker_pb2.Accepted]]:
-        """Compile the grammar of a choice that is going to be handed off to this worker, and follow the tokens of its answer that end
-        the task's prompt. Accepted when that is over, even if it has failed: the leg that comes says why. Only the compiled
-        grammar is kept, in a cache.
+        """Prepare for a choice that is going to be handed off to this worker, whose leg will be like this one: compile its grammar,
+        follow the tokens of its answer that end the task's prompt, and connect to the source. Accepted when that is over, even if
+        it has failed: the leg that comes says why. Only the compiled grammar, in a cache, and the connection are kept.
         """
 
     @_abc_1.abstractmethod

@@ -29,6 +29,7 @@ from router.moving import Mover
 from router.policy import decodes_no_more
 from router.registry import Registry
 from router.request_run import RequestRuns
+from router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Evacuation:
         registry: Registry,
         runs: RequestRuns,
         mover: Mover,
+        tasks: TaskSet,
         changes: ChangeSignal,
         metrics: DrainMetrics,
         clock: Callable[[], float] = time.monotonic,
@@ -69,6 +71,7 @@ class Evacuation:
         self._registry = registry
         self._runs = runs
         self._mover = mover
+        self._tasks = tasks
         self._changes = changes
         self._metrics = metrics
         self._clock = clock
@@ -88,7 +91,7 @@ class Evacuation:
             self._begin(worker)
         if self._has_answers_to_move(worker) and worker not in self._emptied:
             self._emptied.add(worker)
-            self._runs.tasks.spawn(self._move_answers(worker), f"move the answers of {worker.name}")
+            self._tasks.spawn(self._move_answers(worker), f"move the answers of {worker.name}")
         if (drain := self._drains.get(worker)) is None:
             return
         drain.stop_timer()

@@ -1,7 +1,5 @@
 """A bound on the bytes of all requests that the router holds, from their arrival to the end of their answers."""
 
-from collections import Counter
-
 from contract.errors import OverloadedError
 
 
@@ -15,12 +13,9 @@ class HeldBytes:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._by_tenant: Counter[str] = Counter()
-
-    @property
-    def num_bytes(self) -> int:
+        self._by_tenant: dict[str, int] = {}
+        self.num_bytes = 0
         """The bytes of all requests."""
-        return self._by_tenant.total()
 
     def holding(self, tenant: str, num_bytes: int) -> "Holding":
         """Return a block in which a request's bytes are counted. To enter it raises OverloadedError if there is no room."""
@@ -33,17 +28,24 @@ class HeldBytes:
                 f"the requests that wait or are answered have {self.num_bytes} bytes together, and the limit is "
                 f"{self._max_bytes} (max_held_bytes); send this one again later"
             )
-        self._by_tenant[tenant] += num_bytes
+        self._count(tenant, num_bytes)
 
     def remove(self, tenant: str, num_bytes: int) -> None:
         """Stop counting bytes of a request."""
-        self._by_tenant[tenant] -= num_bytes
-        if not self._by_tenant[tenant]:
-            del self._by_tenant[tenant]
+        self._count(tenant, -num_bytes)
+
+    def _count(self, tenant: str, difference: int) -> None:
+        self.num_bytes += difference
+        if held := self._by_tenant.get(tenant, 0) + difference:
+            self._by_tenant[tenant] = held
+        else:
+            self._by_tenant.pop(tenant, None)
 
     def _is_within_share(self, tenant: str, num_bytes: int) -> bool:
         num_clients = len(self._by_tenant.keys() | {tenant})
-        return num_clients > 1 and self._by_tenant[tenant] + num_bytes <= self._max_bytes // num_clients
+        return (
+            num_clients > 1 and self._by_tenant.get(tenant, 0) + num_bytes <= self._max_bytes // num_clients
+        )
 
 
 class Holding:

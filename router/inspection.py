@@ -10,11 +10,15 @@ from router.batches.service import BatchService
 from router.metrics import SAMPLE_SECONDS, RouterMetrics
 from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
+from router.scaling import ScalingReports
 from serving.metric_aliases import Alias, AliasCollector
 
 
 class Inspection:
-    """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics."""
+    """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics.
+
+    scaling: the reports of the autoscaler.
+    """
 
     def __init__(
         self,
@@ -23,6 +27,7 @@ class Inspection:
         batches: BatchService | None,
         aliases: Sequence[Alias],
     ) -> None:
+        self.scaling = ScalingReports(metrics.scaling)
         self._aliases = aliases
         self._path = path
         self._metrics = metrics
@@ -37,11 +42,15 @@ class Inspection:
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
         metrics.load.set_pools(self._loads())
         metrics.recent.set()
+        self.scaling.publish()
         return AliasCollector(metrics, self._aliases, self._model_name)
 
-    def pools(self) -> dict[str, dict[str, float | None]]:
-        """Return the load of each pool as plain data, by role."""
-        return {load.role.value: load.as_dict() for load in self._loads()}
+    def pools(self) -> dict[str, dict[str, Any]]:
+        """Return the load of each pool, and the autoscaler's decision about it, as plain data, by role."""
+        decided = self.scaling.facts()
+        return {
+            load.role.value: {**load.as_dict(), **decided.get(load.role.value, {})} for load in self._loads()
+        }
 
     def _loads(self) -> list[PoolLoad]:
         path = self._path

@@ -9,8 +9,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from contract.errors import ErrorKind
-from contract.identity import WORKER_ROLES
+from contract.identity import WORKER_ROLES, Role
 from contract.outputs import FinishReason
+from contract.scaling import HOLDS, PoolScaling
 from router.answer import Usage
 from router.batches.records import BatchStatus
 from router.goals import GoalCounts, Goals, RecentCounts, attainment
@@ -18,7 +19,7 @@ from router.move_record import MoveRecord
 from router.pool_state import PoolLoad, RecentLatency
 from router.timings import Timings
 from router.worker_facts import ShownState
-from serving.event_metrics import EventCounter, EventHistogram, TallyCounter
+from serving.event_metrics import EventCounter, EventHistogram, OptionalGauge, TallyCounter
 from serving.metric_names import PREFIX, ROUTER_METRICS
 
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
@@ -50,6 +51,7 @@ class RouterMetrics(Collector):
         self.batches = BatchMetrics(self._registry)
         self.drains = DrainMetrics(self._registry)
         self.moves = MoveMetrics(self._registry)
+        self.scaling = ScalingMetrics(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """Yield all families, without the times of their creation."""
@@ -248,6 +250,31 @@ class MoveMetrics:
             self.recent.append(move)
 
 
+class ScalingMetrics:
+    """The decisions of the autoscaler."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._desired = _gauge(registry, "desired_workers")
+        self._held = _gauge(registry, "scaling_held_workers")
+        self._age = _optional_gauge(registry, "scaling_decision_age_seconds")
+        self._decisions = _counter(registry, "scaling_decisions_total")
+
+    def decided(self, role: Role, decision: PoolScaling) -> None:
+        """Count a decision for one pool."""
+        self._decisions.labels(role.value, decision.direction.value, decision.reason.value).inc()
+
+    def set(self, pools: Mapping[Role, PoolScaling], age_seconds: float | None) -> None:
+        """Set the gauges. pools: the last decision; empty if it is too old. age_seconds: None if there is none."""
+        for gauge in (self._desired, self._held):
+            gauge.clear()
+        for role, decision in pools.items():
+            self._desired.labels(role.value).set(decision.desired)
+            for reason in HOLDS:
+                held = decision.held if decision.held_by is reason else 0
+                self._held.labels(role.value, reason.value).set(held)
+        self._age.value = age_seconds
+
+
 class BatchMetrics:
     """The folder of files, and the results of requests of batches."""
 
@@ -270,6 +297,10 @@ class BatchMetrics:
 def _gauge(registry: CollectorRegistry, name: str) -> Gauge:
     metric = ROUTER_METRICS[name]
     return Gauge(PREFIX + name, metric.text, metric.labels, registry=registry)
+
+
+def _optional_gauge(registry: CollectorRegistry, name: str) -> OptionalGauge:
+    return OptionalGauge(registry, PREFIX + name, ROUTER_METRICS[name].text)
 
 
 def _counter(registry: CollectorRegistry, name: str) -> Counter:

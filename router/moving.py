@@ -1,7 +1,7 @@
 """Moves answers from one worker to another while they are decoded, without computing anything again.
 
-1. Room is reserved at a target, before the source is touched: an answer leaves its worker only for another one. If the
-   answer has a grammar, the target compiles it (``router/move_preparation.py``).
+1. Room is reserved at a target, before the source is touched: an answer leaves its worker only for another one. The target
+   connects to the source, and compiles the answer's grammar (``router/move_preparation.py``).
 2. The source is ordered to hand the answer off. It ends its leg with ``handed_over``, behind the last token of it, and lends
    the KV of all tokens but the last to the next attempt.
 3. In the turn of that entry the next attempt begins: its first leg stands for the lease, its second one is an ordinary
@@ -32,7 +32,7 @@ from router.leg_failure import Failure
 from router.legs import CONTINUATION
 from router.metrics import MoveMetrics
 from router.move import Move, MoveResult
-from router.move_preparation import prepare_target
+from router.move_preparation import Preparations
 from router.policy import never_moved_to
 from router.registry import Registry
 from router.request_run import RequestRun, RequestRuns
@@ -59,6 +59,8 @@ _SILENT_SECONDS = 1.0
 """The time for which a target may send nothing, no token of another answer either, before a second one is tried."""
 _UNCERTAIN_SECONDS = 1.0
 """The time for which an entry is awaited after a call of which it is unknown whether the worker accepted it."""
+_LONG_PAUSE_SECONDS = 0.25
+"""A move is logged if its client has waited longer."""
 _UNCERTAIN = (ErrorKind.WORKER_LOST, ErrorKind.DEADLINE)
 
 
@@ -76,6 +78,7 @@ class Mover:
         self._runs = runs
         self._metrics = metrics
         self._tokens_at_once = tokens_at_once
+        self._preparations = Preparations()
 
     def can_move(self, run: RequestRun, source: AttachedWorker) -> bool:
         """Return True if the answer is decoded on this worker, can be lent, and has enough tokens left."""
@@ -139,7 +142,7 @@ class Mover:
             return MoveResult.NO_TARGET
         try:
             with await self._reserve(run, self._excluded(source)) as reservation:
-                is_prepared = await prepare_target(run, source, *reservation.workers)
+                is_prepared = await self._preparations.prepare(run, source, *reservation.workers)
                 if not (is_prepared and self.can_move(run, source)) or reservation.lost_workers:
                     return MoveResult.ENDED
                 return await self._hand_off(run, source, reservation)
@@ -174,6 +177,8 @@ class Mover:
         finally:
             move.end()
         self._metrics.note(move.record)
+        if (move.record.pause_seconds or 0.0) > _LONG_PAUSE_SECONDS:
+            logger.info("%s", move.record)
         return move.result
 
     async def _until_over(self, move: Move, source: AttachedWorker) -> None:

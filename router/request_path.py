@@ -37,7 +37,7 @@ class RequestPath:
             self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        self.runs = RequestRuns(self.queue, unreachable, self.tasks, unread, settings.max_replays)
+        self.runs = RequestRuns(self.queue, unreachable, unread, settings.max_replays)
         preparer = RequestPreparer(
             self.models,
             self.registry,

@@ -30,7 +30,6 @@ from router.legs import CONTINUATION, LEG_KINDS, LegKind
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
-from router.tasks import TaskSet
 from router.tracked_request import TrackedRequest
 from router.unreachable_pairs import UnreachablePairs
 
@@ -46,7 +45,6 @@ class RequestRuns:
 
     queue: AdmissionQueue
     unreachable: UnreachablePairs
-    tasks: TaskSet
     unread: UnreadBytes
     max_replays: int
     kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)

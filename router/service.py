@@ -18,6 +18,7 @@ from router.moving import Mover
 from router.pipeline import Pipeline
 from router.public_apis import PublicApis
 from router.request_path import RequestPath
+from router.scaling_admin import ScalingAdmin
 from router.settings import RouterSettings
 from router.worker_admin import WorkerAdmin
 from router.worker_port import WorkerPort
@@ -61,7 +62,12 @@ class RouterService:
         self._path = RequestPath(settings, metrics.requests)
         mover = Mover(self._path.registry, self._path.runs, metrics.moves)
         evacuation = Evacuation(
-            self._path.registry, self._path.runs, mover, self._path.changes, metrics.drains
+            self._path.registry,
+            self._path.runs,
+            mover,
+            self._path.tasks,
+            self._path.changes,
+            metrics.drains,
         )
         self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
@@ -73,6 +79,8 @@ class RouterService:
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
         )
+        access = AdminAccess(settings, clients)
+        pools = self._inspection.pools
         self._admin = AdminServer(
             settings.admin,
             missing=lambda: self._path.missing,
@@ -80,7 +88,10 @@ class RouterService:
             state=self._debug_state,
             metrics=self._inspection.collector,
             allowed_hosts=listed_hosts(settings.allowed_hosts),
-            routes=WorkerAdmin(self._path, AdminAccess(settings, clients), self._inspection.pools).routes(),
+            routes=[
+                *WorkerAdmin(self._path, access, pools).routes(),
+                *ScalingAdmin(self._inspection.scaling, access, pools).routes(),
+            ],
         )
         self._watchers: list[asyncio.Task[None]] = []
         self._addresses: BoundAddresses | None = None

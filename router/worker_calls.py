@@ -61,10 +61,10 @@ class WorkerCalls:
         with self._own_errors("HandOff"):
             await self._stub.HandOff(request, timeout=self._timeout)
 
-    async def prepare(self, task: pb.Task) -> None:
-        """Let it compile the grammar of a choice that is going to be handed off to it, and wait until that is over."""
+    async def prepare(self, leg: pb.DecodeRequest) -> None:
+        """Let it prepare for a choice that is going to be handed off to it, and wait until that is over."""
         with self._own_errors("Prepare"):
-            await self._stub.Prepare(task, timeout=self._timeout)
+            await self._stub.Prepare(leg, timeout=self._timeout)
 
     async def model_files(self) -> AsyncIterator[tuple[str, bytes]]:
         """Yield the small files of its model folder in pieces: a file's name, and bytes to append to it."""

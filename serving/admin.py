@@ -22,8 +22,8 @@ class AdminServer:
 
     missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. not_ready: returns
     another reason why it accepts no new work; shown by ``/ready`` only. state: returns plain data for ``/debug/state``, to
-    which the process's own facts are added as ``process``. metrics: returns a collector of the current values.
-    allowed_hosts: valid names in the Host header beside localhost. routes: further paths.
+    which the process's own facts are added as ``process``. metrics: returns a collector of the current values; None: no
+    such page. allowed_hosts: valid names in the Host header beside localhost. routes: further paths.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class AdminServer:
         missing: Callable[[], str | None],
         not_ready: Callable[[], str | None] = lambda: None,
         state: Callable[[], Awaitable[dict[str, Any]]],
-        metrics: Callable[[], Awaitable[Collector]],
+        metrics: Callable[[], Awaitable[Collector]] | None = None,
         allowed_hosts: tuple[str, ...] = (),
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
@@ -56,7 +56,8 @@ class AdminServer:
         app = web.Application(middlewares=[self._hosts.middleware])
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
-        app.router.add_get("/metrics", self._get_metrics)
+        if self._metrics:
+            app.router.add_get("/metrics", self._metrics_page(self._metrics))
         app.router.add_get("/debug/state", self._get_state)
         app.router.add_routes(self._routes)
         self._server = await start_http(app, self._asked_address, param="admin", shutdown_timeout_seconds=1.0)
@@ -74,9 +75,14 @@ class AdminServer:
     async def _get_ready(self, _: web.Request) -> web.Response:
         return health_response(self._not_ready() or self._missing())
 
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=render(await self._metrics()), headers={"Content-Type": CONTENT_TYPE})
-
     async def _get_state(self, _: web.Request) -> web.Response:
         state = {**await self._state(), "process": process_facts()}
         return web.json_response(state, dumps=lambda data: json.dumps(data, default=str))
+
+    def _metrics_page(
+        self, metrics: Callable[[], Awaitable[Collector]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def get_metrics(_: web.Request) -> web.Response:
+            return web.Response(body=render(await metrics()), headers={"Content-Type": CONTENT_TYPE})
+
+        return get_metrics

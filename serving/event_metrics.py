@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 
@@ -49,6 +49,23 @@ class TallyCounter(Collector):
         family = CounterMetricFamily(self._name.removesuffix("_total"), self._text, labels=[self._label])
         for value, total in self._sums.items():
             family.add_metric([value], total)
+        yield family
+
+
+class OptionalGauge(Collector):
+    """A value that is not published while it is None."""
+
+    def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
+        self.value: float | None = None
+        self._name = name
+        self._text = text
+        registry.register(self)
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield the family."""
+        family = GaugeMetricFamily(self._name, self._text)
+        if self.value is not None:
+            family.add_metric([], self.value)
         yield family
 
 

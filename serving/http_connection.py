@@ -82,7 +82,9 @@ class HttpConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Begin with the first request's headers."""
         self._wire = cast(asyncio.Transport, transport)  # uvloop's has its methods, and another base
+        self._keepalive_timeout = 0.0  # aiohttp sets no timer before the first request: its headers have one
         super().connection_made(transport)
+        self._keepalive_timeout = self._limits.idle_seconds
         self._enter(_Phase.HEADERS, self._limits.header_seconds)
 
     def connection_lost(self, exc: BaseException | None) -> None:

@@ -109,6 +109,22 @@ ROUTER_METRICS: Mapping[str, Metric] = {
         "TTFT goal, and P90 / goal of the last 30 s (TTFT where prompts are computed, ITL where answers are decoded).",
         ("pool",),
     ),
+    "desired_workers": Metric(
+        "Workers that a role is to have by the last decision of the autoscaler; not published if that is older than 60 s.",
+        ("pool",),
+    ),
+    "scaling_held_workers": Metric(
+        "Workers that the autoscaler would add to the desired ones (negative: remove) if nothing held it, by what does: "
+        "bounds, budget, flip, stabilizing, in_flight or no_signals.",
+        ("pool", "reason"),
+    ),
+    "scaling_decisions_total": Metric(
+        "Decisions of the autoscaler that reached this router, by direction (up, down or none) and reason.",
+        ("pool", "direction", "reason"),
+    ),
+    "scaling_decision_age_seconds": Metric(
+        "Seconds since a decision of the autoscaler last reached this router; not published if that is an hour ago."
+    ),
     "slo_attainment": Metric(
         "Share of the requests that ended in the last 60 seconds and met a goal: ttft, itl, or all of them.",
         ("slo",),

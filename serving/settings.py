@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, PrivateAttr
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.errors import SettingError
 from contract.identity import MIN_SECRET_CHARACTERS
@@ -111,6 +111,18 @@ class Settings(Options, BaseSettings):
     )
 
     _sources: Sources = PrivateAttr(default_factory=Sources)
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Read no ``.env`` file and no folder of secrets: there are none, and to look for them takes time."""
+        return init_settings, env_settings
 
     @property
     def sources(self) -> Sources:

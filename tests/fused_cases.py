@@ -42,23 +42,43 @@ def check_norm(size: int, dtype: torch.dtype, device: torch.device) -> None:
 def check_turn(
     sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, has_norms: bool
 ) -> None:
-    """Check that heads are normalized as modules do it, then rotated in float32 and rounded once; values stay in place."""
-    from engine.fused.rows import HeadNorms, turned
+    """Check that heads are normalized as modules do it, then rotated in float32 and rounded once; KV is in its slots.
+
+    Of six tokens one has no slot, one begins a block, whose other slots are zeroed, and all other slots stay as they are.
+    """
+    from engine.attention.backend import Slots
+    from engine.fused.turning import HeadNorms, Heads, store_turned
 
     num_heads, num_kv_heads, head_dim = sizes
-    packed = random(5, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    packed = random(6, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     frequencies = inverse_frequencies(RopeConfig("default", 10_000.0), head_dim)
-    cos, sin = rotation(frequencies, torch.tensor([0, 3, 700, 1, 2]), dtype)
+    cos, sin = rotation(frequencies, torch.tensor([0, 3, 700, 1, 2, 0]), dtype)
     norms = [_norm_of(head_dim, dtype, seed) for seed in (1, 2)] if has_norms else None
     weights = HeadNorms(*(norm.weight.to(device) for norm in norms)) if norms else None
-    own = packed.to(device)
-    query, key, value = turned(own, (cos.to(device), sin.to(device)), weights, EPS, sizes)
-    heads = torch.split(packed.view(5, -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
-    for found, norm, states in zip((query, key), norms or (None, None), heads, strict=False):
-        states = norm(states) if norm else states
-        assert_near(found, rotate(states.float(), cos.float(), sin.float()).to(dtype))
-    assert torch.equal(value.cpu(), heads[2])
-    assert value.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+    places = [9, 2, -1, 15, 12, 5]
+    num_cleared = [0, 0, 3, 0, 2, 0]
+    pool = random(5, 3, 2, num_kv_heads, 4, head_dim, dtype=dtype, seed=3)
+    own = pool.to(device, copy=True)
+    slots = Slots(*(torch.tensor(each, dtype=torch.int32, device=device) for each in (places, num_cleared)))
+    heads = Heads(num_heads, num_kv_heads, head_dim, weights, EPS)
+    query = store_turned(heads, packed.to(device), (cos.to(device), sin.to(device)), own[:, 1], slots)
+    parts = torch.split(packed.view(6, -1, head_dim), [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    turned = [
+        rotate((norm(states) if norm else states).float(), cos.float(), sin.float()).to(dtype)
+        for norm, states in zip(norms or (None, None), parts, strict=False)
+    ]
+    assert_near(query, turned[0])
+    stored = own.cpu()
+    for token, (place, count) in enumerate(zip(places, num_cleared, strict=True)):
+        if place >= 0:
+            block, offset = divmod(place, 4)
+            assert_near(stored[block, 1, 0, :, offset], turned[1][token])
+            assert torch.equal(stored[block, 1, 1, :, offset], parts[2][token])
+            assert not stored[block, 1, :, :, offset + 1 : offset + 1 + count].any()
+            stored[block, 1, :, :, offset : offset + 1 + count] = pool[
+                block, 1, :, :, offset : offset + 1 + count
+            ]
+    assert torch.equal(stored, pool)
 
 
 def check_gate(size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -134,7 +134,29 @@ POOLS = Dashboard(
     "kvbaton-pools",
     "kvbaton: pools",
     (
-        _of_pool("Serving workers", 'kvbaton_workers{state="serving"}'),
+        Panel(
+            "Serving and desired workers",
+            (
+                Target('max by (pool) (kvbaton_workers{state="serving"})', "{{pool}}"),
+                Target("max by (pool) (kvbaton_desired_workers)", "{{pool}}, desired"),
+            ),
+        ),
+        _one(
+            "Workers that a pool needs and does not get",
+            "max by (pool, reason) (kvbaton_scaling_held_workers)",
+            "{{pool}}: {{reason}}",
+        ),
+        Panel(
+            "Decisions of the autoscaler in the last hour",
+            (
+                Target(
+                    "max by (pool, direction, reason)"
+                    ' (increase(kvbaton_scaling_decisions_total{direction!="none"}[1h]))',
+                    "{{pool}} {{direction}}: {{reason}}",
+                ),
+            ),
+            is_empty_at_rest=True,
+        ),
         _one(
             "Workers in other states",
             'sum by (state) (max by (pool, state) (kvbaton_workers{state!="serving"}))',

@@ -35,12 +35,19 @@ autoscaler of ours, so that an HPA or KEDA can read them: `kvbaton_workers`,
 - A sample without a value is left out: the utilization without a serving worker, the attainment
   without a request in the last 60 seconds.
 
+With an autoscaler of ours, of processes or of containers, every router also publishes its last
+decision: `kvbaton_desired_workers`, `kvbaton_scaling_held_workers`,
+`kvbaton_scaling_decisions_total` and `kvbaton_scaling_decision_age_seconds`
+([autoscaling.md](autoscaling.md)). A router that a decision did not reach publishes an older one,
+so here too use the highest value, and of the age the lowest.
+
 ## Labels
 
 `pool` and `role` are `prefill`, `decode` or `both`. `state` of a worker is `starting`, `serving`,
 `draining`, `empty`, `changing` or `leaving`; `state` of blocks is what `/debug/state` shows. `kind`
 of an error is its kind as in the [API](api.md). `transport` is `shm`, `tcp`, `nixl` or `nccl`.
-`result` of goals is `met` or `missed`.
+`result` of goals is `met` or `missed`. `direction` of a decision is `up`, `down` or `none`, and its
+`reason` is one of [these](autoscaling.md#reading-a-decision).
 """
 _ALIASES = """## Other engines' names
 

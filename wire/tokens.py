@@ -104,6 +104,7 @@ def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
         transfer_bytes=timings.transfer.num_bytes,
         transfer_pieces=timings.transfer.num_pieces,
         transfer_copying_seconds=timings.transfer.copying_seconds,
+        transfer_waiting_seconds=timings.transfer.waiting_seconds,
     )
 
 
@@ -118,5 +119,6 @@ def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
             num_bytes=message.transfer_bytes,
             num_pieces=message.transfer_pieces,
             copying_seconds=message.transfer_copying_seconds,
+            waiting_seconds=message.transfer_waiting_seconds,
         ),
     )

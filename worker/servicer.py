@@ -11,9 +11,8 @@ from contract.errors import InvalidRequestError, KvbatonError
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.errors import grpc_code
-from wire.legs import hand_off_from_proto
+from wire.legs import decode_from_proto, hand_off_from_proto
 from wire.model_files import piece_to_proto
-from wire.tasks import task_from_proto
 from worker.model_files import model_files
 from worker.worker import Worker
 
@@ -38,10 +37,10 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc_code(error.kind), error.message)
         return pb.Accepted()
 
-    async def Prepare(self, request: pb.Task, context: Any) -> pb.Accepted:  # noqa: N802
-        """Compile the grammar of a choice that is going to be handed off to this worker."""
+    async def Prepare(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
+        """Prepare for a choice that is going to be handed off to this worker."""
         try:
-            await self._worker.prepare(task_from_proto(request))
+            await self._worker.prepare(decode_from_proto(request))
         except KvbatonError as error:
             await context.abort(grpc_code(error.kind), error.message)
         return pb.Accepted()

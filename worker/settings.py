@@ -1,7 +1,7 @@
 """The settings of one worker process, and the parts that its engine and its connector use."""
 
 from pathlib import Path
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -9,11 +9,13 @@ from contract.identity import Role
 from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
-from kv_transfer.settings import TransferSettings
 from serving.metric_aliases import MetricsOptions
 from serving.settings import Address, Settings, check_address, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
+
+if TYPE_CHECKING:
+    from kv_transfer.settings import TransferSettings
 
 
 def _check_routers(value: str) -> str:
@@ -103,8 +105,11 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
             cores=self.core_numbers,
         )
 
-    def transfer(self, role: Role, worker_id: str, boot_id: str) -> TransferSettings:
+    def transfer(self, role: Role, worker_id: str, boot_id: str) -> "TransferSettings":
         """Return the connector's settings."""
+        # Imported here: it needs numpy, and commands without workers read the names of all settings.
+        from kv_transfer.settings import TransferSettings
+
         return TransferSettings(
             **TransferOptions.values_in(self),
             **PortOptions.values_in(self),

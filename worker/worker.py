@@ -165,7 +165,7 @@ class Worker:
         await self.engine.hand_off(order, seconds)
 
     async def prepare(self, request: EngineRequest) -> None:
-        """Compile the grammar of an answer that is going to be moved here; see ``EngineClient.prepare``."""
+        """Prepare for an answer that is going to be moved here; see ``EngineClient.prepare``."""
         self.lifecycle.check_open()
         await self.engine.prepare(request)
 

@@ -75,6 +75,7 @@ class SimulatedLauncher:
                 self._timeline.now - one.since for one in self._starting.values() if one.role is role
             ),
             num_draining=len(workers) - len(ready),
+            num_keepable=len(workers) - len(ready),
             num_in_flight=sum(one.num_legs if is_prefill else one.decode.num_answers for one in ready),
             max_in_flight=len(ready) * timing.max_answers,
             is_full=all(

@@ -10,6 +10,8 @@ from autoscaler.simulation.worker import SimulatedRequest
 
 RATE_SECONDS = 20.0
 LENGTH_SECONDS = 180.0
+RECENT_SECONDS = 60.0
+ENOUGH_REQUESTS = 100
 LATENCY_SECONDS = 30.0
 
 
@@ -44,8 +46,10 @@ class Measures:
         _forget(self._first_tokens, now - LATENCY_SECONDS)
         _forget(self._prompts, now - LENGTH_SECONDS)
         _forget(self._steps, now - LATENCY_SECONDS)
-        prompts = [float(arrival.prompt_tokens) for _, arrival in self._arrivals]
-        answers = [float(arrival.answer_tokens) for _, arrival in self._arrivals]
+        lately = [arrival for time, arrival in self._arrivals if time > now - RECENT_SECONDS]
+        counted = lately if len(lately) >= ENOUGH_REQUESTS else [arrival for _, arrival in self._arrivals]
+        prompts = [float(arrival.prompt_tokens) for arrival in counted]
+        answers = [float(arrival.answer_tokens) for arrival in counted]
         num_recent = sum(time > now - RATE_SECONDS for time, _ in self._arrivals)
         steps = [(seconds, tokens) for _, seconds, tokens in self._steps]
         num_tokens = sum(tokens for _, tokens in steps)

@@ -24,8 +24,23 @@ class LayerShape:
     softcap: float | None = None
 
 
+@dataclass(frozen=True)
+class Slots:
+    """The places of the KV of a step's tokens, int32 ``[num_tokens]``, on the device.
+
+    places: slots of the pool (-1: none). num_cleared: slots to zero behind each, as the torch backend clears a fresh block.
+    """
+
+    places: Tensor
+    num_cleared: Tensor
+
+
 class AttentionStep(Protocol):
     """The attention of one forward pass, valid for that pass only."""
+
+    @property
+    def slots(self) -> Slots | None:
+        """The slots for a kernel that stores the KV which it computes, in place of ``store``; None: only ``store`` can."""
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """Write the tokens' keys and values, ``[num_tokens, num_kv_heads, head_dim]``, into a layer's part of the pool.
@@ -34,12 +49,17 @@ class AttentionStep(Protocol):
         """
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """Attend over all tokens that each token may see; ``cache`` already holds them.
 
         query ``[num_tokens, num_heads, head_dim]``; key, value and cache as in ``store``. Without a cache (the profile
-        run) the tokens of a request see only each other. Returns the query's shape.
+        run) the tokens of a request see only each other; only then key and value are read. Returns the query's shape.
         """
 
 

@@ -13,7 +13,7 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape
+from engine.attention.backend import LayerShape, Slots
 from engine.attention.choice import Needs
 from engine.attention.pages import Pages, pages_of
 from engine.attention.planning import PlannedWrapper
@@ -86,17 +86,20 @@ class FlashInferStep:
         self._inputs = inputs
         self._block_size = block_size
         self._wrapper = wrapper
-        self._slots, self._num_cleared = on_device(
-            [inputs.slot_mapping, num_cleared_behind(inputs, block_size)], device
-        )
+        self.slots = Slots(*on_device([inputs.slot_mapping, num_cleared_behind(inputs, block_size)], device))
         self._planned: dict[LayerShape, PlannedWrapper] = {}
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
-        store_kv(key, value, cache, self._slots, self._num_cleared)
+        store_kv(key, value, cache, self.slots)
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep."""
         if cache is None:
@@ -126,8 +129,7 @@ class FlashInferDecode:
         self._block_size = block_size
         self._workspace = workspace
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
-        self._slots = empty.clone().fill_(NO_SLOT)
-        self._num_cleared = empty.clone()
+        self.slots = Slots(empty.clone().fill_(NO_SLOT), empty.clone())
         self._max_blocks = max_blocks
         ones = torch.ones(num_reqs, dtype=torch.int32)
         self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)
@@ -139,23 +141,28 @@ class FlashInferDecode:
             padded(inputs.slot_mapping, self._num_reqs, NO_SLOT),
             padded(num_cleared_behind(inputs, self._block_size), self._num_reqs),
         ]
-        copy_into([self._slots, self._num_cleared], vectors)
+        copy_into([self.slots.places, self.slots.num_cleared], vectors)
         self._pages = pages_of(inputs, self._block_size, self._num_reqs)
         for shape, (wrapper, query, cache) in self._planned.items():
             plan_decode(wrapper, self._pages, shape, query, cache)
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
-        store_kv(key, value, cache, self._slots, self._num_cleared)
+        store_kv(key, value, cache, self.slots)
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep. Each kind of layer must have attended once before a graph is captured."""
         assert cache is not None
         if shape not in self._planned:
             lengths = (self._num_reqs + 1, self._num_reqs * self._max_blocks, self._num_reqs)
-            starts, indices, last = (self._slots.new_zeros(length) for length in lengths)
+            starts, indices, last = (self.slots.places.new_zeros(length) for length in lengths)
             wrapper = _planned(
                 flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                     self._workspace,

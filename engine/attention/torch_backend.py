@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import LayerShape, StaticDecode
+from engine.attention.backend import LayerShape, Slots, StaticDecode
 from engine.compute.inputs import PreparedInputs
 
 
@@ -31,6 +31,8 @@ class TorchBackend:
 class TorchStep:
     """One step's plan: the slots to write, the fresh blocks, and the two kinds of rows."""
 
+    slots: Slots | None = None
+
     def __init__(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> None:
         self._slots = SlotWriter(inputs, device)
         is_decode = inputs.num_scheduled_tokens == 1
@@ -49,11 +51,18 @@ class TorchStep:
         self._slots.write(values, value)
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep."""
         output = torch.empty_like(query)
         if cache is None:
+            assert key is not None
+            assert value is not None
             return self._attend_in_batch(shape, query, key, value, output)
         for row in self._prefill_rows:
             row.attend(shape, query, cache, output)

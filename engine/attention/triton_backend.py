@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape
+from engine.attention.backend import LayerShape, Slots
 from engine.attention.pages import blocks_of
 from engine.attention.splits import CHUNK_SPLIT, Packing, Splits, bounds_of, is_split, passes_of, splits_of
 from engine.attention.torch_backend import TorchBackend
@@ -39,7 +39,12 @@ class TritonStep(PagedAttention):
         super().__init__(_step_tensors(inputs, tiled.tolist(), block_size, device), block_size, workspace)
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep."""
         if cache is None:
@@ -102,20 +107,19 @@ def _step_tensors(
         for first in reversed(range(0, int(inputs.num_scheduled_tokens[row]), QUERY_TILE))
     ]
     starts, blocks = blocks_of(inputs, block_size, inputs.num_reqs)
-    return StepTensors(
-        *on_device(
-            [
-                inputs.slot_mapping,
-                num_cleared_behind(inputs, block_size),
-                inputs.query_start_loc,
-                inputs.seq_lens,
-                blocks,
-                starts,
-                np.array(tiles, dtype=np.int32).reshape(-1, 2),
-            ],
-            device,
-        )
+    places, num_cleared, *others = on_device(
+        [
+            inputs.slot_mapping,
+            num_cleared_behind(inputs, block_size),
+            inputs.query_start_loc,
+            inputs.seq_lens,
+            blocks,
+            starts,
+            np.array(tiles, dtype=np.int32).reshape(-1, 2),
+        ],
+        device,
     )
+    return StepTensors(Slots(places, num_cleared), *others)
 
 
 class TritonBackend:

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention import triton_kernels
-from engine.attention.backend import LayerShape
+from engine.attention import triton_kernels, triton_splits
+from engine.attention.backend import LayerShape, Slots
 from engine.attention.splits import DECODE_SPLIT, Packing
 from engine.attention.triton_sizes import (
-    COMBINED_AT_ONCE,
     cap_of,
+    combine_launch,
+    decode_tile,
     num_multiprocessors,
     power_of_two,
     precision_of,
@@ -21,19 +22,18 @@ from engine.attention.triton_sizes import (
     split_launch,
 )
 from engine.attention.triton_store import store_kv
+from engine.compute.launching import overlap_of
 
 
 @dataclass(frozen=True)
 class StepTensors:
     """A step on the device, int32.
 
-    slots, num_cleared ``[num_tokens]``: the slot of a token's KV (-1: none), and the number of slots to zero behind it, as
-    the torch backend clears a fresh block. query_starts ``[num_reqs + 1]``, seq_lens ``[num_reqs]``; a request's blocks are
+    query_starts ``[num_reqs + 1]``, seq_lens ``[num_reqs]``; a request's blocks are
     ``tables`` from ``table_starts[request]``. tiles ``[num_tiles, 2]``: request and first token of each prefill tile.
     """
 
-    slots: Tensor
-    num_cleared: Tensor
+    slots: Slots
     query_starts: Tensor
     seq_lens: Tensor
     tables: Tensor
@@ -43,13 +43,17 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class Pass:
-    """The splits of one launch, on the device; see ``Splits``. most_items: of any step that these tensors hold."""
+    """The splits of one launch, on the device; see ``Splits``.
+
+    most_items: splits of any step that these tensors hold. is_joined: the items are those of ``splits.joined``.
+    """
 
     items: Tensor
     units: Tensor
     num_items: Tensor
     most_items: int
     is_combined: bool
+    is_joined: bool = False
 
 
 class Workspace:
@@ -82,13 +86,14 @@ class PagedAttention:
     """Launches the kernels on a step's tensors."""
 
     def __init__(self, tensors: StepTensors, block_size: int, workspace: Workspace) -> None:
+        self.slots: Slots | None = tensors.slots
         self._tensors = tensors
         self._block_size = block_size
         self._workspace = workspace
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
-        store_kv(key, value, cache, self._tensors.slots, self._tensors.num_cleared)
+        store_kv(key, value, cache, self._tensors.slots)
 
     def attend_tiles(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
         """Attend for chunks, each tile with all of its context."""
@@ -115,9 +120,8 @@ class PagedAttention:
         sizes = {name: sizes_of(cache.dtype, head_dim)[name] for name in ("head_dim", "dims")}
         units = {"num_kv_heads": num_kv_heads, "kept": packing.rows}
         padded = power_of_two(packing.rows)
-        num_running = num_multiprocessors(query.device) * programs_at_once(padded, sizes["dims"])
-        num_programs = min(num_running, each.most_items * num_kv_heads)
-        triton_kernels.split_kernel[(num_programs,)](
+        num_programs = min(num_running(packing, query, cache), each.most_items * num_kv_heads)
+        triton_splits.split_kernel[(num_programs,)](
             query,
             output,
             partial,
@@ -128,13 +132,16 @@ class PagedAttention:
             *self._places(query, cache),
             rows=padded,
             tile=packing.tile,
+            is_decode=packing.is_decode,
+            is_joined=each.is_joined,
             **self._constants(shape, query, cache),
             **units,
             **sizes,
-            **split_launch(sizes["dims"]),
+            **split_launch(padded, sizes["dims"], packing.tile),
+            **overlap_of(query.device),
         )
         if each.is_combined:
-            triton_kernels.combine_kernel[num_rows, len(each.units)](
+            triton_splits.combine_kernel[num_rows, len(each.units)](
                 output,
                 partial,
                 logs,
@@ -142,9 +149,10 @@ class PagedAttention:
                 self._tensors.query_starts,
                 query.stride(0),
                 group=packing.group,
-                at_once=COMBINED_AT_ONCE,
                 **units,
                 **sizes,
+                **combine_launch(sizes["dims"]),
+                **overlap_of(query.device),
             )
 
     def _places(self, query: Tensor, cache: Tensor) -> tuple[Any, ...]:
@@ -164,8 +172,15 @@ class PagedAttention:
         }
 
 
+def num_running(packing: Packing, query: Tensor, cache: Tensor) -> int:
+    """Return the programs of the split kernel that the device runs at once."""
+    dims = sizes_of(cache.dtype, cache.shape[-1])["dims"]
+    at_once = programs_at_once(power_of_two(packing.rows), dims, packing.tile)
+    return num_multiprocessors(query.device) * at_once
+
+
 def decode_packing(shape: LayerShape, query: Tensor, cache: Tensor) -> Packing:
     """Return the packing of decodes: a unit has the query heads of one token."""
     group = query.shape[1] // cache.shape[2]
-    tile = sizes_of(cache.dtype, cache.shape[-1])["tile"]
-    return Packing(group, group, DECODE_SPLIT, shape.sliding_window, tile)
+    tile = decode_tile(cache.dtype, cache.shape[-1])
+    return Packing(group, group, DECODE_SPLIT, shape.sliding_window, tile, is_decode=True)

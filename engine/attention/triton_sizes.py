@@ -6,13 +6,19 @@ from functools import cache
 import torch
 
 from engine.attention.backend import LayerShape
+from engine.attention.splits import JOINED_SPLITS
 
 QUERY_TILE = 128
 _STAGES_AHEAD = 5
 """From five stages on Triton keeps further tiles of KV in flight: with fewer, which the loads of the block table and then of
 the tiles themselves take up, it waits for each tile before it computes."""
-COMBINED_AT_ONCE = 32
+FEW_SPLITS = 8
+"""Splits that are combined at once; contexts of up to 2,048 tokens have no more."""
+MANY_SPLITS = 16
 _LEAST_ROWS = 16
+_SMALL_TILE = 32
+_REGISTERS = {3: 168, 4: 128}
+"""The most registers of a thread, by the programs of four warps that one multiprocessor holds."""
 _MOST_CHUNK_ROWS = 64
 _MULTIPROCESSORS_OF_INTERPRETER = 2
 
@@ -32,9 +38,24 @@ def sizes_of(dtype: torch.dtype, head_dim: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def split_launch(dims: int) -> dict[str, int]:
-    """Return the launch options of the split kernel."""
-    return {"num_warps": 4, "num_stages": _STAGES_AHEAD if dims <= 128 else 3}
+def decode_tile(dtype: torch.dtype, head_dim: int) -> int:
+    """Return the tokens of KV per iteration of a decode: small tiles leave room for more programs, which hide latencies."""
+    sizes = sizes_of(dtype, head_dim)
+    return min(sizes["tile"], _SMALL_TILE) if sizes["dims"] == 128 else sizes["tile"]
+
+
+def split_launch(rows: int, dims: int, tile: int) -> dict[str, int | None]:
+    """Return the launch options of the split kernel. rows: packed and padded rows of a unit."""
+    return {
+        "num_warps": 4,
+        "num_stages": _STAGES_AHEAD if dims <= 128 else 3,
+        "maxnreg": _REGISTERS.get(programs_at_once(rows, dims, tile)),
+    }
+
+
+def combine_launch(dims: int) -> dict[str, int]:
+    """Return the launch options of the kernel that combines splits: as little as possible, so that all rows run at once."""
+    return {"few": FEW_SPLITS, "many": MANY_SPLITS, "num_warps": max(1, dims // 128)}
 
 
 def store_launch(num_kv_heads: int, head_dim: int) -> dict[str, int]:
@@ -50,9 +71,19 @@ def chunk_rows(dtype: torch.dtype, head_dim: int) -> int:
     return min(_MOST_CHUNK_ROWS if sizes["dims"] <= 128 else _MOST_CHUNK_ROWS // 2, sizes["tokens"])
 
 
-def programs_at_once(rows: int, dims: int) -> int:
+def programs_at_once(rows: int, dims: int, tile: int) -> int:
     """Return the programs of the split kernel that one multiprocessor holds. rows: packed and padded rows of a unit."""
-    return 3 if rows <= _LEAST_ROWS and dims <= 128 else 2
+    if rows > _LEAST_ROWS or dims > 128:
+        return 2
+    return 4 if tile == _SMALL_TILE else 3
+
+
+def splits_joined(num_units: int, num_programs: int) -> int:
+    """Return how many splits a program of a decode reads in one loop: several, if runs of them occupy all programs.
+
+    num_units: with each KV head counted. A loop that goes on loads ahead across the border of two splits.
+    """
+    return JOINED_SPLITS if 2 * num_units >= num_programs else 1
 
 
 @cache

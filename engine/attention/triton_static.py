@@ -4,10 +4,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape
+from engine.attention.backend import LayerShape, Slots
 from engine.attention.pages import blocks_of
-from engine.attention.splits import ITEM_FIELDS, UNIT_FIELDS, Packing, bounds_of, splits_needed, splits_of
-from engine.attention.triton_paged import PagedAttention, Pass, StepTensors, Workspace, decode_packing
+from engine.attention.splits import (
+    ITEM_FIELDS,
+    RUN_FIELDS,
+    UNIT_FIELDS,
+    Packing,
+    bounds_of,
+    joined,
+    splits_needed,
+    splits_of,
+)
+from engine.attention.triton_paged import (
+    PagedAttention,
+    Pass,
+    StepTensors,
+    Workspace,
+    decode_packing,
+    num_running,
+)
+from engine.attention.triton_sizes import splits_joined
 from engine.attention.triton_store import NO_SLOT, num_cleared_behind
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import copy_into, padded
@@ -30,8 +47,7 @@ class TritonDecode(PagedAttention):
         slots.fill_(NO_SLOT)
         seq_lens.fill_(1)
         tensors = StepTensors(
-            slots=slots,
-            num_cleared=num_cleared,
+            slots=Slots(slots, num_cleared),
             query_starts=torch.arange(num_reqs + 1, dtype=torch.int32, device=device),
             seq_lens=seq_lens,
             tables=empty(num_reqs * max_blocks),
@@ -41,7 +57,12 @@ class TritonDecode(PagedAttention):
         super().__init__(tensors, block_size, workspace)
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep. Each kind of layer must have attended once before a graph is captured."""
         assert cache is not None
@@ -49,7 +70,9 @@ class TritonDecode(PagedAttention):
         output = torch.empty_like(query)
         packing = decode_packing(shape, query, cache)
         if packing not in self._lists:
-            self._lists[packing] = _SplitList(len(self._seq_lens), self._most_splits, packing, query.device)
+            num_rows = len(self._seq_lens)
+            most_joined = splits_joined(num_rows * cache.shape[2], num_running(packing, query, cache))
+            self._lists[packing] = _SplitList(num_rows, self._most_splits, packing, most_joined, query.device)
             self._lists[packing].refill(self._seq_lens)
         self.attend_splits(shape, query, cache, output, packing, self._lists[packing].tensors)
         return output
@@ -73,15 +96,24 @@ class TritonDecode(PagedAttention):
 class _SplitList:
     """The splits of the layers with one window; they change when a row begins a new split, not in every step."""
 
-    def __init__(self, num_rows: int, most_splits: int, packing: Packing, device: torch.device) -> None:
+    def __init__(
+        self, num_rows: int, most_splits: int, packing: Packing, most_joined: int, device: torch.device
+    ) -> None:
         most_items = num_rows * most_splits
-        sizes = [most_items * ITEM_FIELDS, num_rows * UNIT_FIELDS, 1]
+        fields = ITEM_FIELDS if most_joined == 1 else RUN_FIELDS
+        sizes = [most_items * fields, num_rows * UNIT_FIELDS, 1]
         items, units, num_items = torch.split(
             torch.zeros(sum(sizes), dtype=torch.int32, device=device), sizes
         )
         self.tensors = Pass(
-            items.view(-1, ITEM_FIELDS), units.view(-1, UNIT_FIELDS), num_items, most_items, most_splits > 1
+            items.view(-1, fields),
+            units.view(-1, UNIT_FIELDS),
+            num_items,
+            most_items,
+            is_combined=most_splits > 1,
+            is_joined=most_joined > 1,
         )
+        self._most_joined = most_joined
         self._packing = packing
         self._requests: IntVector = np.arange(num_rows, dtype=np.int32)
         self._bounds: IntVector | None = None
@@ -93,7 +125,6 @@ class _SplitList:
             return
         self._bounds = bounds
         splits = splits_of(self._requests, bounds, self._packing)
+        items = joined(splits, self._most_joined) if self.tensors.is_joined else splits.items
         own = self.tensors
-        copy_into(
-            [own.items, own.units, own.num_items], [splits.items, splits.units, np.array([len(splits.items)])]
-        )
+        copy_into([own.items, own.units, own.num_items], [items, splits.units, np.array([len(items)])])

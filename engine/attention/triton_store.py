@@ -7,14 +7,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import triton_kernels
+from engine.attention.backend import Slots
 from engine.attention.triton_sizes import store_launch
 from engine.compute.inputs import PreparedInputs
 
 NO_SLOT = -1
 
 
-def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_cleared: Tensor) -> None:
-    """Write a step's KV into a layer's part of the pool; the vectors as in ``triton_paged.StepTensors``."""
+def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Slots) -> None:
+    """Write a step's KV into a layer's part of the pool."""
     key = _with_heads_together(key)
     value = _with_heads_together(value)
     num_tokens, num_kv_heads, head_dim = key.shape
@@ -22,8 +23,8 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, num_clear
         key,
         value,
         cache,
-        slots,
-        num_cleared,
+        slots.places,
+        slots.num_cleared,
         key.stride(0),
         value.stride(0),
         *cache.stride()[:3],

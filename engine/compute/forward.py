@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend, is_installed
+from engine.compute.best_tokens import BestTokens, TritonBestTokens, find_by_torch
 from engine.compute.forward_graphs import CudaRecorder, GraphedForward, Recorder, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
@@ -133,7 +134,13 @@ def _with_graphs(
         max_model_len=loaded.info.max_model_len,
         has_head=loaded.info.has_head,
         group=loaded.group,
+        find_best=best_tokens_on_cuda(),
     )
+
+
+def best_tokens_on_cuda() -> BestTokens:
+    """Return the search by Triton if it is installed."""
+    return TritonBestTokens() if is_installed("triton") else find_by_torch
 
 
 def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:

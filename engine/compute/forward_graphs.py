@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import StaticDecode
+from engine.compute.best_tokens import BestTokens, find_by_torch
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.compute.staging import begin_copy, copy_into, padded
@@ -108,27 +109,38 @@ class _StaticTokens:
         return size
 
 
+class Head(Protocol):
+    """Computes logits; see LanguageModel."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Return the logits of these states."""
+
+    def write_logits(self, states: Tensor, target: Tensor) -> None:
+        """Write the same into ``target``."""
+
+
 class StaticLogits:
     """The logits that all graphs write, and the best token of each row with 1 if it is a number, else 0.
 
     Rank 0, which alone has whole logits, shares the best tokens with the other ranks of its group.
     """
 
-    def __init__(self, group: RankGroup) -> None:
+    def __init__(self, group: RankGroup, find_best: BestTokens = find_by_torch) -> None:
         self._group = group
+        self._find_best = find_best
         self._logits: Tensor | None = None
         self._best: Tensor | None = None
 
-    def write(self, logits: Tensor) -> None:
-        """Keep the logits of a step. The first call, before any capture, has the most rows."""
+    def write(self, head: Head, states: Tensor) -> None:
+        """Compute the logits of a step. The first call, before any capture, has the most rows."""
+        num_rows = len(states)
         if self._logits is None or self._best is None:
-            self._logits = torch.empty_like(logits)
-            self._best = torch.zeros(len(logits), 2, dtype=torch.int64, device=logits.device)
-        self._logits[: len(logits)].copy_(logits)
-        best = self._best[: len(logits)]
-        top = logits.max(dim=-1)
-        best[:, 0].copy_(top.indices)
-        best[:, 1].copy_(top.values.isfinite())
+            self._logits = torch.empty_like(head.logits(states))
+            self._best = torch.zeros(num_rows, 2, dtype=torch.int64, device=states.device)
+        logits = self._logits[:num_rows]
+        head.write_logits(states, logits)
+        best = self._best[:num_rows]
+        self._find_best(logits, best)
         self._group.share(best)
 
     def first(self, num_rows: int) -> Tensor:
@@ -175,13 +187,14 @@ class GraphedForward:
         max_model_len: int,
         has_head: bool = True,
         group: RankGroup | None = None,
+        find_best: BestTokens = find_by_torch,
     ) -> None:
         self.draw: Draw = plain.draw
         self._plain = plain
         self._recorder = recorder
         self._static = _StaticTokens(sizes, plain.device)
         self._max_blocks = -(-max_model_len // plain.block_size)
-        self._logits = StaticLogits(group or SingleRank()) if has_head else None
+        self._logits = StaticLogits(group or SingleRank(), find_best) if has_head else None
         self._steps: dict[int, StaticDecode] = {}
         self._graphs: dict[int, _Graph] = {}
         self._caches: Sequence[Tensor] | None = None
@@ -242,7 +255,7 @@ class GraphedForward:
     def _run(self, size: int, caches: Sequence[Tensor]) -> Tensor:
         states: Tensor = self._plain.model(*self._static.views(size), self._steps[size], caches)
         if self._logits is not None:
-            self._logits.write(self._plain.logits(states))
+            self._logits.write(self._plain.model, states)
         return states
 
     def forward(

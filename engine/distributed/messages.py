@@ -3,14 +3,14 @@
 The methods of ``ModelRunner`` can be called, and their annotations give the types of arguments and results.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
 
 from contract.decoding import json_decoder, msgpack_decoder
-from contract.errors import InternalError
+from contract.errors import ErrorKind, InternalError
 from engine.compute.runner import ModelRunner
 from engine.settings import EngineSettings
 
@@ -57,6 +57,11 @@ class Raised(msgspec.Struct, frozen=True, tag="raised"):
     message: str
     param: str | None
     traceback: str
+
+
+def cause_of(raised: Sequence[Raised]) -> Raised:
+    """Return the error to be reported for all: one of a known kind, since others often follow from it."""
+    return next((error for error in raised if error.kind != ErrorKind.INTERNAL), raised[0])
 
 
 Answer = Returned | Raised

@@ -16,7 +16,7 @@ import zmq
 
 from contract.errors import KvbatonError, WorkerLostError, error_from_kind
 from engine.distributed.channel import calls_ring, create_calls_file, write_message
-from engine.distributed.messages import Raised, Returned
+from engine.distributed.messages import Raised, Returned, cause_of
 from engine.distributed.process_group import listen_for_ranks
 from engine.distributed.rank_process import GroupPlan, RankProcess
 from engine.distributed.rank_watch import RankWatch
@@ -159,6 +159,7 @@ class RankPool:
         """Return the error of a call that all ranks have answered. One message is enough if all ranks give the same."""
         are_alike = len(raised) == len(outcomes) and len({answer.message for answer in raised}) == 1
         message = raised[0].message if are_alike else "; ".join(self._errors_by_rank(outcomes))
-        error = error_from_kind(raised[0].kind, message)
-        error.param = raised[0].param
+        cause = cause_of(raised)
+        error = error_from_kind(cause.kind, message)
+        error.param = cause.param
         return error

@@ -32,7 +32,7 @@ from engine.distributed.group import rank_device
 from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
 from engine.distributed.process_group import TorchRankGroup, open_store
 from engine.distributed.rank_watch import beat
-from engine.distributed.symmetric import SymmetricSums, find_library
+from engine.distributed.symmetric import SymmetricSums, check_device, find_library
 
 _PR_SET_PDEATHSIG = 1
 
@@ -100,11 +100,16 @@ def _join(plan: RankPlan) -> TorchRankGroup:
     device = rank_device(plan.settings.device, torch.cuda.device_count(), plan.rank, plan.size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    is_symmetric = plan.settings.all_reduce == "symmetric"
+    if is_symmetric:
+        check_device(
+            device
+        )  # before the ranks connect: one that gives up then breaks the connections of the others
     timeout = timedelta(seconds=plan.settings.rank_timeout_seconds)
     listening = None if plan.store is None else socket.socket(fileno=plan.store)
     store = open_store(listening, plan.store_port, plan.size)
     group = TorchRankGroup(device, plan.rank, plan.size, store, timeout)
-    if plan.settings.all_reduce == "symmetric":
+    if is_symmetric:
         library = find_library(device, group.backend)
         group.add_up_by(SymmetricSums(library, device, plan.rank, plan.size, store))
     return group

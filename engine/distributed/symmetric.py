@@ -64,18 +64,22 @@ class SymmetricSums:
         return buffer
 
 
+def check_device(device: torch.device) -> None:
+    """Raise SettingError if this device or this build of torch has no symmetric memory."""
+    if device.type != "cuda":
+        raise _refusal(f"it needs CUDA devices, and this is {device.type}")
+    for name in ("one_shot_all_reduce_copy", "two_shot_all_reduce_out"):
+        if not hasattr(torch.ops.symm_mem, name):
+            raise _refusal(f"torch {torch.__version__} has no {name}")
+
+
 def find_library(device: torch.device, backend: Any) -> tuple[Any, Any]:
     """Return torch's symmetric memory and its kernels. Raises SettingError if this build or device has none.
 
     backend: the collectives of these ranks.
     """
-    if device.type != "cuda":
-        raise _refusal(f"it needs CUDA devices, and this is {device.type}")
-    kernels: Any = torch.ops.symm_mem
-    for name in ("one_shot_all_reduce_copy", "two_shot_all_reduce_out"):
-        if not hasattr(kernels, name):
-            raise _refusal(f"torch {torch.__version__} has no {name}")
-    return NamedMemory(device, backend), kernels
+    check_device(device)
+    return NamedMemory(device, backend), torch.ops.symm_mem
 
 
 class NamedMemory:

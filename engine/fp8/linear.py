@@ -57,10 +57,14 @@ def multiply(
     numbers: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Multiply FP8 numbers ``[num_tokens, num_inputs]`` with a scale for each row by a weight; see Fp8Linear."""
-    result: Tensor = torch._scaled_mm(
-        numbers, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype
-    )
-    return result
+    if numbers.is_cuda:
+        result: Tensor = torch._scaled_mm(
+            numbers, weight.t(), scale_a=scale, scale_b=weight_scale.t(), out_dtype=dtype
+        )
+        return result
+    one = torch.ones(())  # torch 2.11 has one scale for all rows on the CPU
+    sums = torch._scaled_mm(numbers, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return (sums * scale * weight_scale.t()).to(dtype)
 
 
 def _quantised(states: Tensor, input_scale: Tensor | None) -> tuple[Tensor, Tensor]:

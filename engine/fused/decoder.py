@@ -4,17 +4,19 @@ A step of few tokens is a sequence of small kernels, and each costs two microsec
 that read the same states become one product (q, k and v; gate and up), and everything between two products one kernel.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
-from engine.fp8.linear import Fp8Linear, join
-from engine.fused.rows import HeadNorms, gated, normed, turned
+from engine.fused.few_rows import FewRows
+from engine.fused.few_tiles import Form
+from engine.fused.product import Linear, Product, joined, product_of
+from engine.fused.residual import Residual
+from engine.fused.turning import HeadNorms, Heads, turned
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM, DecoderLayer
 from engine.models.language_model import LanguageModel
@@ -23,14 +25,23 @@ from engine.models.rope import rotation
 
 
 class FusedDecoder(LanguageModel):
-    """Computes ``model`` with its own weights; weights that are multiplied together become views of one matrix, for good."""
+    """Computes ``model`` with its own weights; weights that are multiplied together become views of one matrix, for good.
 
-    def __init__(self, model: CausalLM, config: DecoderConfig) -> None:
+    few_dtypes: the number formats in which products of few rows have kernels of their own.
+    """
+
+    def __init__(
+        self, model: CausalLM, config: DecoderConfig, few_dtypes: Collection[torch.dtype] = (torch.bfloat16,)
+    ) -> None:
         super().__init__()
         self._plain = model
         self._config = config
-        self._layers = [_layer(module) for module in model.model.layers if isinstance(module, DecoderLayer)]
-        self._sizes = (config.num_heads, config.num_kv_heads, config.head_dim)
+        self._layers = [
+            _layer(module, config) for module in model.model.layers if isinstance(module, DecoderLayer)
+        ]
+        self._few_rows = FewRows(model.model.norm.weight.device, few_dtypes)
+        weight = model.head_weight()
+        self._head = Product(weight.detach(), None) if weight is not None and model.is_whole else None
 
     def forward(
         self,
@@ -42,83 +53,64 @@ class FusedDecoder(LanguageModel):
     ) -> Tensor:
         """See LanguageModel."""
         decoder = self._plain.model
-        residual: Tensor = decoder.embed_tokens(input_ids)
-        turn = rotation(decoder.frequencies, positions, residual.dtype)
-        added: Tensor | None = None
+        states: Tensor = decoder.embed_tokens(input_ids)
+        turn = rotation(decoder.frequencies, positions, states.dtype)
+        residual = Residual(states, self._config.rms_norm_eps, self._few_rows)
         for index, layer in enumerate(self._layers):
-            states = self._normed(residual, added, layer.input_norm)
-            query, key, value = turned(
-                layer.qkv(states), turn, layer.head_norms, self._config.rms_norm_eps, self._sizes
-            )
-            if caches is not None:
-                step.store(key, value, caches[index])
+            cache = None if caches is None else caches[index]
+            packed = residual.multiplied(layer.qkv, layer.input_norm)
+            query, key, value = turned(layer.heads, packed, turn, step, cache)
             if watch is not None:
                 watch.stored(index + 1)
-            mixed = step.attend(layer.shape, query, key, value, None if caches is None else caches[index])
-            states = self._normed(residual, layer.output(mixed.flatten(-2)), layer.mlp_norm)
-            added = layer.down(gated(layer.gate_up(states)))
-        return self._normed(residual, added, decoder.norm.weight)
+            mixed = step.attend(layer.shape, query, key, value, cache)
+            residual.add(layer.output, mixed.flatten(-2))
+            residual.add(layer.down, residual.gated(layer.gate_up, layer.mlp_norm))
+        return residual.normed(decoder.norm.weight)
 
     def logits(self, states: Tensor) -> Tensor:
         """See LanguageModel."""
-        return self._plain.logits(states)
+        logits = self._head_of_few(states, None)
+        return self._plain.logits(states) if logits is None else logits
 
-    def _normed(self, residual: Tensor, added: Tensor | None, weight: Tensor) -> Tensor:
-        return normed(residual, added, weight, self._config.rms_norm_eps)
+    def write_logits(self, states: Tensor, target: Tensor) -> None:
+        """See LanguageModel."""
+        if self._head_of_few(states, target) is None:
+            self._plain.write_logits(states, target)
 
-
-@dataclass(frozen=True)
-class Product:
-    """A linear layer, ``[num_outputs, num_inputs]``."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Map ``[num_tokens, num_inputs]`` to ``[num_tokens, num_outputs]``."""
-        return F.linear(states, self.weight, self.bias)
+    def _head_of_few(self, states: Tensor, target: Tensor | None) -> Tensor | None:
+        """Return the logits, in ``target`` if it is given; None if few rows have no kernel for them."""
+        tiles = None if self._head is None else self._few_rows.tiles(self._head, states, Form.PLAIN)
+        if self._head is None or tiles is None:
+            return None
+        return self._few_rows.multiply(self._head, states, tiles, output=target)
 
 
 @dataclass(frozen=True)
 class _Layer:
     shape: LayerShape
     input_norm: Tensor
-    qkv: Callable[[Tensor], Tensor]
-    head_norms: HeadNorms | None
-    output: nn.Module
+    qkv: Linear
+    heads: Heads
+    output: Linear
     mlp_norm: Tensor
-    gate_up: Callable[[Tensor], Tensor]
-    down: nn.Module
+    gate_up: Linear
+    down: Linear
 
 
-def _layer(layer: DecoderLayer) -> _Layer:
+def _layer(layer: DecoderLayer, config: DecoderConfig) -> _Layer:
     attention = layer.self_attn
     mlp = layer.mlp
-    head_norms = None
+    norms = None
     if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
-        head_norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight)
+        norms = HeadNorms(attention.q_norm.weight, attention.k_norm.weight)
+    heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, norms, config.rms_norm_eps)
     return _Layer(
         shape=attention.shape,
         input_norm=layer.input_layernorm.weight,
         qkv=joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norms=head_norms,
-        output=attention.o_proj,
+        heads=heads,
+        output=product_of(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight,
         gate_up=joined(mlp.gate_proj, mlp.up_proj),
-        down=mlp.down_proj,
+        down=product_of(mlp.down_proj),
     )
-
-
-def joined(*linears: nn.Linear) -> Callable[[Tensor], Tensor]:
-    """Replace layers that read the same states by one product; their weights and biases become views of its."""
-    if any(isinstance(linear, Fp8Linear) for linear in linears):
-        return join(linears)
-    return Product(_joined(linears, "weight"), None if linears[0].bias is None else _joined(linears, "bias"))
-
-
-def _joined(linears: Sequence[nn.Linear], name: str) -> Tensor:
-    whole = torch.cat([getattr(linear, name) for linear in linears]).detach()
-    parts = torch.split(whole, [linear.out_features for linear in linears])
-    for linear, part in zip(linears, parts, strict=True):
-        linear.register_parameter(name, nn.Parameter(part, requires_grad=False))
-    return whole

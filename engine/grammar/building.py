@@ -1,6 +1,7 @@
 """The work of the compiling threads: machines of grammars, and matchers of requests, measured as they are built."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from llguidance import LLTokenizer
 
 from contract.requests import EngineRequest
 from contract.sampling import Grammar
+from engine.grammar.limits import MOST_GROWTH_AT_ONCE, MOST_GROWTH_PER_SECOND
 from engine.grammar.live_machines import LiveMachines
 from engine.grammar.llguidance_matcher import build_matcher
 from engine.grammar.machine import Machine
@@ -68,13 +70,19 @@ class MachineBuilder:
 
     @contextmanager
     def _measured(self) -> Iterator[_Growth]:
-        """Measure by how much the block grows the heap, even if it fails. Other threads' work counts as well."""
+        """Measure by how much the block grows the heap, even if it fails.
+
+        Other threads' work counts as well, up to what this thread can have built in its processor time: a worker that has
+        just started allocates much, and a small grammar must not be dropped for it.
+        """
         growth = _Growth()
         before = self._measure()
+        began = time.thread_time()
         try:
             yield growth
         finally:
-            growth.num_bytes = max(0, self._measure() - before)
+            most = MOST_GROWTH_AT_ONCE + int((time.thread_time() - began) * MOST_GROWTH_PER_SECOND)
+            growth.num_bytes = min(max(0, self._measure() - before), most)
             self._trimmer.note(growth.num_bytes)
 
     def _vocabulary(self) -> LLTokenizer:

@@ -113,10 +113,9 @@ class GrammarCompiler:
         self._threads.close()
 
     def _submit_compilation(self, grammar: Grammar, compiled: Compiled) -> None:
-        try:
-            self._threads.submit(partial(self._compile, grammar, compiled))
-        except InternalError as error:
-            self._finish(grammar, compiled, error)
+        self._threads.submit(
+            partial(self._compile, grammar, compiled), partial(self._finish, grammar, compiled)
+        )
 
     def _submit_beginning(
         self, asked: EngineRequest, compiled: Compiled, then: Callable[[Outcome], None]
@@ -125,10 +124,7 @@ class GrammarCompiler:
             return
         found = compiled.result()
         is_urgent = asked.num_delivered_tokens > 0 and isinstance(found, Machine) and found.has_begun
-        try:
-            self._threads.submit(lambda: self._begin(asked, compiled, then), is_urgent=is_urgent)
-        except InternalError as error:
-            then(error)
+        self._threads.submit(partial(self._begin, asked, compiled, then), then, is_urgent=is_urgent)
 
     def _compile(self, grammar: Grammar, compiled: Compiled) -> None:
         if compiled.set_running_or_notify_cancel():

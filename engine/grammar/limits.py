@@ -27,3 +27,6 @@ MAX_HEAVY_BYTES = 3 * 2**24
 """Grammars that were measured to build HEAVY_BYTES or more: together, those that answers follow at the same time."""
 MAX_LIVE_BYTES = 2**32
 """The bound of compiled grammars in use and cached; above it no other grammar is compiled."""
+MOST_GROWTH_AT_ONCE = 2**20
+MOST_GROWTH_PER_SECOND = 10**9
+"""The bytes that a thread can have built: a fixed part, and one for its processor time, twice the most measured."""

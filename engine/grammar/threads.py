@@ -3,9 +3,11 @@
 A compilation recurses over references from rule to rule, up to 700 bytes of stack for a byte of text (measured; a schema
 of objects within objects), where the usual 8 MiB end the process at 12 kB. So a job has a large stack, whose memory is
 returned to the system when the job's thread ends.
+
+Another thread starts them, which has the niceness of the thread of the steps. So that thread waits neither for the start of
+a thread nor for a lock that a job with its niceness holds, and no job inherits the niceness of another one.
 """
 
-import logging
 import os
 import sys
 import threading
@@ -13,11 +15,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 
 from contract.errors import InternalError
-
-logger = logging.getLogger(__name__)
+from engine.mailbox import Mailbox
 
 _NICENESS = 10
 """A job gives way to the steps of running answers."""
@@ -25,11 +27,26 @@ _NICENESS = 10
 _MAX_REST_SECONDS = 0.1
 """A job is followed by a rest that is as long as it was, up to this: many jobs leave half of the time to steps."""
 _MAX_URGENT = 4
-"""Urgent jobs that run at a time; others wait like those that are not."""
+"""Urgent jobs that run at a time; further ones wait for the end of these."""
 _SHORT_SECONDS = 0.01
 """A job that took no longer is not followed by one."""
 
 Job = Callable[[], None]
+Failed = Callable[[InternalError], object]
+"""Receives the error with which a job does not run."""
+
+
+Run = Callable[[list[Job], Job], None]
+"""Runs the only job of a list, which it removes from it, and makes the call when that is over."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A job that has not started, alone in a list: the thread that runs it has the only reference to it."""
+
+    jobs: list[Job]
+    run: Run
+    failed: Failed
 
 
 class _RunningJobs:
@@ -55,6 +72,84 @@ class _RunningJobs:
         self._started_at.pop(ticket, None)
 
 
+class _Starter:
+    """Owns the thread that starts the others, and what waits for it. ``submit`` and ``close`` are called from any thread."""
+
+    def __init__(self, stack_bytes: int, running: _RunningJobs, clock: Callable[[], float]) -> None:
+        self._stack_bytes = stack_bytes
+        self._running = running
+        self._clock = clock
+        self._num_urgent = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._waiting_urgent: deque[_Waiting] = deque()
+        # The attributes above belong to the thread.
+        self._inbox = Mailbox[Callable[[], None] | None]()
+        self._starting = threading.Lock()
+        self._has_thread = False
+        self._is_closed = False
+
+    def submit(self, waiting: _Waiting, *, is_urgent: bool) -> None:
+        """Start a job, at once or after others. Its niceness is that of the first call, but for what it does itself."""
+        queue = self._waiting_urgent if is_urgent else self._waiting
+        try:
+            if self._has_thread or self._start_own():
+                self._inbox.put(partial(queue.append, waiting))
+        except InternalError as error:
+            waiting.failed(error)
+
+    def close(self) -> None:
+        """Start no further job."""
+        self._is_closed = True
+        self._inbox.put(None)
+
+    def _start_own(self) -> bool:
+        with self._starting:
+            if not (self._has_thread or self._is_closed):
+                _start(threading.Thread(target=self._run, name="grammar-starter", daemon=True))
+                self._has_thread = True
+        return self._has_thread
+
+    def _run(self) -> None:
+        while (change := self._inbox.get()) is not None and not self._is_closed:
+            change()
+            del change  # it may hold a job
+            self._start_next()
+
+    def _start_next(self) -> None:
+        """Start waiting jobs while there is room."""
+        while self._waiting_urgent and self._num_urgent < _MAX_URGENT:
+            if self._start_job(self._waiting_urgent.popleft(), self._urgent_ended):
+                self._num_urgent += 1
+        while self._waiting and self._running.has_room(self._clock()):
+            ticket = object()
+            if self._start_job(self._waiting.popleft(), partial(self._running.discard, ticket)):
+                self._running.add(ticket, self._clock())
+
+    def _urgent_ended(self) -> None:
+        self._num_urgent -= 1
+
+    def _start_job(self, waiting: _Waiting, ended: Job) -> bool:
+        """Start a job's thread; return False if that is not possible. ended: called in this thread when it has ended."""
+        arguments = (waiting.jobs, partial(self._inbox.put, ended))
+        thread = threading.Thread(target=waiting.run, args=arguments, name="grammar", daemon=True)
+        usual = threading.stack_size(self._stack_bytes)
+        try:
+            _start(thread)
+        except InternalError as error:
+            waiting.failed(error)
+            return False
+        finally:
+            threading.stack_size(0 if usual == self._stack_bytes else usual)
+        return True
+
+
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise InternalError(f"no thread for a grammar can be started: {error}") from error
+
+
 class JobThreads:
     """Owns the threads and the queue of jobs. Thread-safe.
 
@@ -76,88 +171,39 @@ class JobThreads:
     ) -> None:
         self._rest = rest
         self._after_job = after_job
-        self._stack_bytes = stack_bytes
         self._clock = clock
-        self._lock = threading.Lock()  # for the four below
-        self._waiting: deque[Job] = deque()
-        self._running = _RunningJobs(num_running, max_threads, stuck_seconds)
-        self._num_urgent = 0
-        self._is_closed = False
+        self._starter = _Starter(stack_bytes, _RunningJobs(num_running, max_threads, stuck_seconds), clock)
 
-    def submit(self, job: Job, *, is_urgent: bool = False) -> None:
-        """Run ``job`` in a thread, at once or after others. Raises InternalError where no thread can be started.
+    def submit(self, job: Job, failed: Failed = lambda _: None, *, is_urgent: bool = False) -> None:
+        """Run ``job`` in a thread, at once or after others. Does not wait.
 
-        is_urgent: it is short, and a client waits for it. A few of these run at once, beside the others, and give way to
-        nothing.
+        failed: called in another thread if none can be started for the job. is_urgent: it is short, and a client waits for
+        it. A few of these run at a time, beside the others, and give way to nothing.
         """
-        with self._lock:
-            if is_urgent and self._num_urgent < _MAX_URGENT and not self._is_closed:
-                self._start_thread(self._run_urgent, job)
-                self._num_urgent += 1
-                return
-            self._waiting.append(job)
-            try:
-                self._start_next()
-            except InternalError:
-                if job in self._waiting:
-                    self._waiting.remove(job)
-                raise
+        waiting = _Waiting([job], self._run_urgent if is_urgent else self._run, failed)
+        del job
+        self._starter.submit(waiting, is_urgent=is_urgent)
 
     def close(self) -> None:
         """Start no further job."""
-        with self._lock:
-            self._is_closed = True
-            self._waiting.clear()
+        self._starter.close()
 
-    def _start_next(self) -> None:
-        """Start waiting jobs while there is room. Called with the lock held."""
-        while self._waiting and not self._is_closed and self._running.has_room(self._clock()):
-            ticket = object()
-            self._start_thread(partial(self._run, ticket=ticket), self._waiting[0])
-            self._waiting.popleft()
-            self._running.add(ticket, self._clock())
-
-    def _start_thread(self, run: Callable[[list[Job]], None], job: Job) -> None:
-        thread = threading.Thread(target=run, args=([job],), name="grammar", daemon=True)
-        usual = threading.stack_size(self._stack_bytes)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise InternalError(
-                f"no thread for a grammar can be started with a stack of {self._stack_bytes} bytes: {error}"
-            ) from error
-        finally:
-            threading.stack_size(0 if usual == self._stack_bytes else usual)
-
-    def _run(self, jobs: list[Job], ticket: object) -> None:
+    def _run(self, jobs: list[Job], ended: Job) -> None:
         if sys.platform == "linux":  # elsewhere it would count for the whole process
             with suppress(OSError):
                 os.nice(_NICENESS)
-        job = jobs.pop()  # the thread's arguments live as long as the thread
         begun = self._clock()
         try:
-            job()
+            jobs.pop()()  # the thread's arguments live as long as the thread
         finally:
-            with self._lock:  # submit() holds the lock, and its own reference to the job, until it is done
-                pass
-            del job
             self._after_job()
             if (seconds := self._clock() - begun) > _SHORT_SECONDS:
                 self._rest(min(seconds, _MAX_REST_SECONDS))
-            with self._lock:
-                self._running.discard(ticket)
-                self._start_next_if_possible()
+            ended()
 
-    def _run_urgent(self, jobs: list[Job]) -> None:
+    def _run_urgent(self, jobs: list[Job], ended: Job) -> None:
         try:
             jobs.pop()()
         finally:
-            with self._lock:  # as above
-                self._num_urgent -= 1
+            ended()
             self._after_job()
-
-    def _start_next_if_possible(self) -> None:
-        try:
-            self._start_next()
-        except InternalError as error:  # the next submit tries again
-            logger.error("%s", error.message)

@@ -39,7 +39,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
-    """Compile the grammar of this request (``EngineCore.prepare``); a CallResult with the same id follows."""
+    """Prepare for this request (``EngineCore.prepare``); a CallResult with the same id follows."""
 
     call_id: int
     request: EngineRequest

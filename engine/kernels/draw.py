@@ -1,4 +1,4 @@
-"""Sample tokens by the kernels, like ``engine.sampling.sampler.draw_by_torch``, row by row, without copies."""
+"""Sample tokens by the kernels, like ``engine.sampling.sampler.random_by_torch``, row by row, without copies."""
 
 from collections.abc import Sequence
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.kernels.binding import DRAW, Kernels
 from engine.sampling.logits_processors import SamplingRow
+from engine.sampling.sampler import best_or_drawn
 
 _SEEDS = 2**128
 
@@ -22,8 +23,12 @@ class KernelDraw:
         self._num_threads = num_threads
         self._scratch: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
-    def __call__(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+    def __call__(self, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         """Sample from float32 ``[num_rows, vocab_size]`` on the host."""
+        return best_or_drawn(self.random, scores, rows)
+
+    def random(self, scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+        """See ``engine.sampling.sampler.RandomDraw``."""
         scores = scores.contiguous()
         size = scores.shape[1]
         needed = self._num_threads * self._kernels.draw_scratch(size)

@@ -25,6 +25,8 @@ from engine.kv_cache.folding import find_fold
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _POOL_NAME = "kvbaton-kv"
 _cuda: Any = torch.cuda
+_FIRST = -1
+"""The priority of a stream whose kernels get free processors before those of the engine's steps."""
 
 
 class _AtOnce:
@@ -149,7 +151,8 @@ class PinnedParts:
 class StagedKVMemory(PagedKVMemory):
     """The pool on a device, reached through copies in host memory, or written by a library that reaches the device itself.
 
-    Implements ``engine.connector.LandsDirectly``. Copies run on a stream of their own.
+    Implements ``engine.connector.LandsDirectly``. Copies and digests run on a stream of their own, which
+    does not wait for the kernels of a step: a request waits for its KV.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: torch.device) -> None:
@@ -158,7 +161,7 @@ class StagedKVMemory(PagedKVMemory):
             layout, num_blocks, torch.zeros(shape, dtype=TORCH_DTYPES[layout.dtype], device=device)
         )
         self._rows = self.pool.view(num_blocks, -1).view(torch.uint8)
-        self._copies = _cuda.Stream(device) if device.type == "cuda" else None
+        self._copies = _cuda.Stream(device, priority=_FIRST) if device.type == "cuda" else None
         self._computed: Computed = _AT_ONCE
         self._writing: deque[tuple[Any, Sequence[PinnedRow]]] = deque()
         """The rows that are being copied to the device, and the event of the end."""
@@ -233,6 +236,12 @@ class StagedKVMemory(PagedKVMemory):
     def wait_until_unused(self) -> None:
         """See LandsDirectly."""
         self._computed.synchronize()
+
+    @property
+    def is_written(self) -> bool:
+        """See LandsDirectly."""
+        self._forget_written()
+        return not self._writing
 
     def commit(self, block_ids: list[int]) -> None:
         """See PagedKVMemory. Returns when the device has the bytes."""

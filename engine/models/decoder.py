@@ -147,6 +147,19 @@ class CausalLM(LanguageModel):
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
         return self._group.gather_columns(F.linear(states, head.weight))
 
+    @property
+    def is_whole(self) -> bool:
+        """True if one rank has the whole model."""
+        return self._group.size == 1
+
+    def write_logits(self, states: Tensor, target: Tensor) -> None:
+        """See LanguageModel."""
+        weight = self.head_weight()
+        if weight is None or not self.is_whole:
+            target.copy_(self.logits(states))
+        else:
+            torch.mm(states, weight.t(), out=target)
+
     def head_weight(self) -> Tensor | None:
         """Return the head's weight ``[vocab_size, hidden_size]``; None without a head."""
         if self._head is Head.NONE:

@@ -45,5 +45,9 @@ class LanguageModel(nn.Module, ABC):
         ``[0, vocab_size]`` for no rows, and raises InternalError otherwise.
         """
 
+    def write_logits(self, states: Tensor, target: Tensor) -> None:
+        """Write ``logits`` into ``target``; a model that can compute them there does not copy them."""
+        target.copy_(self.logits(states))
+
     def place(self, device: torch.device) -> None:
         """Move the tensors that are not weights of the checkpoint to ``device``."""

@@ -56,14 +56,14 @@ class SamplingRow:
 
 
 def adjusted(raw: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Return a copy of ``raw [num_rows, vocab_size]`` with every row's changes, or ``raw`` itself if there are none.
+    """Return a float32 copy of ``raw [num_rows, vocab_size]`` with every row's changes, or ``raw`` itself if there are none.
 
     Each kind of change is one operation on all rows that require it: a step's launches do not grow with its rows.
     """
     changed = [(i, row) for i, row in enumerate(rows) if row.changes_scores]
     if not changed:
         return raw
-    scores = raw.clone()
+    scores = raw.to(torch.float32, copy=True)
     _mask(scores, [(i, row.bitmask) for i, row in changed if row.bitmask is not None])
     _allow(scores, _cells([(i, row.sampling.allowed_token_ids) for i, row in changed]))
     _add_biases(scores, [(i, row.sampling.logit_bias) for i, row in changed])

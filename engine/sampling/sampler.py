@@ -22,7 +22,11 @@ from engine.outputs import LogprobsLists
 from engine.sampling.logits_processors import SamplingRow, adjusted
 from engine.sampling.randomness import UNIFORM_BITS, uniform_bits_of
 
-Draw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
+Draw = Callable[[Tensor, Sequence[SamplingRow]], Tensor]
+"""Scores ``[num_rows, vocab_size]`` and how each row draws → int64 ``[2, num_rows]``: a token of each row, and 1 if its
+scores are numbers, else 0 (then any token)."""
+
+RandomDraw = Callable[[Tensor, Sequence[SamplingRow], Sequence[int]], Tensor]
 """Scores ``[num_rows, vocab_size]``, how each row draws, and which rows do (with temperature above 0) → their tokens, int64.
 
 Any token for a row of NaN, and where none may be drawn.
@@ -71,15 +75,18 @@ def begin_sampling(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | Non
     id among equals. Otherwise temperature, min-p, top-k and top-p apply in this order, then the inverse of the cumulative
     distribution in the order of the vocabulary (``draw``; None: by torch).
     """
-    raw = logits if logits.dtype == torch.float32 else logits.to(torch.float32)
+    is_ready = logits.dtype == torch.float32 or logits.device.type != "cpu"
+    raw = logits if is_ready else logits.to(torch.float32)
     scores = adjusted(raw, rows)
-    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
-    tokens, is_number = _drawn(raw, scores, rows, random_rows, draw or draw_by_torch)
-    drawn = begin_copy(torch.stack([tokens, is_number.to(torch.int64)]))
+    drawn = (draw or draw_by_torch)(scores, rows)
+    tokens, is_number = drawn
+    if scores is not raw:
+        is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
+    copied = begin_copy(drawn)
     wanted = [row.sampling.logprobs for row in rows]
     is_wanted = any(k is not None for k in wanted)
     logprobs = _begin_logprobs(raw, tokens, wanted) if is_wanted else None
-    return Sampling(partial(_read, drawn, logprobs, raw, scores), tokens)
+    return Sampling(partial(_read, copied, logprobs, raw, scores), tokens)
 
 
 def _read(
@@ -112,16 +119,13 @@ def _best_on_host(scores: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArr
     return found, np.isfinite(scores[np.arange(len(found)), found])
 
 
-def _drawn(
-    raw: Tensor, scores: Tensor, rows: Sequence[SamplingRow], random_rows: list[int], draw: Draw
-) -> tuple[Tensor, Tensor]:
-    """Return a token of each row, at random in ``random_rows``, and whether the row holds numbers."""
+def best_or_drawn(draw: RandomDraw, scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """See Draw. Take the best token of rows with temperature 0; ``draw`` draws those of the others."""
     tokens, is_number = _best(scores)
+    random_rows = [i for i, row in enumerate(rows) if row.sampling.temperature > 0]
     if random_rows:
         tokens[to_device(np.array(random_rows), scores.device)] = draw(scores, rows, random_rows)
-    if scores is not raw:
-        is_number &= raw.amax(dim=-1).isfinite()  # NaN where one is
-    return tokens, is_number
+    return torch.stack([tokens, is_number.to(torch.int64)])
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,8 +144,13 @@ def _count_unusable(raw: Tensor, scores: Tensor) -> list[int]:
     return [int(count) for count in counts.tolist()]
 
 
-def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
-    """See Draw. Groups rows, whatever their parameters."""
+def draw_by_torch(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """See Draw."""
+    return best_or_drawn(random_by_torch, scores, rows)
+
+
+def random_by_torch(scores: Tensor, rows: Sequence[SamplingRow], places: Sequence[int]) -> Tensor:
+    """See RandomDraw. Groups rows, whatever their parameters."""
     at_once = max(1, _MAX_ELEMENTS_AT_ONCE[scores.device.type] // scores.shape[1])
     parts = [places[start : start + at_once] for start in range(0, len(places), at_once)]
     return torch.cat(
@@ -153,12 +162,12 @@ def _draw(scores: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """Sample a token of each row."""
     weights = _weights(scores, [row.sampling.temperature for row in rows])
     _keep_min_p(weights, [row.sampling.min_p for row in rows])
-    keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
+    _keep_top_k(weights, scores, [row.sampling.top_k for row in rows])
     _keep_top_p(weights, [row.sampling.top_p for row in rows])
-    return invert(weights, scaled(to_device(uniforms_of(rows), scores.device), weights.sum(dim=-1)))
+    return invert(weights, scaled(to_device(_uniforms_of(rows), scores.device), weights.sum(dim=-1)))
 
 
-def uniforms_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
+def _uniforms_of(rows: Sequence[SamplingRow]) -> NDArray[np.int64]:
     """Return the uniform number of each row, which depends only on its seed and its position (law 6)."""
     return uniform_bits_of([row.sampling.seed for row in rows], [row.position for row in rows])
 
@@ -200,7 +209,7 @@ def _keep_min_p(weights: Tensor, limits: list[float]) -> None:
         weights.masked_fill_(weights < least[:, None], 0)
 
 
-def keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
+def _keep_top_k(weights: Tensor, scores: Tensor, limits: list[int]) -> None:
     """Set all but the k best scores of a row to weight 0, in place; among equals the lowest ids stay."""
     asking = [i for i, k in enumerate(limits) if 0 < k < scores.shape[1]]
     if asking:

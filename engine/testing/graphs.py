@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import LayerShape
+from engine.attention.backend import LayerShape, Slots
 from engine.attention.torch_backend import TorchBackend
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
@@ -56,6 +56,8 @@ class StaticTorchBackend(TorchBackend):
 class StaticTorchDecode:
     """See StaticDecode."""
 
+    slots: Slots | None = None
+
     def __init__(self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
         self._slots = torch.full((num_reqs,), -1, device=device)
@@ -81,7 +83,12 @@ class StaticTorchDecode:
             cache[block, 1, :, offset] = value[row]
 
     def attend(
-        self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, cache: Tensor | None
+        self,
+        shape: LayerShape,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        cache: Tensor | None,
     ) -> Tensor:
         """See AttentionStep. Slots without a token may hold NaN and are not read."""
         assert cache is not None

@@ -8,6 +8,7 @@ import threading
 
 from contract.requests import EngineRequest
 from engine.connector import TransferEvent
+from kv_transfer.control.connecting import ConnectionsAhead
 from kv_transfer.control.fetching import FetchTransfers
 
 
@@ -15,15 +16,17 @@ class EarlyFetches:
     """Fulfils ``ReceiverConnector`` and ``ExpectsRequests``: keeps the events of a fetch until its request is added.
 
     fetches: all of them, expected ones included. ``expect`` is called from any thread, what changes a fetch from the
-    scheduler's.
+    scheduler's. connections: those that are opened ahead.
     """
 
-    def __init__(self, fetches: FetchTransfers) -> None:
+    def __init__(self, fetches: FetchTransfers, connections: ConnectionsAhead) -> None:
         self.fetches = fetches
+        self.connections = connections
         self._lock = threading.Lock()
         self._expected: set[str] = set()
         """Keys for which ``start_fetch`` was not called yet."""
         self._kept: list[TransferEvent] = []
+        self.connect = connections.connect
         self.receive_into = fetches.receive_into
         self.take_received = fetches.take_received
         self.next_arrival = fetches.next_arrival

@@ -87,7 +87,7 @@ class FetchTransfers(Transfers):
             if incoming is None or incoming.fetch.state is not FetchState.COMMITTED:
                 raise InternalError(f"request {key} has received nothing")
             fetch = incoming.fetch
-            report = fetch.report(incoming.num_bytes)
+            report = fetch.report(incoming.num_bytes, incoming.since)
             self._effects.note_received(report)
             received = Received(list(fetch.first_tokens or ()), report)
             self._apply(incoming, fetch_side.acknowledged(fetch))
@@ -140,8 +140,8 @@ class FetchTransfers(Transfers):
                 way = incoming.fetch.retry_steps[-1].replace("_", " ")
                 logger.warning("%s; reading again over the %s", event.message, way)
 
-    def link_up(self, ref: PeerRef, session: Session) -> None:
-        """Read from a peer that has authenticated. Over which transport may be decided only later."""
+    def link_up(self, ref: PeerRef, session: Session) -> Source:
+        """Read from a peer that has authenticated, and return where. Over which transport may be decided only later."""
 
         def on_chosen(provisional: Source, chosen: Source) -> bool:
             with self._lock:
@@ -150,9 +150,11 @@ class FetchTransfers(Transfers):
                 return self._effects.choose_source(ref, provisional, chosen)
 
         with self._lock:
-            self._effects.add_peer(ref, self._ports.choose(session, on_chosen), session.terms)
+            source = self._ports.choose(session, on_chosen)
+            self._effects.add_peer(ref, source, session.terms)
         if session.terms is not None and not session.terms.plan.is_direct:
             self._worker.counters.add("transfer_converting_links_total")
+        return source
 
     def link_down(self, ref: PeerRef, kind: str, message: str) -> Source | None:
         """Fail every fetch that still needs a peer whose link ended. Returns where the peer was read."""

@@ -6,12 +6,12 @@ One thread publishes what is lent and commits what has arrived; each peer that i
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from contract.errors import ErrorKind, KvbatonError
-from engine.connector import KVMemory, LayerWatch
+from engine.connector import KVMemory, LandsDirectly, LayerWatch
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.converting import Converter
 from kv_transfer.data.publishing import PassWatch, Publisher
@@ -20,9 +20,9 @@ from kv_transfer.data.threads import DataReports, JobThread, PullThreads
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import XXH3_64
 from kv_transfer.protocol.orders import CommitJob, PullJob, orders_of
-from kv_transfer.protocol.reads import ReadStoppedError, Source, may_heal
+from kv_transfer.protocol.reads import ReadRequest, ReadStoppedError, Source, may_heal
 from kv_transfer.settings import DEFAULT_STAGING_BYTES
-from kv_transfer.transports.transport import ReadsMemory, ReceiverTransport, Senders
+from kv_transfer.transports.transport import ReadsMemory, ReceiverTransport, Senders, ask
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class DataHalf:
         self._num_bytes_at_once = 0
         self._is_closing = False
         self._thread = JobThread("kv-data", self._on_bug)
-        self._reader = BlockReader(receiver, counters)
+        self._pulls = PullThreads(self._forget, self._on_bug, ask=self._ask)
+        self._reader = BlockReader(receiver, counters, self._pulls.following)
         self._converter = Converter(counters, max_staging_bytes, self._reader.read_share)
-        self._pulls = PullThreads(self._forget, self._on_bug)
         self.post_probe = self._pulls.post
         for transport in transport_names:
             for name in ("transfer_blocks_total", "transfer_bytes_total"):
@@ -104,15 +104,16 @@ class DataHalf:
             claimed = self._pulls.claim(job.source, job.key, job.read, run)
             if claimed is not None:
                 return claimed
-        if not self._pulls.post(job.source, job.key, job.read, run):
+        if not self._pulls.post(job.source, job.key, job.read, run, job.only_request):
             failed = ev.JobFailed(ErrorKind.UNAVAILABLE, "no thread can be started to read with")
             outcome = ev.JobStopped() if self._is_closing else failed
             self._thread.post(partial(self._reports.fetch_event, job.key, outcome))
         return None
 
     def post_commit(self, job: CommitJob) -> None:
-        """Queue a commit; it ends with CommitDone, JobFailed or JobStopped. Runs at once for a flat pool: it is quick."""
-        if self._memory.pool_view is not None:
+        """Make blocks visible; it ends with CommitDone, JobFailed or JobStopped. Runs at once if it waits for nothing."""
+        memory = self._memory
+        if memory.is_written if isinstance(memory, LandsDirectly) else memory.pool_view is not None:
             self._run(job)
         else:
             self._thread.post(partial(self._run, job))
@@ -147,6 +148,11 @@ class DataHalf:
     def _forget(self, source: Source) -> None:
         self._receiver.forget(source)
         self._converter.forget(source)
+
+    def _ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
+        """Send requests ahead to a source of one rank: of several, each job names its own."""
+        if source.num_ranks == 1:
+            ask(self._receiver, source, requests)
 
     def _on_bug(self, error: BaseException) -> None:
         self._reports.thread_failed(threading.current_thread().name, error)

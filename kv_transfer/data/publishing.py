@@ -27,10 +27,14 @@ _NUM_TAILS = 5
 
 @dataclass
 class _Unfinished:
-    """Lent blocks of which the first ``num_bytes`` bytes are digested. error: why they will fail when they are published."""
+    """Lent blocks of which the first ``num_bytes`` bytes are digested.
+
+    is_stored: they are readable as a whole. error: why they will fail when they are published.
+    """
 
     digests: RunningDigests
     num_bytes: int = 0
+    is_stored: bool = False
     error: Exception | None = None
 
 
@@ -44,6 +48,7 @@ class Publisher:
 
     def __init__(self, memory: KVMemory, views: DigestViews, senders: Senders, reports: DataReports) -> None:
         self.digest = digest_for(memory)
+        self._is_on_device = self.digest == FOLD64
         self._memory = memory
         self._views = views
         self._senders = senders
@@ -51,19 +56,24 @@ class Publisher:
         self._unfinished: dict[str, _Unfinished] = {}
 
     def publish_layers(self, order: PublishOrder, num_bytes: int, computed: Computed) -> None:
-        """Make the first ``num_bytes`` of each block of an order readable, once they are computed."""
+        """Make the first ``num_bytes`` of each block of an order readable, once they are computed.
+
+        On a device blocks are digested when all is stored: that takes microseconds, and each launch stops a pass for longer.
+        """
         is_new = order.key not in self._unfinished
         if is_new:
             self._unfinished[order.key] = _Unfinished(running_digests(self.digest, order.seeds))
         unfinished = self._unfinished[order.key]
         try:
             computed.synchronize()
-            self._digest(unfinished, order.block_ids, num_bytes)
-            unfinished.num_bytes = num_bytes
+            if not self._is_on_device:
+                self._digest(unfinished, order.block_ids, num_bytes)
+                unfinished.num_bytes = num_bytes
             for start, end in self._ranges(order):
                 grants = self._senders.publish(order.name, order.block_ids[start:end]) if is_new else ()
                 ready = ev.LayerRange(order.first_block + start, end - start, num_bytes, grants)
                 self._reports.send_event(order.key, ready)
+            unfinished.is_stored = num_bytes == self._memory.layout.block_bytes
         except Exception as error:  # noqa: BLE001 - the boundary of a job: the range fails once it is published
             unfinished.error = error
 
@@ -76,13 +86,15 @@ class Publisher:
     def publish(self, order: PublishOrder, computed: Computed) -> None:
         """Publish an order range by range: the receiver copies and verifies one while the next is being digested.
 
-        computed: is waited for first; what was launched after it is not.
+        computed: is waited for first, unless all layers are stored; what was launched after it is not.
         """
         unfinished = self._unfinished.pop(order.key, None)
+        is_stored = unfinished is not None and unfinished.is_stored
         for start, end in self._ranges(order):
             outcome: ev.SendEvent
             try:
-                computed.synchronize()
+                if not is_stored:
+                    computed.synchronize()
                 outcome = self._publish_range(order, start, end, unfinished)
             except Exception as error:  # the boundary of a job: its transfer fails, the others go on
                 logger.exception("publishing blocks of %s failed", order.key)
@@ -119,7 +131,7 @@ class Publisher:
     def _ranges(self, order: PublishOrder) -> Iterator[tuple[int, int]]:
         """Cut an order into ranges. On a device each one costs a launch, and reading it too, and none stays in a cache."""
         step = blocks_per_piece(self._memory.layout.block_bytes)
-        if self.digest == FOLD64:
+        if self._is_on_device:
             step = MAX_PIECE_BLOCKS
         num_blocks = len(order.block_ids)
         return ((start, min(start + step, num_blocks)) for start in range(0, num_blocks, step))

@@ -10,7 +10,7 @@ from contract.errors import InternalError, KvbatonError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.counters import Counters
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.digests import XXH3_64, Share, digests_of
+from kv_transfer.protocol.digests import FOLD64, XXH3_64, Share, digests_of
 from kv_transfer.protocol.orders import Ahead, PullJob
 from kv_transfer.protocol.reads import (
     BlockPart,
@@ -20,8 +20,15 @@ from kv_transfer.protocol.reads import (
     Source,
     grants_within,
 )
-from kv_transfer.transports.block_views import BlockViews, settle, view_bytes_of, write_views
-from kv_transfer.transports.transport import ReceiverTransport
+from kv_transfer.transports.block_views import (
+    BlockViews,
+    LandingViews,
+    read_views,
+    settle,
+    view_bytes_of,
+    write_views,
+)
+from kv_transfer.transports.transport import ReadsDevice, ReceiverTransport, fetch_first
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_SECONDS = 10.0
@@ -78,10 +85,19 @@ class Landing:
 
 
 class BlockReader:
-    """Reads blocks over a receiver. Called from the threads of the sources."""
+    """Reads blocks over a receiver. Called from the threads of the sources.
 
-    def __init__(self, receiver: ReceiverTransport, counters: Counters) -> None:
+    following: returns the requests that are read from a source after the one that is read now.
+    """
+
+    def __init__(
+        self,
+        receiver: ReceiverTransport,
+        counters: Counters,
+        following: Callable[[Source], Sequence[ReadRequest]],
+    ) -> None:
         self._receiver = receiver
+        self._following = following
         self._counters = counters
         self.silences = Silences()
         counters.add("transfer_digest_mismatches_total", 0)
@@ -95,7 +111,8 @@ class BlockReader:
         """Read and verify the blocks of a job that needs no conversion."""
         if job.ahead is not None and job.ahead.is_of_use:
             return self._read_rest(job, job.ahead)
-        return self.read_share(job, job.shares[0], job.first_block, write_views(self._memory, job.block_ids))
+        views = write_views(self._memory, job.block_ids, read=job.read)
+        return self.read_share(job, job.shares[0], job.first_block, views)
 
     def read_share(self, job: PullJob, share: Share, first_block: int, views: Sequence[memoryview]) -> Copied:
         """Read blocks of one of the sender's ranks, and verify each piece as it lands."""
@@ -112,18 +129,25 @@ class BlockReader:
         return self._read_verified(job, share, request, views, digest)
 
     def read_ahead(self, job: PullJob) -> ev.ReadAheadOver:
-        """Read a part of each block and continue its digest. After a failure the blocks are read as a whole."""
-        part = job.part
+        """Read a part of each block, and those before it that were not read, and continue its digest.
+
+        A device digests whole blocks at their end. After a failure the blocks are read as a whole.
+        """
         ahead = job.ahead
-        if part is None or ahead is None:
+        if job.part is None or ahead is None:
             raise InternalError("a read ahead lacks its part")
+        if self._waits_for_more(job.source, job.part):
+            return ev.ReadAheadOver(None)
+        part = ahead.up_to(job.part)
         if not ahead.goes_on_with(job.first_block, len(job.block_ids), part.start_byte):
             return ev.ReadAheadOver(None)
-        views = write_views(self._memory, job.block_ids, part)
+        views = write_views(self._memory, job.block_ids, part, job.read)
         request = ReadRequest(job.name, job.first_block, len(views), job.grants, part)
 
         def digest(start: int, end: int) -> None:
-            ahead.digests.go_on(views[start:end], start)
+            if not _is_left_to_device(job, views):
+                ahead.check_digested()
+                ahead.digests.go_on(views[start:end], start)
             settle(views[start:end])
 
         landing = Landing(digest)
@@ -135,17 +159,29 @@ class BlockReader:
             ahead.has_failed = True
             logger.debug("reading ahead for %s failed: %s", job.key, error.message)
             return ev.ReadAheadOver(None)
-        ahead.num_read += part.num_bytes
+        ahead.note_read(part.num_bytes, is_digested=not _is_left_to_device(job, views))
+        if ahead.num_read == self._memory.layout.block_bytes and (arrived := ahead.undigested):
+            ahead.digests.go_on(read_views(self._memory, job.block_ids, arrived))
+            ahead.num_digested = ahead.num_read
         return ev.ReadAheadOver((landing.begin, time.monotonic()))
+
+    def _waits_for_more(self, source: Source, part: BlockPart) -> bool:
+        """Return whether a part is read with the next one: each read stops the pass that computes, on the same device."""
+        is_last = part.start_byte + part.num_bytes >= self._memory.layout.block_bytes
+        receiver = self._receiver
+        return not is_last and isinstance(receiver, ReadsDevice) and receiver.is_on_our_device(source)
 
     def _read_rest(self, job: PullJob, ahead: Ahead) -> Copied:
         """Read and verify blocks whose first bytes, or all bytes, were read ahead."""
         offset = job.first_block - ahead.first_block
+        undigested = ahead.undigested
+        arrived = [] if undigested is None else read_views(self._memory, job.block_ids, undigested)
         num_missing = self._memory.layout.block_bytes - ahead.num_read
         part = BlockPart(ahead.num_read, num_missing) if num_missing else None
-        views = [] if part is None else write_views(self._memory, job.block_ids, part)
+        views = [] if part is None else write_views(self._memory, job.block_ids, part, job.read)
 
         def digest(start: int, end: int) -> tuple[int, ...]:
+            ahead.digests.go_on(arrived[start:end], offset + start)
             ahead.digests.go_on(views[start:end], offset + start)
             return ahead.digests.values(offset + start, offset + end)
 
@@ -181,7 +217,8 @@ class BlockReader:
         self.silences.check(source)
         try:
             with job.read.reporting(landing.landed):
-                self._receiver.fetch(source, request, views, job.read)
+                following = self._following(job.source) if job.conversion is None else ()  # else it goes on
+                fetch_first(self._receiver, source, request, views, job.read, following)
         except PeerSilentError as error:
             self.silences.record(source, error)
             raise
@@ -202,6 +239,11 @@ class BlockReader:
                 f"block {first_block + bad}{of_rank} of {job.name} from worker {job.source.worker_id} failed its"
                 f" digest check: {found[bad]:016x} arrived, {announced[bad]:016x} was announced"
             )
+
+
+def _is_left_to_device(job: PullJob, views: Sequence[memoryview]) -> bool:
+    """Return whether a part that has landed is digested with the rest of its blocks, by the device."""
+    return job.source.digest == FOLD64 and isinstance(views, LandingViews) and views.folds_there
 
 
 @dataclass

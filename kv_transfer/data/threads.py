@@ -1,8 +1,8 @@
 """The threads of the data half, and the reports that they make."""
 
 import threading
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
@@ -10,7 +10,7 @@ from typing import Protocol
 
 from engine.mailbox import Mailbox
 from kv_transfer.protocol import events as ev
-from kv_transfer.protocol.reads import LeaseName, Read, Source
+from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 
 
 class DataReports(Protocol):
@@ -87,10 +87,14 @@ class JobThread(threading.Thread):
 
 @dataclass
 class _Turn:
-    """The right to read from a source, which one thread has at a time. num_jobs: those that have not ended."""
+    """The right to read from a source, which one thread has at a time.
+
+    num_jobs: those that have not ended. waiting: those that were posted and have not begun, with their requests.
+    """
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_jobs: int = 0
+    waiting: deque[tuple[Read, ReadRequest | None]] = field(default_factory=deque)
 
 
 class PullThreads:
@@ -98,6 +102,7 @@ class PullThreads:
 
     The jobs of a source run one after another, in the order in which they come, also those of ``claim``.
 
+    ask: called with the requests of a source's next fetches, in order, while none of its jobs runs; it does not block.
     forget: called once a source will never be read from again. on_bug: called with what ended a thread early. idle_seconds:
     how long a thread without a job is kept.
     """
@@ -107,8 +112,10 @@ class PullThreads:
         forget: Callable[[Source], None],
         on_bug: Callable[[BaseException], None],
         idle_seconds: float = 60.0,
+        ask: Callable[[Source, Sequence[ReadRequest]], None] = lambda _source, _requests: None,
     ) -> None:
         self._forget = forget
+        self._ask = ask
         self._on_bug = on_bug
         self._idle_seconds = idle_seconds
         self._lock = threading.Lock()
@@ -120,18 +127,32 @@ class PullThreads:
         self._turns: defaultdict[Source, _Turn] = defaultdict(_Turn)
         self._is_closed = False
 
-    def post(self, source: Source, key: str, read: Read, work: Callable[[], None]) -> bool:
+    def post(
+        self,
+        source: Source,
+        key: str,
+        read: Read,
+        work: Callable[[], None],
+        request: ReadRequest | None = None,
+    ) -> bool:
         """Queue ``work``, which executes ``read`` and reports its end; called in the source's thread.
 
-        False: it will not run, after ``stop`` or when no thread can be started.
+        request: that of the only fetch which ``work`` makes, if it is known. False: it will not run, after ``stop`` or when
+        no thread can be started.
         """
         with self._lock:
             thread = None if self._is_closed else self._open.get(source) or self._start(source)
             if thread is not None:
                 turn = self._turns[source]
                 turn.num_jobs += 1
+                turn.waiting.append((read, request))
                 thread.post(partial(self._wait_and_execute, turn, key, read, work))
-            return thread is not None
+        if thread is not None and request is not None and turn.lock.acquire(blocking=False):
+            try:
+                self._ask(source, self.following(source))  # before the thread has been woken
+            finally:
+                turn.lock.release()
+        return thread is not None
 
     def claim(
         self, source: Source, key: str, read: Read, work: Callable[[], None]
@@ -147,6 +168,18 @@ class PullThreads:
             turn.num_jobs += 1
             turn.lock.acquire()  # the job before has been counted as ended within the lock, and frees it now
         return partial(self._execute, turn, key, read, work)
+
+    def following(self, source: Source) -> list[ReadRequest]:
+        """Return the requests of the source's next fetches, in order, up to one that is not known yet."""
+        found: list[ReadRequest] = []
+        with self._lock:
+            turn = self._turns.get(source)
+            for read, request in turn.waiting if turn else ():
+                if request is None:
+                    break
+                if not read.is_stopped:
+                    found.append(request)
+        return found
 
     def leave(self, source: Source) -> None:
         """End the thread of a source whose link is gone, once its reads are terminal."""
@@ -200,6 +233,8 @@ class PullThreads:
 
     def _wait_and_execute(self, turn: _Turn, key: str, read: Read, work: Callable[[], None]) -> None:
         turn.lock.acquire()
+        with self._lock:
+            turn.waiting.popleft()
         self._execute(turn, key, read, work)
 
     def _execute(self, turn: _Turn, key: str, read: Read, work: Callable[[], None]) -> None:

@@ -90,14 +90,15 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
         """True if no message of the sender matters any more."""
         return self.state in _FETCH_ABORT
 
-    def report(self, num_bytes: int) -> TransferReport:
-        """Return the measurements of a finished fetch that read ``num_bytes``."""
+    def report(self, num_bytes: int, since: float) -> TransferReport:
+        """Return the measurements of a finished fetch that read ``num_bytes``. since: when the KV was asked for."""
         return TransferReport(
             exposed_seconds=max(0.0, self.verified_at - self.announced_at),
             hidden_seconds=sum(max(0.0, min(end, self.announced_at) - begin) for begin, end in self.copies),
             num_bytes=num_bytes,
             num_pieces=len(self.copies),
             copying_seconds=sum(end - begin for begin, end in self.copies),
+            waiting_seconds=max(0.0, self.announced_at - since),
         )
 
 

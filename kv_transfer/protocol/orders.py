@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from contract.errors import InternalError
+from contract.errors import InternalError, TransferError
 from kv_transfer.protocol.digests import RunningDigests, Share
 from kv_transfer.protocol.plan import TransferPlan
-from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, Source
+from kv_transfer.protocol.reads import BlockPart, LeaseName, RangeGrant, Read, ReadRequest, Source
 
 
 class PublishOrder(msgspec.Struct, frozen=True):
@@ -57,7 +57,8 @@ class Conversion(msgspec.Struct, frozen=True):
 class Ahead(msgspec.Struct):
     """The first bytes of the blocks ``first_block``..``end_block`` - 1, read before the blocks were announced.
 
-    num_read: bytes of each block that have arrived. digests: of these bytes. has_failed: nothing of it is used any more.
+    num_read: bytes of each block that have arrived. digests: of the first ``num_digested`` of these: those that a library
+    put on a device are digested there once all have arrived. has_failed: nothing of it is used any more.
     All but the blocks' numbers is written and read by the pull thread of one source alone.
     """
 
@@ -65,6 +66,7 @@ class Ahead(msgspec.Struct):
     end_block: int
     digests: RunningDigests
     num_read: int = 0
+    num_digested: int = 0
     has_failed: bool = False
 
     def goes_on_with(self, first_block: int, num_blocks: int, start_byte: int) -> bool:
@@ -72,9 +74,31 @@ class Ahead(msgspec.Struct):
         is_same = (first_block, first_block + num_blocks) == (self.first_block, self.end_block)
         return is_same and start_byte == self.num_read and not self.has_failed
 
+    def note_read(self, num_bytes: int, *, is_digested: bool) -> None:
+        """Record that so many further bytes of each block have arrived."""
+        self.num_read += num_bytes
+        if is_digested:
+            self.num_digested = self.num_read
+
+    @property
+    def undigested(self) -> BlockPart | None:
+        """The part that has arrived and is not digested."""
+        num_bytes = self.num_read - self.num_digested
+        return BlockPart(self.num_digested, num_bytes) if num_bytes else None
+
+    def check_digested(self) -> None:
+        """Raise TransferError unless all that has arrived is digested, so that the next bytes may be."""
+        if self.undigested is not None:
+            raise TransferError("the part before this one is not digested yet")
+
+    def up_to(self, part: BlockPart) -> BlockPart:
+        """Return the part from the first byte that was not read to the end of ``part``, which does not begin before."""
+        end = part.start_byte + part.num_bytes
+        return BlockPart(self.num_read, end - self.num_read) if part.start_byte > self.num_read else part
+
     def has_all(self, block_bytes: int) -> bool:
-        """Return True if nothing is left to be read."""
-        return self.num_read == block_bytes and not self.has_failed
+        """Return True if nothing is left to be read or digested."""
+        return self.num_digested == block_bytes and not self.has_failed
 
     @property
     def is_of_use(self) -> bool:
@@ -104,6 +128,13 @@ class PullJob(msgspec.Struct, frozen=True, tag=True):
     ahead: Ahead | None = None
     part: BlockPart | None = None
     is_here: bool = False
+
+    @property
+    def only_request(self) -> ReadRequest | None:
+        """The request of the only fetch that the job makes; None if it makes several, or decides that when it begins."""
+        if self.conversion is not None or self.ahead is not None or self.part is not None:
+            return None
+        return ReadRequest(self.name, self.first_block, len(self.block_ids))
 
     def in_rank(self, our_rank: int) -> "PullJob":
         """Return what one of our ranks has to read: its own share of the heads."""

@@ -191,6 +191,7 @@ class Read:
         self._interrupt: Callable[[], None] | None = None
         self._on_landed: Callable[[int], None] | None = None
         self._on_stop: list[Callable[[], None]] = []
+        self._has_waited = False
         self.is_stopped = False
 
     def stop(self) -> None:
@@ -216,6 +217,16 @@ class Read:
         """Raise ReadStoppedError after ``stop``."""
         if self.is_stopped:
             raise ReadStoppedError("the read was stopped")
+
+    def wait_once(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` unless it has returned before: it waits for the steps that may use the blocks of this fetch.
+
+        They were launched before it got its blocks, so those that are launched later are not waited for. Called from one
+        thread at a time.
+        """
+        if not self._has_waited:
+            wait()
+            self._has_waited = True
 
     def interruptible(self, interrupt: Callable[[], None]) -> AbstractContextManager[None]:
         """Have ``stop`` call ``interrupt`` (which must not block) within. Raises ReadStoppedError if stopped before."""

@@ -24,9 +24,12 @@ from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.registry import open_transports
 from kv_transfer.transports.transport import (
     ProbingReceiver,
+    ReadsDevice,
     ReadsMemory,
     Senders,
     TransportContext,
+    ask,
+    fetch_first,
     slowest,
 )
 
@@ -105,6 +108,21 @@ class RankData:
         """Return what can be read over, and what is lent over; that may be less once the pool is known."""
         return messages.Opened(self._senders.offers(), list(self._readers), self.half.digest)
 
+    def connect_ahead(self, source: Source, then: Callable[[], None]) -> None:
+        """Open what a source is read over; see ``Connect``. It has been probed if there was a choice."""
+
+        def connect(chosen: Source) -> None:
+            read = Read()
+
+            def work() -> None:
+                self.chooser.try_out(chosen, read)
+                then()
+
+            if not self.half.post_probe(chosen, f"connect {chosen.worker_id}", read, work):
+                then()
+
+        self.chooser.when_chosen(source, connect)
+
     def close(self) -> None:
         """Close the transports of a half that was never started; a half closes them itself (``half.close``)."""
         self._senders.close()
@@ -121,6 +139,8 @@ class RankReader:
         self._rank = rank
         self._num_ranks = num_ranks
         self.fetch = receiver.fetch
+        self.fetch_first = partial(fetch_first, receiver)
+        self.ask = partial(ask, receiver)
         self.close = receiver.close
 
     def probe(self, source: Source, read: Read) -> float | None:
@@ -132,6 +152,11 @@ class RankReader:
         receiver = self._receiver
         is_alone = self._num_ranks == source.num_ranks == 1
         return is_alone and isinstance(receiver, ReadsMemory) and receiver.is_at_hand(source)
+
+    def is_on_our_device(self, source: Source) -> bool:
+        """See ReadsDevice; the first rank of ``source`` that is read."""
+        receiver = self._receiver
+        return isinstance(receiver, ReadsDevice) and receiver.is_on_our_device(self._each(source)[0])
 
     def forget(self, source: Source) -> None:
         """See ReceiverTransport; every rank of ``source``."""

@@ -115,6 +115,10 @@ class RankDataGroup:
         """Have the ranks close what is open to a source whose link is gone, once their reads are terminal."""
         self.chooser.forget(source)
 
+    def connect_ahead(self, source: Source, then: Callable[[], None]) -> None:
+        """See ``Connect``. The ranks have connected for the probe if there was a choice; else they do at the first read."""
+        self.chooser.when_chosen(source, lambda _chosen: then())
+
     def close(self) -> None:
         """Fail the probes that run, and close the sockets. Idempotent."""
         self.sessions.close()

@@ -11,7 +11,7 @@ from contract.errors import TransferError
 from engine.connector import HostParts, HostRow, KVMemory, LandsDirectly
 from kv_transfer.native.folding import WORD_BYTES, fold_words
 from kv_transfer.protocol.digests import Numbers, fold_in_host_memory
-from kv_transfer.protocol.reads import BlockPart
+from kv_transfer.protocol.reads import BlockPart, Read
 
 BlockIds = Sequence[int] | npt.NDArray[np.int64]
 
@@ -195,7 +195,6 @@ class _Landing:
     """The way in which blocks land. staged: by block, the host memory that its bytes are put into."""
 
     is_direct: bool = False
-    has_waited: bool = False
     staged: dict[int, HostRow] = field(default_factory=dict)
 
 
@@ -204,14 +203,15 @@ class LandingViews(_DeviceViews):
 
     Each view is host memory, until ``settle`` copies it to the device: what is not settled never gets there. After
     ``land_directly`` a library writes to the device itself, and each view is a copy of what is there now.
-    memory: the pool.
+    memory: the pool. read: of the fetch that the blocks belong to.
     """
 
     def __init__(
-        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None = None
+        self, memory: LandsDirectly, block_ids: Sequence[int], part: BlockPart | None, read: Read
     ) -> None:
         super().__init__(memory, block_ids, part)
         self.memory = memory
+        self._read = read
         self._landing = _Landing()
 
     @property
@@ -234,6 +234,11 @@ class LandingViews(_DeviceViews):
         self._wait_until_unused()
         self._landing.is_direct = True
 
+    @property
+    def folds_there(self) -> bool:
+        """True if the sums of what has landed are computed on the device."""
+        return self._landing.is_direct and self._memory.can_fold
+
     def settle(self) -> None:
         """Begin to copy the views to the device, and release their memory. They are not used any more."""
         staged = self._landing.staged
@@ -244,7 +249,7 @@ class LandingViews(_DeviceViews):
 
     def fold(self, sums: Numbers, seeds: Numbers, first_word: int) -> None:
         """See FoldsItself."""
-        if self._landing.is_direct and self._memory.can_fold:
+        if self.folds_there:
             self._fold_there(sums, seeds, first_word)
         else:
             fold_in_host_memory(self, sums, seeds, first_word)
@@ -258,7 +263,7 @@ class LandingViews(_DeviceViews):
     def __getitem__(self, index: int | slice) -> "memoryview | LandingViews":
         """Return one view, or fewer blocks."""
         if isinstance(index, slice):
-            some = LandingViews(self._memory, self._block_ids[index], self.part)
+            some = LandingViews(self._memory, self._block_ids[index], self.part, self._read)
             some._landing = self._landing
             return some
         return next(iter(self[index : index + 1]))
@@ -275,9 +280,7 @@ class LandingViews(_DeviceViews):
 
     def _wait_until_unused(self) -> None:
         """Wait once: blocks are written that earlier steps may have used."""
-        if not self._landing.has_waited:
-            self._memory.wait_until_unused()
-            self._landing.has_waited = True
+        self._read.wait_once(self._memory.wait_until_unused)
 
 
 def settle(views: Sequence[memoryview]) -> None:
@@ -297,13 +300,16 @@ def read_views(memory: KVMemory, block_ids: BlockIds, part: BlockPart | None = N
 
 
 def write_views(
-    memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None
+    memory: KVMemory, block_ids: Sequence[int], part: BlockPart | None = None, read: Read | None = None
 ) -> Sequence[memoryview]:
-    """Return ``write_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``."""
+    """Return ``write_view`` of each block, or a part; fast if the pool is flat. Raises as ``BlockViews``.
+
+    read: see ``LandingViews``; None: the blocks belong to no fetch that has others.
+    """
     if memory.pool_view is not None:
         return BlockViews(memory.pool_view, memory.layout.block_bytes, block_ids, part)
     if isinstance(memory, LandsDirectly):
-        return LandingViews(memory, block_ids, part)
+        return LandingViews(memory, block_ids, part, read or Read())
     start, end = block_span(memory.layout.block_bytes, part)
     return [memory.write_view(block_id)[start:end] for block_id in block_ids]
 

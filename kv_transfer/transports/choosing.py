@@ -19,8 +19,9 @@ from contract.errors import InternalError, KvbatonError, TransferError, Unavaila
 from kv_transfer.counters import Counters
 from kv_transfer.protocol.handshake import Session
 from kv_transfer.protocol.orders import PullJob
-from kv_transfer.protocol.reads import PeerSilentError, Read, ReadRequest, Source
-from kv_transfer.transports.transport import ProbingReceiver, ReadsMemory
+from kv_transfer.protocol.reads import PeerSilentError, Read, Source
+from kv_transfer.transports.by_transport import ReadsByTransport
+from kv_transfer.transports.transport import ProbingReceiver
 
 logger = logging.getLogger(__name__)
 PostPull = Callable[[PullJob], Callable[[], None] | None]
@@ -66,6 +67,11 @@ class Alternatives:
             if source in link.usable:
                 link.usable.remove(source)
                 link.usable.insert(0, source)
+
+    def best(self, source: Source) -> Source:
+        """Return the best source of the same link."""
+        with self._lock:
+            return self._link(source).usable[0]
 
     def beside(self, source: Source) -> Source | None:
         """Return the best other source of the same link, if any."""
@@ -131,7 +137,7 @@ class Tried:
 
 @dataclass
 class _Probe:
-    """A choice that is being made; ``jobs`` wait for it. on_chosen: see ``Chooser.choose``.
+    """A choice that is being made; ``jobs``, and the calls in ``waiting``, wait for it. on_chosen: see ``Chooser.choose``.
 
     chosen: the outcome, from which jobs are read that name the provisional source, until ``on_chosen`` returns.
     """
@@ -141,14 +147,15 @@ class _Probe:
     thread: threading.Thread = field(init=False)
     read: Read = field(default_factory=Read)
     jobs: list[PullJob] = field(default_factory=list)
+    waiting: list[Callable[[Source], None]] = field(default_factory=list)
     chosen: Source | None = None
 
 
-class Chooser:
+class Chooser(ReadsByTransport):
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
     def __init__(self, counters: Counters) -> None:
-        self._receivers: Mapping[str, ProbingReceiver] = {}
+        super().__init__()
         self._counters = counters
         self.alternatives = Alternatives(counters)
         self._lock = threading.Lock()
@@ -193,6 +200,18 @@ class Chooser:
         self._start_probe(first, _Probe(candidates, on_chosen))
         return first
 
+    def when_chosen(self, source: Source, then: Callable[[Source], None]) -> None:
+        """Call ``then`` with the source that a link is read from, when it is known: within this call or in a thread.
+
+        source: a source of that link, provisional or not.
+        """
+        with self._lock:
+            probe = self._probes.get(source)
+            if probe is not None:
+                probe.waiting.append(then)
+                return
+        then(self.alternatives.best(source))
+
     def pull(self, job: PullJob) -> Callable[[], None] | None:
         """Start a job, as soon as its transport is known. Return a call that runs it, if its caller has to make it."""
         with self._lock:
@@ -203,15 +222,6 @@ class Chooser:
                     return None
                 job = replace(job, source=probe.chosen)
         return self._post(job)
-
-    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Fetch by the source's transport."""
-        self._receivers[source.transport].fetch(source, request, views, read)
-
-    def is_at_hand(self, source: Source) -> bool:
-        """See ReadsMemory."""
-        receiver = self._receivers[source.transport]
-        return isinstance(receiver, ReadsMemory) and receiver.is_at_hand(source)
 
     def try_out(self, source: Source, read: Read) -> Tried:
         """Probe a source by its transport."""
@@ -270,7 +280,9 @@ class Chooser:
             run()
         is_wanted = probe.on_chosen(first, chosen)
         with self._lock:
-            del self._probes[first]
+            del self._probes[first]  # nothing begins to wait from now on
+        for then in probe.waiting:
+            then(chosen)
         if chosen != first:
             self._receivers[first.transport].forget(first)
         if not is_wanted:

@@ -50,8 +50,8 @@ class PeerConnection(ABC):
         self.connect(read)
         return None
 
-    def has_ended(self) -> bool:
-        """Test if an unused connection has to be replaced."""
+    def must_be_replaced(self, request: ReadRequest | None) -> bool:
+        """Test if a connection that is not in use cannot be used for this request, or for a probe (None)."""
         return False
 
     def interrupt(self) -> None:
@@ -120,7 +120,7 @@ class PeerReceiver:
 
     def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         """See ``ReceiverTransport``. Raises PeerUnreachableError for a broken connection."""
-        self._use(source, read, lambda connection: connection.fetch(request, views, read))
+        self._use(source, read, lambda connection: connection.fetch(request, views, read), request)
 
     def probe(self, source: Source, read: Read) -> float | None:
         """See ``ProbingReceiver``."""
@@ -151,13 +151,28 @@ class PeerReceiver:
             cached = self._cached.get(source)
             return None if cached in self._in_use else cached
 
-    def _use(self, source: Source, read: Read, work: Callable[[PeerConnection], _T]) -> _T:
+    def _take_unused(self, source: Source) -> PeerConnection | None:
+        """Return this source's connection, in use now, if there is one that nothing uses."""
+        with self._lock:
+            cached = self._cached.get(source)
+            if cached is None or cached in self._in_use:
+                return None
+            self._in_use.add(cached)
+            return cached
+
+    def _use(
+        self,
+        source: Source,
+        read: Read,
+        work: Callable[[PeerConnection], _T],
+        request: ReadRequest | None = None,
+    ) -> _T:
         """Return what ``work`` does with the source's connection. Raises what ``ReceiverTransport.fetch`` does."""
         read.check()
         cached: PeerConnection | None = None
         is_good = False
         try:
-            cached = self._take(source)
+            cached = self._take(source, request)
             outcome = work(cached)
             is_good = True
             return outcome
@@ -177,13 +192,13 @@ class PeerReceiver:
             if cached is not None:
                 self._put_back(source, cached, is_good=is_good)
 
-    def _take(self, source: Source) -> PeerConnection:
+    def _take(self, source: Source, request: ReadRequest | None) -> PeerConnection:
         """Return this source's connection, and mark it as in use. Raises TransferError after ``close``."""
         with self._lock:
             if self._is_closed:
                 raise TransferError("the receiver is closed")
             cached = self._cached.get(source)
-            if cached is not None and cached not in self._in_use and cached.has_ended():
+            if cached is not None and cached not in self._in_use and cached.must_be_replaced(request):
                 del self._cached[source]
                 cached.close()
                 cached = None

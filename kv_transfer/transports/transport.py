@@ -50,11 +50,64 @@ def slowest(rates: Sequence[float | None]) -> float | None:
 
 
 @runtime_checkable
+class AsksAhead(Protocol):
+    """A receiver that may send requests before their fetches begin.
+
+    A request that was sent need not be fetched, and nothing of it is written before its own fetch.
+    """
+
+    def ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
+        """Send the requests of the source's next fetches, in order, if nothing is in the way. Does not block.
+
+        Called while nothing is fetched from the source.
+        """
+
+    def fetch_first(
+        self,
+        source: Source,
+        request: ReadRequest,
+        views: Sequence[memoryview],
+        read: Read,
+        following: Sequence[ReadRequest],
+    ) -> None:
+        """Do what ``fetch`` does. following: the requests of the source's next fetches, in order, as far as is known."""
+
+
+def fetch_first(
+    receiver: ReceiverTransport,
+    source: Source,
+    request: ReadRequest,
+    views: Sequence[memoryview],
+    read: Read,
+    following: Sequence[ReadRequest],
+) -> None:
+    """Fetch over any receiver; one that can do so sends the requests that follow ahead."""
+    if isinstance(receiver, AsksAhead):
+        receiver.fetch_first(source, request, views, read, following)
+    else:
+        receiver.fetch(source, request, views, read)
+
+
+def ask(receiver: ReceiverTransport, source: Source, requests: Sequence[ReadRequest]) -> None:
+    """Send requests ahead over a receiver that can do so."""
+    if isinstance(receiver, AsksAhead):
+        receiver.ask(source, requests)
+
+
+@runtime_checkable
 class ReadsMemory(Protocol):
     """A receiver that may copy blocks out of memory of this machine."""
 
     def is_at_hand(self, source: Source) -> bool:
         """Return whether a fetch would only copy: it neither connects to the source nor waits for it."""
+
+
+@runtime_checkable
+class ReadsDevice(Protocol):
+    """A receiver that may read blocks of the device that this worker's pool is on, too."""
+
+    def is_on_our_device(self, source: Source) -> bool:
+        """Return whether the source's pool is on it; False if that is not known yet."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """/health, /ready, /version, /metrics and /openapi.json: the service about itself."""
 
 from collections.abc import Awaitable, Callable
-from importlib.metadata import version
 
 from aiohttp import web
 from prometheus_client.registry import Collector
@@ -31,6 +30,7 @@ class StatusEndpoints:
         self._drain = drain
         self._collector = collector
         self._document = document
+        self._version = str(document["info"]["version"])
 
     def routes(self) -> list[web.RouteDef]:
         """Return all five paths."""
@@ -52,7 +52,7 @@ class StatusEndpoints:
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version."""
-        return web.json_response({"version": version("kvbaton")})
+        return web.json_response({"version": self._version})
 
     async def metrics(self, _: web.Request) -> web.Response:
         """GET /metrics."""

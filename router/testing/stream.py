@@ -12,7 +12,7 @@ from protos import worker_pb2_grpc
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_channel_options
 
-_ACKNOWLEDGE_SECONDS = 0.05
+_ACKNOWLEDGE_SECONDS = 0.01
 
 
 class RouterStream:
@@ -26,8 +26,8 @@ class RouterStream:
         self._address = address
         self._carry_out = carry_out
         self._num_orders = 0
-        self._num_reported = 0
         self._is_mute = False
+        self._acknowledgement: asyncio.TimerHandle | None = None
         self._about_worker: asyncio.Queue[pb.RouterMessage] = asyncio.Queue()
         self._reading: asyncio.Task[None] | None = None
         self._outbox: asyncio.Queue[pb.WorkerMessage | None] = asyncio.Queue()
@@ -101,13 +101,16 @@ class RouterStream:
         self._is_mute |= not self._carry_out(order)
         if not self._is_mute:
             self._num_orders += 1
-            asyncio.get_running_loop().call_later(_ACKNOWLEDGE_SECONDS, self._acknowledge)
-
-    def _acknowledge(self) -> None:
-        if self._num_reported < self._num_orders:
-            self._outbox.put_nowait(pb.WorkerMessage())
+            if self._acknowledgement is None:
+                loop = asyncio.get_running_loop()
+                self._acknowledgement = loop.call_later(
+                    _ACKNOWLEDGE_SECONDS, self._outbox.put_nowait, pb.WorkerMessage()
+                )
 
     async def _messages(self) -> AsyncIterator[pb.WorkerMessage]:
         while message := await self._outbox.get():
-            message.num_orders = self._num_reported = self._num_orders
+            message.num_orders = self._num_orders
+            if self._acknowledgement:  # this message is one
+                self._acknowledgement.cancel()
+                self._acknowledgement = None
             yield message

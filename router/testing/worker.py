@@ -28,7 +28,7 @@ class ReceivedCalls:
     prefills: list[pb.PrefillRequest] = field(default_factory=list)
     decodes: list[pb.DecodeRequest] = field(default_factory=list)
     embeds: list[pb.EmbedLegRequest] = field(default_factory=list)
-    preparations: list[pb.Task] = field(default_factory=list)
+    preparations: list[pb.DecodeRequest] = field(default_factory=list)
     hand_offs: list[pb.HandOffRequest] = field(default_factory=list)
     cancels: list[pb.CancelRequest] = field(default_factory=list)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -126,12 +126,12 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             await context.abort(grpc_code(error.kind), error.message)
         return pb.Accepted()
 
-    async def Prepare(self, request: pb.Task, context: Any) -> pb.Accepted:  # noqa: N802
+    async def Prepare(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Record the choice, and prepare nothing."""
         self.received.preparations.append(request)
         self.received.notify()
         try:
-            await self.player.prepare(request)
+            await self.player.prepare(request.task)
         except KvbatonError as error:
             await context.abort(grpc_code(error.kind), error.message)
         return pb.Accepted()

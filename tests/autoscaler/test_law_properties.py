@@ -58,13 +58,15 @@ class Pool:
     ready: int = 0
     starting: list[float] = field(default_factory=list)
     draining: int = 0
+    withdrawn: int = 0
     changing: int = 0
 
     def signals(self, now: float, in_flight: float) -> PoolSignals:
         return PoolSignals(
             num_ready=self.ready,
             starting_ages=tuple(now - since for since in self.starting),
-            num_draining=self.draining,
+            num_draining=self.draining + self.withdrawn,
+            num_keepable=self.draining,
             num_changing=self.changing,
             num_in_flight=in_flight * self.ready,
             max_in_flight=64 * self.ready,
@@ -72,12 +74,12 @@ class Pool:
 
     @property
     def existing(self) -> int:
-        return self.ready + len(self.starting) + self.draining + self.changing
+        return self.ready + len(self.starting) + self.draining + self.withdrawn + self.changing
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The events between two decisions. fails: how many of the ordered starts do not begin."""
+    """The events between two decisions. fails: how many of the ordered starts do not begin. withdraw: by an operator."""
 
     load: LoadSignals | None
     in_flight: tuple[float, float]
@@ -86,6 +88,7 @@ class Turn:
     flips_end: bool
     fails: int
     edit: tuple[int, int]
+    withdraw: tuple[bool, bool]
 
 
 BOTH = st.tuples(st.booleans(), st.booleans())
@@ -98,6 +101,7 @@ TURNS = st.builds(
     flips_end=st.booleans(),
     fails=st.sampled_from([0, 0, 0, 1, 2]),
     edit=st.sampled_from([(0, 0)] * 8 + [(1, 0), (0, 2), (-1, 0), (0, -1)]),
+    withdraw=st.sampled_from([(False, False)] * 8 + [(True, False), (False, True)]),
 )
 
 
@@ -133,13 +137,20 @@ class World:
             self.carry_out(decision, turn.fails if not number else 0)
 
     def change(self, turn: Turn) -> None:
-        for role, is_ready, edit in zip(POOLS, turn.become_ready, turn.edit, strict=True):
+        for role, is_ready, edit, withdraw in zip(
+            POOLS, turn.become_ready, turn.edit, turn.withdraw, strict=True
+        ):
             pool = self.pools[role]
             if is_ready:
                 pool.ready += len(pool.starting)
                 pool.starting.clear()
             if turn.drains_end:
                 pool.draining = 0
+                pool.withdrawn = 0
+            if withdraw and pool.ready:
+                pool.ready -= 1
+                pool.withdrawn += 1
+                self.calm_since = self.now
             if edit:
                 self.calm_since = self.now
             pool.ready = max(0, pool.ready + edit)
@@ -165,10 +176,10 @@ class World:
                 assert not changes
             present = pool.num_ready + len(pool.starting_ages) - len(given_up)
             if Verb.KEEP in orders:
-                assert orders[Verb.KEEP] <= pool.num_draining
+                assert orders[Verb.KEEP] <= pool.num_keepable
             if Verb.ADD in orders:
-                assert not pool.num_draining
-                assert present + orders[Verb.ADD] <= bounds.most
+                assert not pool.num_keepable
+                assert present + pool.num_draining + orders[Verb.ADD] <= bounds.most
             if Verb.DRAIN in orders:
                 self.check_drain(role, orders[Verb.DRAIN], present, pool)
             if Verb.FLIP in orders:
@@ -250,7 +261,7 @@ def test_a_constant_load_leads_to_numbers_within_bounds_and_budget(
     world = World(policy)
     for role, number in zip(POOLS, first, strict=True):
         world.pools[role].ready = number
-    turn = Turn(load, (0.5, 0.5), (True, True), True, True, 0, (0, 0))
+    turn = Turn(load, (0.5, 0.5), (True, True), True, True, 0, (0, 0), (False, False))
     for _ in range(300):
         world.turn(turn, 1)
     numbers = {role: world.pools[role].existing for role in POOLS}

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from autoscaler.decision import Reason, Verb
+from autoscaler.decision import Verb
 from autoscaler.policy import Goals, PoolBounds, ScalingPolicy
 from autoscaler.simulation.load import (
     Arrival,
@@ -24,6 +24,7 @@ from autoscaler.simulation.timeline import Timeline
 from autoscaler.simulation.worker import SimulatedDecode, SimulatedRequest
 from autoscaler.timing_model import PrefillTiming, StepTiming
 from contract.errors import SettingError
+from contract.scaling import ScalingReason
 from tests.autoscaler.cases import GOALS, POLICY, TIMING, D, P, simulate
 
 LENGTHS = Lengths()
@@ -120,7 +121,7 @@ def test_a_budget_is_never_exceeded() -> None:
     policy = ScalingPolicy(prefill=PoolBounds(most=8), decode=PoolBounds(most=8), goals=GOALS, budget=4)
     report = simulate(arrivals(steps((0, 2), (200, 12)), 12, 700, LENGTHS, 8), 700, policy)
     assert all(sum(pool.desired for pool in one.pools.values()) <= 4 for one in report.decisions)
-    assert any(pool.reason is Reason.BUDGET for one in report.decisions for pool in one.pools.values())
+    assert any(pool.reason is ScalingReason.BUDGET for one in report.decisions for pool in one.pools.values())
 
 
 def test_a_time_without_metrics_changes_nothing_and_the_law_goes_on_afterwards() -> None:

@@ -254,11 +254,19 @@ def test_what_a_step_spends_outside_the_model(tmp_path: Path) -> None:
 @pytest.mark.slow
 async def test_a_router_alone(children: list[psutil.Process]) -> None:
     plan = router.Plan(
-        num_streams=3, num_tokens=80, step_seconds=0.001, num_completions=40, at_once=4, num_idle=20, rounds=1
+        num_streams=3,
+        num_tokens=80,
+        step_seconds=0.001,
+        num_completions=40,
+        few=4,
+        many=8,
+        num_idle=20,
+        rounds=1,
     )
     found = await router.measure_router(plan)
-    rates = [*found["streams"].values(), *found["completions"].values(), *found["two"].values()]
-    assert len(rates) == 7 and all(rate["median"] > 0 for rate in rates)
+    answers = [rate for ways in found["completions"].values() for rate in ways.values()]
+    rates = [*found["streams"].values(), *answers, *found["two"].values()]
+    assert len(rates) == 9 and all(rate["median"] > 0 for rate in rates)
     idle = found["idle"]
     assert idle["descriptors_during"] >= idle["descriptors_before"] + 20 > idle["descriptors_after"]
     assert "| tokens of 3 streams, chats |" in router.table(found)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 _NICE = -5
 """Three times the weight of a process that serves."""
+_PROC = Path("/proc")
 
 
 def hurry(pid: int) -> None:
@@ -23,7 +24,10 @@ def calm(pid: int) -> None:
 
 
 def _set(pid: int, nice: int) -> None:
-    """Set the niceness of the session that a process leads; where Linux weighs sessions, that of the session too."""
+    """Set the niceness of all threads of a process and of its descendants."""
     with suppress(OSError):
-        os.setpriority(os.PRIO_PGRP, pid, nice)
-        Path(f"/proc/{pid}/autogroup").write_text(str(nice), encoding="ascii")
+        for task in (_PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):  # it has ended
+                os.setpriority(os.PRIO_PROCESS, int(task.name), nice)
+                for child in (task / "children").read_text().split():
+                    _set(int(child), nice)

@@ -21,6 +21,7 @@ from tests.chaos.pool.moves import Move, pauses_of_moves, results_of_moves
 from tests.chaos.pool.questions import COMPLETIONS, Kind, MixedQuestion
 from tests.chaos.pool.report import PoolReport, Stream, pauses_of
 from tests.chaos.pool.rounding import depends_on_rounding
+from tests.chaos.pool.transfers import transfer_seconds
 
 TOKENS = [5, 6, 7, 8, 9]
 LETTERS = {"a": 69, "b": 70, "c": 71}
@@ -115,13 +116,19 @@ def test_a_pause_counts_for_the_events_that_its_stream_was_open_at() -> None:
     assert "late" not in found
 
 
+def test_the_first_gap_of_a_stream_is_no_step() -> None:
+    assert Stream.of([0.0, 1.0, 1.25, 1.75]).gaps == [0.25, 0.5]
+
+
 def a_move(
     pause: float = 0.2, source: str = "a", *targets: str, begin: float = 100.0, steps: int = 3
 ) -> Move:
     """Return a move as a router shows it: ordered at ``begin``, handed over half a second later."""
     times = {"ordered_at": begin, "handed_over_at": begin + 0.5, "pause_seconds": pause}
-    record = {"request_id": f"{begin}", "choice": 0, "num_steps": steps, "copying_seconds": 0.01}
-    return {"source": source, "targets": list(targets) or ["b"], **times, **record}
+    record = {"request_id": f"{begin}", "choice": 0, "num_steps": steps}
+    parts = {"waiting_seconds": 0.05, "fetching_seconds": 0.02, "queue_seconds": 0.03}
+    copy = {"num_bytes": 1000, "copying_seconds": 0.01}
+    return {"source": source, "targets": list(targets) or ["b"], **times, **record, **parts, **copy}
 
 
 @pytest.mark.parametrize(
@@ -158,7 +165,7 @@ def test_faults_last_as_long_as_their_block_and_as_they_must_at_least() -> None:
 
 
 def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_of_the_run() -> None:
-    moves = [a_move(0.2, steps=2), a_move(0.4), a_move(2.5, "a", "killed", "b")]
+    moves = [a_move(0.2, steps=2), a_move(0.4, "a", "c"), a_move(2.5, "a", "killed", "b")]
     faults = Faults([Fault(frozenset({"killed"}), 0.0)])
     found = pauses_of_moves(moves, faults, [0.02] * 98 + [0.1] * 2)
     assert (found["met_by_a_fault"]["max"], found["met_by_a_fault"]["bound"]) == (2.5, 3.0)
@@ -170,6 +177,35 @@ def test_moves_that_a_fault_has_met_are_bounded_like_kills_and_others_by_steps_o
     assert pauses_of_moves(moves, faults, [0.001])["others"]["bound"] == 0.06, "50 ms are always allowed"
     assert "met_by_a_fault" not in pauses_of_moves(moves, Faults(), [0.02])
     assert pauses_of_moves([], faults, [0.02]) == {}
+
+
+def test_the_time_of_a_transfer_is_that_of_the_bytes_in_front_of_it_on_its_link() -> None:
+    """A copy that was held up counts by its bytes. Other links, and moves that are over or end later, are not in front."""
+    first, second, last = (a_move(pause) for pause in (0.2, 0.3, 0.9))
+    over = {**a_move(0.1), "handed_over_at": first["handed_over_at"] - 5.0}
+    elsewhere = a_move(0.25, "a", "c")
+    from_another = {**a_move(0.25, "x"), "num_bytes": 10, "copying_seconds": 0.05}
+    held_up = {**last, "num_bytes": 3000, "copying_seconds": 0.06}
+    cached = {**a_move(0.2, "y"), "num_bytes": 0, "copying_seconds": 0.0}
+    found = transfer_seconds([first, second, held_up, over, elsewhere, from_another, cached])
+    rate = 7000 / (4 * 0.01 + 0.06)  # of all that "a" has sent
+    assert found == pytest.approx([1000 / rate, 2000 / rate, 5000 / rate, *[1000 / rate] * 2, 0.05, 0.0])
+    assert transfer_seconds([]) == []
+
+
+def test_answers_that_moved_together_are_one_group() -> None:
+    """Their pauses are not independent: all of a group wait for the same steps."""
+    together = [a_move(pause, "a", "b") for pause in (0.2, 0.9, 0.3)]
+    later = {**a_move(0.5, "a", "b"), "handed_over_at": together[0]["handed_over_at"] + 5.0}
+    elsewhere = a_move(0.6, "a", "c", "d")
+    others = pauses_of_moves([later, *together, elsewhere], Faults(), [0.02])["others"]
+    assert others["num_groups"] == 3
+    slowest = [
+        (group["way"], group["count"], group["p50"], group["max"]) for group in others["slowest_groups"]
+    ]
+    assert slowest == [("a -> b", 3, 0.3, 0.9), ("a -> c -> d", 1, 0.6, 0.6), ("a -> b", 1, 0.5, 0.5)]
+    parts = {"handing_off": 0.5, "waiting": 0.05, "fetching": 0.02, "queue": 0.03, "other": 0.8}
+    assert others["slowest_groups"][0]["parts"] == parts
 
 
 def test_moves_are_counted_by_result() -> None:

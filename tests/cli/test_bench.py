@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoscaler.timing_model import read_timing
+from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.testing.script import Script
 from tests.cli.test_operate import kvbaton
@@ -33,6 +35,7 @@ def arguments(cluster: Cluster, output: Path, *more: str) -> Sequence[str]:
     )
 
 
+@pytest.mark.slow
 async def test_a_service_is_measured_and_its_model_can_be_read(tmp_path: Path) -> None:
     async with running_cluster(answer, ()) as cluster:
         for role in PAIR:
@@ -50,6 +53,47 @@ async def test_a_service_is_measured_and_its_model_can_be_read(tmp_path: Path) -
     assert model.max_answers == facts["decode-0"]["max_requests"]
     assert 0.0 <= model.prefill.seconds(64) < 1.0
     assert model.step_seconds(4, 400) > 0.5 * STEP_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("roles", "num_beside"), [((*PAIR, Role.DECODE), 2), ((Role.AGGREGATED,), 0)])
+async def test_prompts_are_measured_while_each_decode_worker_continues_an_answer(
+    roles: Sequence[Role], num_beside: int, tmp_path: Path
+) -> None:
+    """Workers may share cores, where a prompt alone is faster. Aggregated ones would compute both in one step."""
+    wanted: list[int] = []
+
+    def recorded(task: pb.Task) -> Script:
+        if task.first_index == 0:
+            wanted.append(task.sampling.max_tokens)
+        return answer(task)
+
+    async with running_cluster(recorded, ()) as cluster:
+        for number, role in enumerate(roles):
+            await cluster.add(role, f"{role.value}-{number}", max_model_len=4096)
+        code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json"))
+    assert (code, errors) == (0, "")
+    last = len(wanted) - wanted[::-1].index(2)
+    beside = [number for number in wanted[1:last] if number > 2]
+    assert len(beside) >= num_beside and bool(beside) is bool(num_beside)
+
+
+@pytest.mark.parametrize("beside", [False, True])
+async def test_an_error_of_the_service_is_one_line(beside: bool, tmp_path: Path) -> None:
+    """It ends a measured prompt, or an answer that a worker continues beside it."""
+
+    def failing(task: pb.Task) -> Script:
+        num_tokens = task.sampling.max_tokens
+        fails = num_tokens == 64 if beside else num_tokens == 2 and len(task.prompt_token_ids) > 25
+        return replace(answer(task), fail_at=1 if fails else None)
+
+    async with running_cluster(failing, ()) as cluster:
+        for role in PAIR:
+            await cluster.add(role, f"{role.value}-0", max_model_len=4096)
+        code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json"))
+    assert code != 0
+    assert "an error of the script" in errors and len(errors.splitlines()) == 1
+    assert not (tmp_path / "timing.json").exists()
 
 
 async def pool(cluster: Cluster) -> dict[str, list[dict[str, object]]]:

@@ -47,7 +47,7 @@ def test_help_of_a_command_describes_it_and_lists_its_settings(command: str) -> 
     options = result.stdout.partition("options:")[2]
     flags = re.findall(r"^  --([a-z0-9-]+)", options, re.MULTILINE)
     unwrapped = re.sub(r"\s+", " ", options)
-    assert "model" in flags or command in ("serve", "check", "workers", "top")
+    assert "model" in flags or command in ("serve", "check", "workers", "top", "autoscaler")
     assert all(
         re.search(rf"--{flag}\b[^[]* \((?:default: [^[]+|required)\) \[env", unwrapped) for flag in flags
     )

@@ -208,10 +208,10 @@ def figures(name: str, role: str, **given: Any) -> dict[str, Any]:
     return {**dict.fromkeys(names), **own, **given}
 
 
-def drawn(width: int, *workers: dict[str, Any]) -> list[str]:
+def drawn(width: int, *workers: dict[str, Any], **more: Any) -> list[str]:
     console = Console(file=StringIO(), width=width, highlight=False)
     head = {"version": "1.2.3", "model": None, "num_requests_waiting": 0, "num_requests_running": 0}
-    console.print(pool_view({**head, "workers": list(workers)}, console))
+    console.print(pool_view({**head, **more, "workers": list(workers)}, console))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().splitlines()
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import psutil
 import pytest
 import trustme
@@ -111,6 +112,29 @@ async def test_a_killed_worker_comes_back_and_nothing_survives_the_supervisor(
         assert len(everybody) >= 6
         await command.end(signal.SIGKILL)
         assert all(wait_gone(pid) for pid in everybody)
+
+
+async def test_a_service_that_scales_measures_itself_before_it_is_announced(
+    model: Path, tmp_path: Path
+) -> None:
+    ready_file = tmp_path / "ready.json"
+    flags = ("--autoscale", "--prefill", "1:2", "--decode", "1:2", "--ready-file", str(ready_file))
+    async with kvbaton("up", *FREE_PORTS, *flags, "--model", str(model)) as command:
+        await command.wait_for("kvbaton is ready")
+        [first, *_] = [number for number, line in enumerate(command.lines) if "measuring the service" in line]
+        measured = "".join(command.lines[first:])
+        assert "a prompt of" in measured
+        assert "a step of" in measured
+        router = read(ready_file)["processes"][0]
+        async with aiohttp.ClientSession() as session:
+            for _ in range(60):
+                async with session.get(f"http://{router['admin']}/metrics") as reply:
+                    if 'kvbaton_desired_workers{pool="decode"} 1' in await reply.text():
+                        break
+                await asyncio.sleep(1)
+            else:
+                raise AssertionError("no decision of the autoscaler has arrived")
+        assert await command.end(signal.SIGINT) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

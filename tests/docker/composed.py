@@ -17,6 +17,24 @@ _VARIABLE = re.compile(r"(?<!\$)\$\{(\w+):-([^}]*)\}")
 
 
 SHIPPED = FOLDER / "compose.yaml"
+ON_CPU = """
+x-cpu-entrypoint: &entrypoint
+  - sh
+  - -c
+  - exec kvbaton "$$@" --host "$$HOSTNAME" --admin "$$HOSTNAME:9101" --worker-id "$$1-$$HOSTNAME"
+  - worker
+services:
+  prefill-gpu:
+    image: kvbaton-worker:cpu
+    build: {args: {TORCH_BUILD: cpu}}
+    deploy: !reset null
+    entrypoint: *entrypoint
+  decode-gpu:
+    image: kvbaton-worker:cpu
+    deploy: !reset null
+    entrypoint: *entrypoint
+"""
+"""An override of the profile gpu for an engine without GPUs: other images, no devices, and no flag for one."""
 
 
 def written(folder: Path, *flags: str) -> Path:

@@ -2,7 +2,7 @@
 
 import json
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,15 @@ _READ = """
 import socket, sys, urllib.request
 url = f"http://{socket.gethostname()}:9101{sys.argv[1]}"
 print(urllib.request.urlopen(url, timeout=10).read().decode())
+"""
+_BEGINS = """
+import sys
+for pid in sys.argv[1:]:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            print(pid, file.read().rpartition(")")[2].split()[19])
+    except OSError:
+        pass
 """
 
 
@@ -48,6 +57,19 @@ def require_engine() -> None:
         raise AssertionError(
             f"make test-docker needs a Docker engine with Compose v2 (start it, or set DOCKER_HOST): {problem}"
         )
+
+
+def engine_socket() -> Path:
+    """Return the path of the engine's Unix socket."""
+    host = docker("context", "inspect", "-f", "{{.Endpoints.docker.Host}}").strip()
+    assert host.startswith("unix://"), host
+    return Path(host.removeprefix("unix://"))
+
+
+def socket_variables() -> tuple[str, str]:
+    """Return the variables that give the engine's socket to an autoscaler."""
+    socket = engine_socket()
+    return f"DOCKER_SOCKET={socket}", f"DOCKER_GID={socket.stat().st_gid}"
 
 
 @contextmanager
@@ -100,9 +122,9 @@ class Stack:
         """Stop and remove everything, the volumes too."""
         self.compose("down", "-v", "--remove-orphans", timeout_seconds=UP_SECONDS)
 
-    def published(self, port: int, router: int = 1) -> str:
-        """Return the published address of a port of the router with this number, as "host:port"."""
-        return self.compose("port", "--index", str(router), "router", str(port)).strip()
+    def published(self, port: int, number: int = 1, service: str = "router") -> str:
+        """Return the published address of a port of the router, or other service, with this number, as "host:port"."""
+        return self.compose("port", "--index", str(number), service, str(port)).strip()
 
     def containers(self, service: str) -> list[str]:
         """Return the ids of the running containers of a service."""
@@ -123,6 +145,23 @@ class Stack:
             "volumes": docker("volume", "ls", "-q", "--filter", label),
         }
         return {name: ids for name, ids in listed.items() if ids.strip()}
+
+    def processes(self) -> set[str]:
+        """Return the processes in the project's containers, each as its number on the engine's machine and its start."""
+        containers = self.compose("ps", "-q").split()
+        return begun([pid for each in containers for pid in docker("top", each, "-eo", "pid").split()[1:]])
+
+
+def begun(pids: Iterable[str]) -> set[str]:
+    """Return those of the processes with these numbers on the engine's machine that run, with their starts."""
+    alone = ("--rm", "--pid", "host", "--network", "none", "--entrypoint", "python")
+    return set(docker("run", *alone, "kvbaton-router", "-c", _BEGINS, *pids).splitlines())
+
+
+def living(processes: Iterable[str]) -> set[str]:
+    """Return those of the processes of a stack that still run."""
+    processes = set(processes)
+    return processes & begun(process.split()[0] for process in processes)
 
 
 def admin_page(container: str, path: str) -> str:

@@ -1,6 +1,7 @@
 """docker/ without an engine: the services of compose.yaml, and the rules for images."""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,15 @@ def test_the_dockerfile_needs_no_image_but_its_base() -> None:
     assert DOCKERFILE.count("USER 10001") == 3
     assert DOCKERFILE.count('CMD ["is-healthy", "9101"]') == 2
     assert not list((ROOT / "docker").glob("*.py"))
+
+
+def test_every_image_is_labelled() -> None:
+    finals = [service["build"]["target"] for service in SERVICES.values() if "build" in service]
+    for target in finals:
+        stage = DOCKERFILE[DOCKERFILE.index(f" AS {target}\n") :].partition("\nFROM ")[0]
+        assert f"LABEL org.opencontainers.image.title=kvbaton-{target}" in stage
+    (version,) = re.findall(r"org\.opencontainers\.image\.version=(\S+)", DOCKERFILE)
+    assert version == tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
 def test_the_build_context_holds_every_package_of_the_wheel() -> None:

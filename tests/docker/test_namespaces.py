@@ -6,34 +6,16 @@ from urllib.request import Request, urlopen
 
 import pytest
 
+from tests.docker.composed import ON_CPU
 from tests.docker.stack import Stack, docker, running_stack
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(2400)]
-
-_OVERRIDE = """
-x-cpu-entrypoint: &entrypoint
-  - sh
-  - -c
-  - exec kvbaton "$$@" --host "$$HOSTNAME" --admin "$$HOSTNAME:9101" --worker-id "$$1-$$HOSTNAME"
-  - worker
-services:
-  prefill-gpu:
-    image: kvbaton-worker:cpu
-    build: {args: {TORCH_BUILD: cpu}}
-    deploy: !reset null
-    entrypoint: *entrypoint
-  decode-gpu:
-    image: kvbaton-worker:cpu
-    deploy: !reset null
-    entrypoint: *entrypoint
-"""
-"""They differ from the profile in the image, the devices, and the flag for one."""
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     file = tmp_path_factory.mktemp("compose") / "cpu.yaml"
-    file.write_text(_OVERRIDE)
+    file.write_text(ON_CPU)
     with running_stack("COMPOSE_PROFILES=gpu", f"COMPOSE_FILE=compose.yaml:{file}") as running:
         yield running
 

@@ -1,27 +1,26 @@
 """A compose stack that is scaled while it serves, on a real engine: no answer fails and no token changes."""
 
-import asyncio
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
-from itertools import count
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.chaos.clients import MODEL, Answer, Api, Client, connected
 from tests.chaos.settings import chaos_rng
 from tests.chaos.steady import steady_answers
-from tests.chaos.under_fault import Outcome
+from tests.docker.loaded import (
+    COMPARABLE,
+    SMALL_POOLS,
+    attached,
+    client_of,
+    load_during,
+    router_states,
+    scaled,
+    until,
+)
 from tests.docker.stack import Stack, admin_page, debug_state, running_stack, watched_exits
 from tests.service import counter
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
-
-NUM_CLIENTS = 8
-COMPARABLE = (f"KVBATON_SERVED_MODEL_NAME={MODEL}", "KVBATON_DTYPE=float32", "KVBATON_NUM_THREADS=1")
-SMALL_POOLS = f"KVBATON_KV_CACHE_BYTES={64 * 2**20}"
 
 
 @pytest.fixture(scope="module")
@@ -30,78 +29,24 @@ def stack() -> Iterator[Stack]:
         yield running
 
 
-@asynccontextmanager
-async def client_of(stack: Stack, router: int = 1) -> AsyncIterator[Client]:
-    """Connect a client to the published ports of the router with this number."""
-    async with connected(stack.published(8000, router), stack.published(9000, router)) as client:
-        yield client
+async def test_scaling_out_and_in_loses_nothing(stack: Stack, tmp_path: Path) -> None:
+    """From one decode worker to three and back, under load.
 
+    All three are used. Two leave empty, long before they would be killed, and their answers move.
+    """
+    rng = chaos_rng("docker, scaling")
 
-async def load_during(
-    clients: Sequence[Client],
-    references: Sequence[Answer],
-    rng: random.Random,
-    change: Callable[[], Awaitable[None]],
-) -> Outcome:
-    """Keep clients busy from before a change until after it; every answer is compared."""
-    outcome = Outcome()
-    over = asyncio.Event()
+    async def out_and_in() -> None:
+        await scaled(stack, decode=3)
+        await until(lambda: attached(router_states(stack)[0]) == 4)
+        await until(lambda: all(debug_state(each)["num_accepted"] for each in stack.containers("decode")))
+        await scaled(stack, decode=1)
+        await until(lambda: exit_codes() == [0, 0])
 
-    async def keep_asking(number: int) -> None:
-        own = random.Random(rng.getrandbits(64))
-        for turn in count():
-            is_last = over.is_set()
-            reference = own.choice(references)
-            api = own.choice((Api.GRPC, Api.HTTP_STREAM))
-            answer = await clients[number % len(clients)].ask(
-                reference.question, api, salt=f"{number}.{turn}"
-            )
-            outcome.take(answer, reference)
-            if is_last:
-                return
-
-    async with asyncio.TaskGroup() as tasks:
-        for number in range(NUM_CLIENTS):
-            tasks.create_task(keep_asking(number))
-        await until(lambda: outcome.num_whole > 0)
-        await change()
-        over.set()
-    return outcome
-
-
-async def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something is so, at most five minutes."""
-    async with asyncio.timeout(300):
-        while not await asyncio.to_thread(is_so):
-            await asyncio.sleep(0.1)
-
-
-async def scaled(stack: Stack, **numbers: int) -> None:
-    """Scale services, as docs/docker.md does it."""
-    scales = [f"--scale={service}={number}" for service, number in numbers.items()]
-    await asyncio.to_thread(stack.up, *scales)
-
-
-def router_states(stack: Stack) -> list[dict[str, Any]]:
-    """Return the state of every router."""
-    return [debug_state(container) for container in stack.containers("router")]
-
-
-def attached(state: dict[str, Any]) -> int:
-    """Return the number of workers that a router counts as available."""
-    return sum(worker["max_requests"] > 0 for worker in state["workers"])
-
-
-async def test_scaling_in_loses_nothing(stack: Stack, tmp_path: Path) -> None:
-    """From three decode workers to one: both leave empty, long before they would be killed, and their answers move."""
-    rng = chaos_rng("docker, scaling in")
-    await scaled(stack, decode=3)
-    await until(lambda: attached(router_states(stack)[0]) == 4)
     async with client_of(stack) as client:
         references = await steady_answers(client, rng, 10, answers=(100, 300))
         with watched_exits("decode", tmp_path) as exit_codes:
-            outcome = await load_during([client], references, rng, lambda: scaled(stack, decode=1))
-            await until(lambda: exit_codes() == [0, 0])
+            outcome = await load_during([client], references, rng, out_and_in)
     assert (outcome.wrong, outcome.errors) == ([], [])
     assert len(stack.containers("decode")) == 1
     [page] = [admin_page(container, "/metrics") for container in stack.containers("router")]

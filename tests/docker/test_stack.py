@@ -3,14 +3,17 @@
 import json
 import urllib.request
 from collections.abc import Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from autoscaler.timing_model import read_timing
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
-from tests.docker.stack import Stack, admin_page, debug_state, docker, running_stack
+from tests.docker.stack import UP_SECONDS, Stack, admin_page, debug_state, docker, living, running_stack
 from tests.service import counter
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
@@ -77,6 +80,28 @@ def test_the_router_image_holds_no_torch_and_runs_as_nobody_special(stack: Stack
     assert docker("exec", *stack.containers("decode"), "id", "-u").strip() == "10001"
 
 
+def test_every_image_says_what_it_is(stack: Stack) -> None:
+    for container in stack.inspect("router", "prefill", "decode"):
+        labels = container["Config"]["Labels"]
+        assert labels["org.opencontainers.image.licenses"] == "Apache-2.0"
+        assert labels["org.opencontainers.image.title"].startswith("kvbaton")
+        assert labels["org.opencontainers.image.version"] == version("kvbaton")
+
+
+def test_the_workers_image_has_the_compiled_code(stack: Stack) -> None:
+    look = (
+        "from engine.kernels.binding import LIBRARY; from kv_transfer.native.compiling import BLOCKS\n"
+        "print([each.prebuilt.is_file() for each in (BLOCKS, LIBRARY)])"
+    )
+    assert docker("exec", *stack.containers("decode"), "python", "-c", look).strip() == "[True, True]"
+
+
+@pytest.mark.parametrize(("service", "most_mib"), [("router", 200), ("decode", 1200)])
+def test_what_an_image_adds_to_its_base_is_small(service: str, most_mib: int, stack: Stack) -> None:
+    size, _ = docker("exec", *stack.containers(service), "du", "-sm", "/opt/kvbaton").split()
+    assert int(size) < most_mib
+
+
 def test_the_secret_is_for_the_services_user_alone(stack: Stack) -> None:
     for service in ("router", "prefill", "decode"):
         told = docker(
@@ -113,6 +138,18 @@ def test_kv_moves_between_the_containers_by_shared_memory(stack: Stack) -> None:
     assert counter(pages, "kvbaton_transfer_blocks_total", transport="shm") >= len(PROMPT_IDS) // 16
 
 
+def test_a_timing_file_is_measured_in_a_container(stack: Stack, tmp_path: Path) -> None:
+    """An autoscaler's file needs nothing that is installed on the machine: see docs/docker.md."""
+    measured = "env -u KVBATON_ADMIN kvbaton bench --profile --model demo --output /tmp/timing.json"
+    command = f"{measured} --longest-prompt 256 --max-num-seqs 8 --kv-cache-bytes {2**26} >&2 && cat /tmp/timing.json"
+    run = ("run", "--rm", "--network", "none", "--entrypoint", "sh", "kvbaton-worker:cpu", "-c", command)
+    path = tmp_path / "timing.json"
+    path.write_text(docker(*run, timeout_seconds=UP_SECONDS))
+    timing = read_timing(path)
+    assert timing.prefill.seconds(256) > timing.prefill.seconds(16) > 0
+    assert timing.max_answers == 8
+
+
 def test_a_stream_outlives_the_container_that_makes_it(stack: Stack) -> None:
     """Two decode workers, one killed in mid-stream: the client reads the text that it would have read anyway."""
     with post(stack, "/v1/completions", LONG) as response:
@@ -147,9 +184,12 @@ def test_sigterm_ends_every_service_and_down_leaves_nothing(stack: Stack) -> Non
     stack.up()
     names = {container["Id"] for container in stack.inspect() if container["State"]["Running"]}
     assert len(names) == 3
+    processes = stack.processes()
+    assert len(living(processes)) >= len(names)
     stack.compose("stop")
     ended = [container["State"] for container in stack.inspect() if container["Id"] in names]
     assert [(state["Status"], state["ExitCode"]) for state in ended] == [("exited", 0)] * 3
     assert stack.leftovers().keys() == {"containers", "networks", "volumes"}
     stack.down()
     assert stack.leftovers() == {}
+    assert living(processes) == set()

@@ -20,7 +20,7 @@ from tests.e2e.cells import (
 from tests.e2e.midway import kill_midway
 from tests.service import Service, counter, running_service
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 TOLERANCE = 5e-4
 """For log probabilities in float32: another batch changes the most sensitive one of 10,000 by 2e-4, even without faults."""

@@ -89,7 +89,6 @@ async def post(service: LocalService, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("roles", "transport"), FORMS, ids=[f"{roles[-1].value} over {transport}" for roles, transport in FORMS]
 )

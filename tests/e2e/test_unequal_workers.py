@@ -16,7 +16,7 @@ from tests.e2e.prompts import golden_requests
 from tests.e2e.references import offline_answers
 from tests.service import generate_all
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 CONVERTED = "kvbaton_transfer_converted_blocks_total"
 """Counts blocks that were split on the way: those of prefill-0, not of prefill-1."""

@@ -137,11 +137,21 @@ def test_memory_of_graphs_is_taken_before_memory_is_measured(
     executor.shutdown()
 
 
+class Unchanged:
+    """A head whose logits are the states."""
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return states
+
+    def write_logits(self, states: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(states)
+
+
 def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
     """The others keep theirs."""
     logits = StaticLogits(SingleRank())
-    logits.write(torch.zeros(4, 5))
-    logits.write(torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
+    logits.write(Unchanged(), torch.zeros(4, 5))
+    logits.write(Unchanged(), torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
     assert logits.best_of(1).read().token_ids == [1]
     found = logits.best_of(2).read()
     assert (found.token_ids, found.num_nans) == ([1, None], [0, 1])
@@ -149,9 +159,9 @@ def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
 
 def test_best_tokens_are_those_of_their_step_although_the_next_one_overwrites_them() -> None:
     logits = StaticLogits(SingleRank())
-    logits.write(torch.eye(3))
+    logits.write(Unchanged(), torch.eye(3))
     best = logits.best_of(3)
-    logits.write(torch.eye(3).flip(0))
+    logits.write(Unchanged(), torch.eye(3).flip(0))
     assert best.read().token_ids == [0, 1, 2]
     assert logits.best_of(3).read().token_ids == [2, 1, 0]
 

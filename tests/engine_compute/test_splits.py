@@ -1,5 +1,7 @@
 """The division of contexts among the programs of the split kernel: every token once, by a request's own lengths only."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,6 +17,7 @@ from engine.attention.splits import (
     Splits,
     bounds_of,
     is_split,
+    joined,
     passes_of,
     splits_needed,
     splits_of,
@@ -22,7 +25,7 @@ from engine.attention.splits import (
 from tests.attention_cases import Case
 
 TILE = 64
-DECODE = Packing(group=4, rows=4, split=DECODE_SPLIT, window=None, tile=TILE)
+DECODE = Packing(group=4, rows=4, split=DECODE_SPLIT, window=None, tile=TILE, is_decode=True)
 LENGTHS = st.lists(st.integers(1, 200_000), min_size=1, max_size=8)
 
 
@@ -36,22 +39,34 @@ def split(counts: list[int], seq_lens: list[int], packing: Packing) -> Splits:
     ("length", "number"),
     [
         (1, 1),
-        (511, 1),
-        (512, 1),
-        (513, 2),
+        (255, 1),
+        (256, 1),
+        (257, 2),
+        (1024, 4),
+        (2048, 8),
+        (2049, 5),
         (8192, 16),
-        (65536, 128),
-        (65537, 114),
-        (131072, 128),
+        (65_536, 128),
+        (65_537, 114),
+        (131_072, 128),
         (10**6, 128),
     ],
 )
 def test_splits_of_a_decode(length: int, number: int) -> None:
-    """512 tokens each, up to 128; beyond 65,536 tokens, longer ones of whole tiles."""
+    """256 tokens each up to 2,048, then 512, up to 128 splits; longer contexts have longer ones of whole tiles."""
     splits = split([1], [length], DECODE)
     assert splits.units.tolist() == [[0, 0, 0, number]]
     assert len(splits.items) == number
     assert number <= splits_needed(length)
+    assert splits_needed(length) <= splits_needed(length + 1)
+
+
+@given(seq_lens=LENGTHS, window=st.sampled_from([None, 1, 300, 5000]))
+def test_a_decode_is_split_alike_in_any_batch(seq_lens: list[int], window: int | None) -> None:
+    packing = replace(DECODE, window=window)
+    together = split([1] * len(seq_lens), seq_lens, packing)
+    alone = [split([1], [length], packing).items[:, 1:] for length in seq_lens]
+    assert np.array_equal(together.items[:, 1:], np.concatenate(alone))
 
 
 @given(
@@ -100,6 +115,21 @@ def test_passes_hold_all_units_in_order(seq_lens: list[int], most: int) -> None:
         assert ends[-1] == len(each.items)
     kept = np.concatenate([each.units[:, [0, 1, 3]] for each in passes])
     assert np.array_equal(kept, whole.units[:, [0, 1, 3]])
+
+
+@given(seq_lens=LENGTHS, most=st.integers(1, 5), window=st.sampled_from([None, 300, 5000]))
+def test_joined_items_hold_all_splits_in_order(seq_lens: list[int], most: int, window: int | None) -> None:
+    """A program finds the borders of the splits within, and the places of their results, which are those of single ones."""
+    splits = split([1] * len(seq_lens), seq_lens, replace(DECODE, window=window))
+    found = list[list[int]]()
+    for request, first_row, begin, end, num_splits, length, place in joined(splits, most).tolist():
+        assert begin < end <= begin + most * length
+        for number, start in enumerate(range(begin, end, length)):
+            assert place + number == len(found)
+            found.append([request, first_row, start, start + length, num_splits])
+    assert found == splits.items.tolist()
+    runs = np.bincount(joined(splits, most)[:, 0])
+    assert runs.tolist() == [-(-number // most) for number in splits.units[:, 3].tolist()]
 
 
 def test_short_chunks_on_long_contexts_are_split() -> None:

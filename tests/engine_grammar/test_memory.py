@@ -1,5 +1,6 @@
 """Malicious grammars use bounded memory, in any number."""
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from contract.errors import OverloadedError
 from contract.sampling import Grammar
+from engine.grammar import building
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.grammar.limits import HEAVY_BYTES
 from engine.grammar.machine import Machine
@@ -52,8 +54,8 @@ def test_memory_of_different_malicious_grammars_does_not_add_up(attack: str) -> 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_memory_of_many_malicious_grammars_does_not_add_up(attack: str) -> None:
-    """H1: each kind of attack, sixty times."""
-    assert growth_mb(attack, 60) < MAX_GROWTH_MB
+    """H1: each kind of attack, thirty times; none grows any more after the first twenty."""
+    assert growth_mb(attack, 30) < MAX_GROWTH_MB / 2
 
 
 def test_memory_of_one_malicious_grammar() -> None:
@@ -91,6 +93,22 @@ def test_memory_that_an_answer_adds_is_counted(model: Path) -> None:
     assert compiler.num_cached_bytes - before > 10_000_000
     machine.grow(1000, 1.0)
     assert compiler.start(request_with(grammar), grammar, lambda _: None).result() is not machine
+    compiler.close()
+
+
+def test_memory_of_other_threads_does_not_drop_a_small_grammar(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that has just started allocates much beside its first grammar, which a moved answer then needs at once."""
+    sizes = itertools.count(0, 2**28)
+    monkeypatch.setattr(building, "heap_meter", lambda: lambda: next(sizes))
+    compiler = compiler_of(model)
+    grammar = Grammar("regex", "[ab]*")
+    compile_one(compiler, grammar)
+    machine = compiler.start(request_with(grammar), grammar, lambda _: None).result()
+    assert isinstance(machine, Machine)
+    assert machine.has_begun
+    assert compiler.start(request_with(grammar), grammar, lambda _: None).result() is machine
     compiler.close()
 
 

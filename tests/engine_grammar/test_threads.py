@@ -9,9 +9,12 @@ from queue import Queue
 
 import pytest
 
+from contract.errors import InternalError
 from engine.grammar.threads import JobThreads
 
 WAIT_SECONDS = 30.0
+_MOMENT_SECONDS = 0.05
+"""The time in which a job begins whose thread has been started."""
 
 
 class Clock:
@@ -38,9 +41,16 @@ class Bench:
             self.threads.submit(self._job(), is_urgent=is_urgent)
 
     def exactly_begun(self, count: int) -> bool:
-        """Return True if exactly ``count`` more jobs have begun; ``submit`` itself starts the threads."""
+        """Return True if exactly ``count`` more jobs have begun when all were considered that could start."""
         began = all(self._has_begun.acquire(timeout=WAIT_SECONDS) for _ in range(count))
-        return began and not self._has_begun.acquire(blocking=False)
+        is_considered = threading.Event()
+        self.threads._starter._inbox.put(is_considered.set)
+        assert is_considered.wait(WAIT_SECONDS)
+        return began and self.none_begins()
+
+    def none_begins(self) -> bool:
+        """Return False if another job begins."""
+        return not self._has_begun.acquire(timeout=_MOMENT_SECONDS)
 
     def _job(self) -> Callable[[], None]:
         def job() -> None:
@@ -55,6 +65,7 @@ def bench() -> Iterator[Bench]:
     made = Bench()
     yield made
     made.gate.set()
+    made.threads.close()
 
 
 def test_only_a_few_jobs_run_at_a_time(bench: Bench) -> None:
@@ -76,6 +87,65 @@ def test_a_few_urgent_jobs_run_beside_the_others_and_as_fast_as_steps(bench: Ben
     assert niceness.get(timeout=WAIT_SECONDS) == os.nice(0)
 
 
+def test_an_urgent_job_that_is_one_too_many_waits_for_urgent_ones_only(bench: Bench) -> None:
+    """The fifth of five answers that moved together used to wait for compilations, with their niceness: 0.4 s."""
+    bench.submit(2)
+    assert bench.exactly_begun(2)
+    may_end = threading.Event()
+    running = threading.Barrier(5)
+
+    def wait() -> None:
+        running.wait(WAIT_SECONDS)
+        assert may_end.wait(WAIT_SECONDS)
+
+    for _ in range(4):
+        bench.threads.submit(wait, is_urgent=True)
+    running.wait(WAIT_SECONDS)
+    niceness: Queue[int] = Queue()
+    bench.threads.submit(lambda: niceness.put(os.nice(0)), is_urgent=True)
+    may_end.set()
+    assert niceness.get(timeout=WAIT_SECONDS) == os.nice(0)
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_no_job_inherits_the_niceness_of_another_one(bench: Bench, is_urgent: bool) -> None:
+    """The threads of compilations used to start the next ones: these had a niceness of 19, and urgent jobs one of 10."""
+    usual = os.nice(0)
+    niceness: Queue[int] = Queue()
+
+    def note_and_go_on(num_left: int) -> None:
+        niceness.put(os.nice(0))
+        if num_left:
+            bench.threads.submit(partial(note_and_go_on, num_left - 1))
+        else:
+            bench.threads.submit(lambda: niceness.put(os.nice(0)), is_urgent=is_urgent)
+
+    bench.threads.submit(partial(note_and_go_on, 2))
+    found = [niceness.get(timeout=WAIT_SECONDS) - usual for _ in range(4)]
+    assert found == [10, 10, 10, 0 if is_urgent else 10]
+
+
+def test_a_job_that_waited_for_one_with_niceness_has_none_of_it(bench: Bench) -> None:
+    """With its four urgent jobs running, the next one was started by whatever ended first, a compilation too."""
+    bench.submit(2)
+    bench.submit(4, is_urgent=True)
+    assert bench.exactly_begun(6)
+    niceness: Queue[int] = Queue()
+    bench.threads.submit(lambda: niceness.put(os.nice(0)), is_urgent=True)
+    bench.gate.set()
+    assert niceness.get(timeout=WAIT_SECONDS) == os.nice(0)
+
+
+def test_a_job_whose_thread_cannot_be_started_fails_and_the_others_go_on() -> None:
+    """Nothing has room for this stack. The submitter does not wait for the start, so it gets no error."""
+    threads = JobThreads(2**46)
+    failed: Queue[InternalError] = Queue()
+    for is_urgent in (False, True, False):
+        threads.submit(lambda: None, failed.put, is_urgent=is_urgent)
+    messages = [failed.get(timeout=WAIT_SECONDS).message for _ in range(3)]
+    assert all("no thread for a grammar can be started" in message for message in messages)
+
+
 def test_hanging_jobs_do_not_block_others_for_ever(bench: Bench) -> None:
     """H1: two compilations that did not end used to block all others."""
     bench.submit(3)
@@ -86,18 +156,19 @@ def test_hanging_jobs_do_not_block_others_for_ever(bench: Bench) -> None:
 
 
 def test_threads_are_bounded(bench: Bench) -> None:
-    for now in (0.0, 6.0, 12.0):
+    for now, count in ((0.0, 2), (6.0, 2), (12.0, 0)):
         bench.clock.now = now
         bench.submit(2)
-    assert bench.exactly_begun(4)
+        assert bench.exactly_begun(count)
 
 
 def test_no_job_starts_after_close(bench: Bench) -> None:
     bench.submit(3)
+    assert bench.exactly_begun(2)
     bench.threads.close()
     bench.submit()
     bench.gate.set()
-    assert bench.exactly_begun(2)
+    assert bench.none_begins()
 
 
 def test_memory_of_a_job_is_released_before_the_next_call() -> None:

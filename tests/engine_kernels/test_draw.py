@@ -15,7 +15,7 @@ from engine.kernels.binding import Kernels
 from engine.kernels.draw import KernelDraw
 from engine.models.loading import load
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import draw_by_torch, sample
+from engine.sampling.sampler import random_by_torch, sample
 from engine.settings import EngineSettings
 from tests.attention_cases import CPU
 from tests.engine_kernels.conftest import MakeCheckpoint
@@ -71,7 +71,7 @@ def test_it_draws_what_torch_draws(
     scores[:, : min(num_barred, size - 1)] = -torch.inf
     rows = [row(position, **fields) for position, fields in enumerate(row_fields)]
     places = list(range(len(rows)))
-    assert draw(scores, rows, places).tolist() == draw_by_torch(scores, rows, places).tolist()
+    assert draw.random(scores, rows, places).tolist() == random_by_torch(scores, rows, places).tolist()
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.2])
@@ -84,7 +84,7 @@ def test_a_real_vocabulary(draw: KernelDraw, top_k: int, top_p: float) -> None:
         for index, (t, p) in enumerate(settings)
     ]
     scores, places = random_scores(len(rows), 151_936, 5), [5, 0, 2, 3]
-    assert draw(scores, rows, places).tolist() == draw_by_torch(scores, rows, places).tolist()
+    assert draw.random(scores, rows, places).tolist() == random_by_torch(scores, rows, places).tolist()
 
 
 def test_every_token_is_drawn_as_often_as_by_torch(draw: KernelDraw) -> None:
@@ -92,8 +92,8 @@ def test_every_token_is_drawn_as_often_as_by_torch(draw: KernelDraw) -> None:
     rows = [row(position, temperature=1.0, seed=-3) for position in range(3000)]
     scores = torch.zeros(1, 97).expand(len(rows), 97)
     places = list(range(len(rows)))
-    found = draw(scores, rows, places).tolist()
-    assert found == draw_by_torch(scores, rows, places).tolist()
+    found = draw.random(scores, rows, places).tolist()
+    assert found == random_by_torch(scores, rows, places).tolist()
     assert set(found) == set(range(97))
 
 
@@ -112,8 +112,8 @@ def test_the_draw_of_a_row_does_not_depend_on_the_others(draw: KernelDraw) -> No
     """Law 6: a row alone samples the same token."""
     scores = random_scores(20, 5000, 8)
     rows = [row(i, temperature=0.7, top_k=30 * (i % 3), top_p=0.9, seed=i) for i in range(20)]
-    together = draw(scores, rows, list(range(20))).tolist()
-    assert [int(draw(scores, rows, [i])) for i in range(20)] == together
+    together = draw.random(scores, rows, list(range(20))).tolist()
+    assert [int(draw.random(scores, rows, [i])) for i in range(20)] == together
 
 
 def test_when_the_kernels_sample(kernels: Kernels, checkpoint: MakeCheckpoint) -> None:

@@ -61,6 +61,7 @@ def test_a_rank_hangs_if_and_only_if_a_step_is_overdue(
         assert (watch.complaint(now) is not None) is (now - moved_at >= limit)
 
 
+@pytest.mark.slow
 def test_a_call_that_hangs_ends_the_rank_by_name(tmp_path: Path) -> None:
     """P4: rank 1 runs but its call never returns; it ends long before rank_timeout_seconds."""
     executor = create_executor(settings(make_checkpoint(tmp_path), STEP_SECONDS))

@@ -22,6 +22,7 @@ from contract.requests import PoolingParams
 from engine.connector import SingleRankConnector
 from engine.distributed.channel import SLOT_BYTES
 from engine.distributed.executor import RanksExecutor
+from engine.distributed.messages import Raised, cause_of
 from engine.executors.executor import InProcessExecutor, create_executor
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.kv_cache.startup import initialize_kv_cache
@@ -132,6 +133,14 @@ def test_an_error_of_all_ranks_keeps_its_type(ranks: RanksExecutor, caplog: pyte
     assert ranks.collective_rpc("echo", b"still") == [b"still"] * 2
 
 
+def test_an_error_of_a_known_kind_counts_among_several() -> None:
+    """A rank whose connections break because another one gave up does not hide the reason."""
+    broken = Raised(ErrorKind.INTERNAL, "connection closed", None, "")
+    refused = Raised(ErrorKind.INVALID_SETTING, "all_reduce is symmetric", "all_reduce", "")
+    assert cause_of([broken, refused]) == cause_of([refused, broken]) == refused
+    assert cause_of([broken]) == broken
+
+
 def test_a_model_that_cannot_be_split_is_rejected(tmp_path: Path) -> None:
     """An error that all ranks raise alike is raised once, with the setting's name; no process is left."""
     folder = make_checkpoint(tmp_path / "model", num_key_value_heads=1)
@@ -142,6 +151,7 @@ def test_a_model_that_cannot_be_split_is_rejected(tmp_path: Path) -> None:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
+@pytest.mark.slow
 def test_shutdown_leaves_nothing(model: Path, tmp_path: Path) -> None:
     """No process, descriptor or file is left, neither in the temporary folder nor in /dev/shm, also with a connector.
 
@@ -207,7 +217,8 @@ def test_a_killed_rank_breaks_the_group_by_name(model: Path) -> None:
     assert not woken.acquire(blocking=False)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_rank_is_killed_within_a_step(model: Path, rank: int) -> None:
     """P4: after peer_timeout_seconds without processor time, long before rank_timeout_seconds."""
     with closing(_Ended(start(model, peer_timeout_seconds=STOPPED_SECONDS))) as ended:

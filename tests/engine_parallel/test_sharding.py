@@ -1,7 +1,6 @@
 """A model split into two ranks: the same answers, each rank with its own part of weights and KV, and rejected models."""
 
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver, greedy
 from tests.engine_compute.test_equals_transformers import NUM_TOKENS, PROMPTS, VARIANTS
 from tests.engine_parallel.driver import SEEDED, RanksDriver, driven
+from tests.leftovers import Leftovers
 
 
 def answers(driver: Driver, chunk: int) -> dict[str, list[int]]:
@@ -134,10 +134,10 @@ def test_whole_shapes_are_compared(tmp_path: Path) -> None:
 
 def test_an_error_of_all_ranks_is_raised_and_leaves_no_thread(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, num_key_value_heads=1)
-    before = set(threading.enumerate())
+    leftovers = Leftovers()
     with pytest.raises(SettingError, match="num_key_value_heads 1"):
         LocalRanksExecutor(EngineSettings(model=folder, tensor_parallel_size=2))
-    assert set(threading.enumerate()) == before
+    assert leftovers.threads() == []
 
 
 def test_each_rank_has_its_own_device() -> None:

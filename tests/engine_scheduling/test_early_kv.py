@@ -1,7 +1,9 @@
 """KV that is asked for before its request is added, and KV that is there as soon as it has blocks."""
 
+from collections.abc import Callable
+
 from contract.layout import Side
-from contract.requests import EngineRequest
+from contract.requests import EngineRequest, ReceiveTransfer
 from engine.client import ProcessClient
 from engine.connector import ConnectorPair, SingleRankConnector
 from engine.testing.fakes import fake_answer, start_fake_executor
@@ -30,11 +32,15 @@ class ExpectingConnector(FakeConnector):
     def __init__(self) -> None:
         super().__init__()
         self.expected_keys: list[str] = []
+        self.connecting: list[tuple[ReceiveTransfer, Callable[[], None]]] = []
         self.num_expected = 0
 
     def expect(self, request: EngineRequest) -> None:
         self.expected_keys.append(request.key)
         self.num_expected += 1
+
+    def connect(self, transfer: ReceiveTransfer, then: Callable[[], None]) -> None:
+        self.connecting.append((transfer, then))
 
     def drop_expected(self, key: str) -> None:
         if key in self.expected_keys:
@@ -85,6 +91,19 @@ def test_a_request_is_expected_until_it_is_added_or_rejected() -> None:
     engine.core.expect_request(fake_request("a", PROMPT))
     assert (connector.expected_keys, list(connector.fetches)) == ([], ["d#0.0"])
     assert connector.num_expected == 3, "an invalid request, and one without KV, are not expected"
+
+
+def test_a_preparation_is_over_when_the_sender_is_connected() -> None:
+    connector = ExpectingConnector()
+    engine = SteppedEngine(connector=connector)
+    over: list[str] = []
+    engine.core.prepare(fake_request("a", PROMPT), lambda: over.append("a"))
+    assert over == ["a"] and not connector.connecting, "its KV comes from nowhere else"
+    engine.core.prepare(fake_request("d", PROMPT, transfer=RECEIVE), lambda: over.append("d"))
+    ((transfer, then),) = connector.connecting
+    assert transfer.peer_worker_id == RECEIVE.peer_worker_id and over == ["a"]
+    then()
+    assert over == ["a", "d"] and not engine.core.scheduler.requests
 
 
 async def test_a_process_asks_for_the_kv_of_a_request_before_it_is_added() -> None:

@@ -289,6 +289,7 @@ def test_every_end_while_it_compiles(engine: Engine, state: str, end: str) -> No
     """Each request ends once, with its error if there is one; a later outcome of the compilation is dropped."""
     transfer = {"waiting": None, "prefill leg": SEND}.get(state, RECEIVE)
     key = engine.ask(transfer=transfer, deadline_seconds=5.0 if end == "own deadline" else 100.0)
+    assert engine.has_begun.wait(WAIT_SECONDS)
     engine.step()
     if state == "arrived":
         engine.arrive(key)
@@ -299,7 +300,6 @@ def test_every_end_while_it_compiles(engine: Engine, state: str, end: str) -> No
         for outputs in engine.scheduler.shutdown().values():
             assert [output.finish_reason for output in outputs] == [FinishReason.ABORT]
     else:
-        assert engine.has_begun.wait(WAIT_SECONDS)
         engine.now = 5.0 if end == "own deadline" else 10.0
         assert engine.core.seconds_to_deadline() == 0.0 or state == "asked"
     engine.step()
@@ -329,6 +329,7 @@ def test_a_request_that_waited_for_other_grammars_may_try_again(engine: Engine) 
 def test_a_key_that_lives_again_gets_its_own_matcher(engine: Engine) -> None:
     """The outcome for the first life comes while the second one waits."""
     key = engine.ask(grammar=Grammar("regex", "a{3}"))
+    assert engine.has_begun.wait(WAIT_SECONDS)
     engine.core.abort([key])
     engine.step()
     assert engine.ask(grammar=Grammar("regex", "b{4}")) == key

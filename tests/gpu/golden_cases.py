@@ -1,10 +1,13 @@
 """Requests whose tokens are equal on every device, and comparisons that fail if nothing was compared."""
 
 import asyncio
+import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
@@ -57,6 +60,18 @@ async def tokens_of_engine(model: Path, *, at_once: bool = True, **settings: Any
         await client.shutdown()
 
 
+async def scores_of_engine(model: Path, **settings: Any) -> list[float]:
+    """Return the log probabilities of the tokens of the longest prompt, from its second one on."""
+    client = await InProcessClient.start(EngineSettings(model=model, **_settings(settings)))
+    try:
+        asked = requests()[-1]
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+        outputs = await outputs_of(client, msgspec.structs.replace(asked, sampling=sampling))
+        return [each.logprob for output in outputs for each in output.prompt_logprobs or ()]
+    finally:
+        await client.shutdown()
+
+
 async def tokens_of_pair(
     model: Path, transport: str, decode: Mapping[str, Any] | None = None, **settings: Any
 ) -> Tokens:
@@ -86,6 +101,14 @@ def share_of_equal(found: Sequence[Sequence[int]], expected: Sequence[Sequence[i
     if len(pairs) != NUM_ANSWERS * len(LENGTHS):
         raise ValueError(f"{len(pairs)} tokens are compared, and {NUM_ANSWERS * len(LENGTHS)} were asked for")
     return sum(one == other for one, other in pairs) / len(pairs)
+
+
+def distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the root mean square of the differences. Raises ValueError if there are none, or the lengths differ."""
+    squares = [(one - other) ** 2 for one, other in zip(found, expected, strict=True)]
+    if not squares:
+        raise ValueError("nothing is compared")
+    return math.sqrt(sum(squares) / len(squares))
 
 
 def _settings(given: dict[str, Any]) -> dict[str, Any]:

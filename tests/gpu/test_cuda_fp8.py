@@ -11,7 +11,7 @@ from engine.fp8.linear import FP8, LARGEST, SMALLEST_SCALE, Fp8Linear, by_scale,
 from engine.models.loading import load
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import FIXED, TOKEN, make_fp8, quantization
-from tests.gpu.golden_cases import make_model, share_of_equal, tokens_of_engine
+from tests.gpu.golden_cases import distance, make_model, scores_of_engine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -63,10 +63,16 @@ def test_weights_take_a_byte_on_the_device(tmp_path: Path, inputs: dict[str, obj
 
 
 @pytest.mark.parametrize("inputs", [TOKEN, FIXED])
-def test_an_engine_gives_the_tokens_of_the_cpu(tmp_path: Path, inputs: dict[str, object]) -> None:
-    """Many of them: rounding may choose another token between near ones, and all later tokens then differ."""
+def test_an_engine_scores_as_the_cpu_does(tmp_path: Path, inputs: dict[str, object]) -> None:
+    """Both round to bfloat16 in their own places; neither is farther from the exact sums in float32.
+
+    Answers are no measure: after a token that rounding has changed, all others differ too.
+    """
     source = make_model(tmp_path / "source", "llama")
     fp8 = make_fp8(source, tmp_path / "fp8", quantization("channel", inputs))
-    expected = asyncio.run(tokens_of_engine(fp8, device="cpu", dtype="bfloat16", fp8_products="on"))
-    found = asyncio.run(tokens_of_engine(fp8, device="cuda", dtype="bfloat16", attention_backend="triton"))
-    assert share_of_equal(found, expected) > 0.3
+    found = asyncio.run(scores_of_engine(fp8, device="cuda", dtype="bfloat16", attention_backend="triton"))
+    on_cpu, exact = (
+        asyncio.run(scores_of_engine(fp8, device="cpu", dtype=dtype, fp8_products="on"))
+        for dtype in ("bfloat16", "float32")
+    )
+    assert distance(found, exact) < 1.5 * distance(on_cpu, exact)

@@ -14,6 +14,7 @@ from tests.gpu.golden_cases import (
     NUM_ANSWERS,
     Tokens,
     assert_same_tokens,
+    distance,
     make_model,
     share_of_equal,
     tokens_of_engine,
@@ -55,6 +56,9 @@ def test_a_comparison_of_nothing_fails() -> None:
             assert_same_tokens(partial, partial)
         with pytest.raises(ValueError, match="tokens are compared"):
             share_of_equal(partial, partial)
+    with pytest.raises(ValueError, match="nothing is compared"):
+        distance([], [])
+    assert distance([1.0, 2.0], [1.0, 4.0]) == 2.0**0.5
     with pytest.raises(AssertionError, match="the prompt of 700 tokens"):
         assert_same_tokens([*whole[1:], [*whole[0][1:], 8]], whole)
 

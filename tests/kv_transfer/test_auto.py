@@ -1,14 +1,13 @@
 """The transport that two workers agree on: the choice is real, counted and logged."""
 
-import gc
 import logging
-import os
 import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -38,6 +37,7 @@ from tests.kv_transfer.builders import (
     worker,
 )
 from tests.kv_transfer.fakes import ByteMemory, context_of
+from tests.leftovers import Leftovers
 
 
 def chosen(pair: Pair) -> dict[str, float]:
@@ -120,11 +120,10 @@ def test_auto_does_without_shm_where_its_folder_will_not_do(
 def test_a_port_that_is_taken_leaves_nothing_open(port: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         changes: dict[str, Any] = {port: taken.getsockname()[1], "shm_dir": tmp_path, "transport": "auto"}
-        before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+        leftovers = Leftovers()
         with pytest.raises(OSError, match="Address already in use"):
             TransferFactory(settings_for("p", Role.PREFILL, **changes))(Side(LAYOUT), MODEL, lambda: None)
-        assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-        assert threading.active_count() == threads
+        assert (leftovers.threads(), leftovers.descriptors()) == ([], set())
         assert list(tmp_path.iterdir()) == []
 
 
@@ -135,11 +134,10 @@ def test_a_transport_whose_receiver_cannot_be_opened_leaves_nothing_open(
         raise OSError("no copy loop")
 
     monkeypatch.setattr(receiver, "load_copy_blocks", fail)
-    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()  # noqa: PTH208
+    leftovers = Leftovers()
     with pytest.raises(OSError, match="no copy loop"):
         open_transport("shm", context_of("b", shm_dir=tmp_path))
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
-    assert threading.active_count() == threads
+    assert (leftovers.threads(), leftovers.descriptors()) == ([], set())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -154,14 +152,13 @@ def test_a_data_port_that_cannot_be_opened_leaves_nothing_open(
         raise RuntimeError("no more")
 
     context = context_of("b", shm_dir=tmp_path)
-    gc.collect()  # which closes descriptors that earlier tests have left
-    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    leftovers = Leftovers()
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, fail)
         with pytest.raises(RuntimeError, match="no more") as kept:  # with all that the failed call has opened
             open_transport(transport, context)
     assert kept.tb is not None
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert leftovers.descriptors() == set()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -353,10 +350,27 @@ def test_a_choice_without_a_thread_to_probe_in_leaves_nothing(monkeypatch: pytes
     chooser.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "expected"), [(None, "shm"), (TransferError("it is broken"), "tcp")], ids=["works", "fails"]
+)
+def test_who_waits_for_the_choice_gets_it_whenever_it_is_made(error: Exception | None, expected: str) -> None:
+    shm, tcp, told = Shelf(error), Shelf(), Queue[str]()
+    chooser = Chooser(Counters())
+    chooser.start({"shm": shm, "tcp": tcp}, lambda _: None)
+    provisional = chooser.choose(SESSION, lambda _provisional, _chosen: True)
+    chooser.when_chosen(provisional, lambda chosen: told.put(chosen.transport))
+    assert told.empty()
+    shm.gate.set()
+    assert told.get(timeout=30) == expected
+    chooser.when_chosen(provisional, lambda chosen: told.put(chosen.transport))
+    assert told.get_nowait() == expected
+    chooser.close()
+
+
 def test_closing_ends_a_probe() -> None:
-    shm = Shelf()
+    shm, leftovers = Shelf(), Leftovers()
     chooser = Chooser(Counters())
     chooser.start({"shm": shm, "tcp": Shelf()}, lambda _: None)
     chooser.choose(SESSION, lambda _provisional, _chosen: False)
     chooser.close()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("kv-probe")]
+    assert leftovers.threads("kv-probe") == []

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -22,21 +21,12 @@ from tests.kv_transfer.builders import (
     settings_for,
 )
 from tests.kv_transfer.fakes import GatedMemory
+from tests.leftovers import Leftovers
 
 
-def open_fds() -> set[str]:
-    """Return the targets of this process's descriptors, without the tests' own pools."""
-    found = set()
-    for entry in Path("/proc/self/fd").iterdir():
-        try:
-            found.add(f"{entry.name} {entry.readlink()}")
-        except FileNotFoundError:  # the listing's own descriptor
-            continue
-    return {name for name in found if "/proc/" not in name and "kvbaton-test-pool" not in name}
-
-
-def kv_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-")]
+def assert_nothing_left(leftovers: Leftovers) -> None:
+    """Assert that all newer threads of transfers and all newer descriptors are gone."""
+    assert (leftovers.threads("kv-"), leftovers.descriptors()) == ([], set())
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm", "nixl", "nccl", "auto"])
@@ -44,17 +34,17 @@ def test_after_a_hand_over(transport: str) -> None:
     """The second one: what a library opens once for the whole process is open then."""
     with pair_of(transport=transport) as pair:
         hand_over(pair, "first")
-    before = open_fds()
+    leftovers = Leftovers()
     with pair_of(transport=transport) as pair:
         hand_over(pair, "r")
-        assert kv_threads() != []
-    assert kv_threads() == []
-    assert open_fds() == before
+        assert leftovers.threads("kv-") != []
+        assert leftovers.descriptors() != set()
+    assert_nothing_left(leftovers)
 
 
 def test_in_the_middle_of_a_read() -> None:
     """The receiver's read is terminal when close returns; the sender's waits for its own pool only."""
-    before, memory = open_fds(), GatedMemory(LAYOUT, 64)
+    leftovers, memory = Leftovers(), GatedMemory(LAYOUT, 64)
     with pair_of(memory=memory) as pair:
         prompt, decode = prompt_of(3), pair.decode.driver
         fetch = pair.fetch_request("r", prompt)
@@ -70,8 +60,7 @@ def test_in_the_middle_of_a_read() -> None:
         memory.gate.set()
     assert bytes(decode.memory.read_view(12)[:6]) == b"reused"
     assert decode.memory.committed == []
-    assert kv_threads() == []
-    assert open_fds() == before
+    assert_nothing_left(leftovers)
 
 
 class Endless:
@@ -99,6 +88,7 @@ class Endless:
 
 def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
     endless: list[Endless] = []
+    leftovers = Leftovers()
 
     def wrap(inner: ReceiverTransport) -> ReceiverTransport:
         endless.append(Endless(inner))
@@ -113,19 +103,18 @@ def test_a_read_that_never_ends_does_not_hold_up_the_close() -> None:
         decode.receiver.receive_into(fetch.key, [10], 0)
         (receiver,) = endless
         assert receiver.is_reading.wait(10)
-    assert kv_threads() == []
+    assert leftovers.threads("kv-") == []
 
 
 @pytest.mark.parametrize("is_rank_first", [True, False])
 def test_unused_and_twice(is_rank_first: bool) -> None:
     """A pair that was never started, in either order, and a second close."""
-    before = open_fds()
+    leftovers = Leftovers()
     pair = TransferFactory(settings_for("p", Role.PREFILL))(Side(LAYOUT), MODEL, lambda: None)
     closes = [pair.ranks.close, pair.scheduler.close]
     for close in (closes if is_rank_first else closes[::-1]) * 2:
         close()
-    assert kv_threads() == []
-    assert open_fds() == before
+    assert_nothing_left(leftovers)
 
 
 def test_a_peer_sees_a_close_as_death() -> None:

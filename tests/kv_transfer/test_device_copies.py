@@ -2,6 +2,7 @@
 
 import gc
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,3 +108,39 @@ def test_a_device_publishes_many_blocks_at_once(
     views = [memoryview(bytearray(pool.read_view(block))) for block in range(1, 21)]
     found = tuple(digest for each in ranges if isinstance(each, ev.BlockRange) for digest in each.digests)
     assert found == digests_of(data.digest, views, range(20))
+
+
+class OpenCopy:
+    """A copy that is over once it is waited for."""
+
+    is_over = False
+
+    def synchronize(self) -> None:
+        self.is_over = True
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def test_a_commit_is_over_at_once_unless_a_copy_is_open(
+    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread is woken for it if a library has written the device itself; else the one that publishes waits."""
+    threads = list[str]()
+    commit = device.commit
+
+    def watched(block_ids: list[int]) -> None:
+        threads.append(threading.current_thread().name)
+        commit(block_ids)
+
+    monkeypatch.setattr(device, "commit", watched)
+    copy = OpenCopy()
+    with data_half(PlayedSender(), PlayedReceiver(4), device) as (data, reports):
+        data.post_commit(CommitJob("r", (1,), Read()))
+        assert reports.next() == ev.CommitDone()
+        monkeypatch.setattr(device, "_launched", lambda: copy)
+        device.write_rows([2], 0, device.host_rows(1, 8))
+        data.post_commit(CommitJob("r", (2,), Read()))
+        assert reports.next() == ev.CommitDone()
+    assert threads == [threading.current_thread().name, "kv-data"]
+    assert copy.is_over

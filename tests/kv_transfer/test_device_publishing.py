@@ -1,6 +1,7 @@
 """Blocks of a device are digested once their own step is computed: not before, and without the steps behind it."""
 
 import threading
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
@@ -9,7 +10,7 @@ from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.digests import digests_of
 from kv_transfer.protocol.orders import PublishOrder, TransferMetadata
 from kv_transfer.protocol.reads import LeaseName
-from tests.kv_transfer.device_memory import FakeDevice
+from tests.kv_transfer.device_memory import FakeDevice, Numbers
 from tests.kv_transfer.test_pieces import LAYOUT, PlayedReceiver, PlayedSender, data_half
 
 NAME = LeaseName("t", 0, "lease")
@@ -31,9 +32,17 @@ class Step:
 
 
 class SteppedDevice(FakeDevice):
-    """A device whose steps a test lets end. steps: in the order in which they were marked."""
+    """A device whose steps a test lets end.
+
+    steps: in the order in which they were marked. may_fold: blocks are added up from then on.
+    """
 
     steps: list[Step]
+    may_fold: threading.Event | None = None
+
+    def fold(self, block_ids: Sequence[int], start: int, end: int, seeds: Numbers) -> Numbers:
+        assert self.may_fold is None or self.may_fold.wait(30)
+        return super().fold(block_ids, start, end, seeds)
 
     def mark_computed(self) -> Computed:
         self.steps.append(step := Step())
@@ -90,3 +99,36 @@ def test_layers_wait_for_their_own_step_only() -> None:
         while not isinstance(published, ev.BlockRange):
             published = reports.next()
         assert published.digests == digests_of(data.digest, [memoryview(bytearray(device.read_view(1)))], [7])
+
+
+def test_blocks_are_announced_when_their_last_layer_is_stored() -> None:
+    """The receiver reads layers before they are digested, and verifies whole blocks while the pass goes on to its token.
+
+    A block is digested once, when all of it is stored.
+    """
+    layout = replace(LAYOUT, num_layers=2)
+    device = SteppedDevice(layout, 16)
+    device.steps = []
+    device.may_fold = threading.Event()
+    with data_half(PlayedSender(), PlayedReceiver(1), device) as (data, reports):
+        metadata = TransferMetadata([PublishOrder("r", NAME, 0, [1], [7], num_parts=2)])
+        watch = data.watch_layers(metadata)
+        assert watch is not None
+        for num_layers in (1, 2):
+            watch.stored(num_layers)
+        watch.computed()
+        first, last, whole = device.steps
+        first.may_end.set()
+        assert isinstance(reports.next(), ev.LayerRange)
+        assert last.is_awaited.wait(30)
+        assert device.num_folded == 0
+        device.fill(1, b"all layers")
+        last.may_end.set()
+        assert isinstance(reports.next(), ev.LayerRange)
+        device.may_fold.set()
+        published = reports.next()
+        assert isinstance(published, ev.BlockRange)
+        assert not whole.is_awaited.is_set()
+    whole_block = memoryview(bytearray(device.read_view(1)))
+    assert published.digests == digests_of(data.digest, [whole_block], [7])
+    assert device.num_folded == 1

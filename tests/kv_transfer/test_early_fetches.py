@@ -6,7 +6,7 @@ import pytest
 
 from contract.errors import InternalError
 from contract.requests import EngineRequest
-from engine.connector import ExpectsRequests
+from engine.expecting import ExpectsRequests
 from kv_transfer.protocol.fetch_side import FetchState
 from tests.kv_transfer.builders import TOKENS, Pair, hand_over, pair_of, prompt_of
 from tests.kv_transfer.fakes import TransferDriver

@@ -25,6 +25,7 @@ from kv_transfer.transports.data_handshake import (
 from kv_transfer.transports.tcp.transport import TcpReceiver
 from tests.kv_transfer.builders import hand_over, pair_of
 from tests.kv_transfer.test_unauthenticated import WAIT, data_port, silent_links
+from tests.leftovers import Leftovers
 
 
 def test_a_flood_of_silent_connections_costs_an_honest_peer_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -104,10 +105,10 @@ def test_an_unauthenticated_data_connection_has_no_thread() -> None:
     with data_port(300.0) as sender, ExitStack() as stack:
         sender._port._context.sessions.begin("token")
         source = Source("p", "b", sender.address, "token")
-        before = threading.active_count()
+        leftovers = Leftovers()
         silent_links(sender.address, 60, stack)
         stack.enter_context(closing(TcpReceiver(WAIT))).probe(source, Read())
-        assert threading.active_count() == before + 1
+        assert len(leftovers.threads()) == 1
 
 
 @pytest.mark.parametrize("beginning", [b"", b"\xff" * 8, b"\x08\0\0\0kvbaton", b"\0\x04\0\0" + b"\0" * 1028])

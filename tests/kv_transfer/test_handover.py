@@ -46,6 +46,7 @@ def test_chunks_cross_while_later_ones_are_computed(transport: str) -> None:
         assert received.report.hidden_seconds > 0
         assert received.report.num_pieces >= 2
         assert received.report.copying_seconds >= received.report.hidden_seconds
+        assert received.report.waiting_seconds > 0
         assert received.report.exposed_seconds >= 0
         assert pair.decode.holds("t-r", target)
         assert decode.memory.committed == target

@@ -266,7 +266,7 @@ def test_blocks_are_verified_on_the_spot_only_when_no_read_of_them_is_open(is_ov
     transfers.on_message(ref, LayersReadable("t", 0, "lease", 1, 1, LAYOUT.block_bytes))
     ahead = jobs[1].ahead
     assert ahead is not None
-    ahead.num_read = LAYOUT.block_bytes
+    ahead.num_read = ahead.num_digested = LAYOUT.block_bytes
     if is_over:
         transfers.fetch_event(fetch.key, ev.ReadAheadOver((0.0, 0.0)))
     transfers.on_message(ref, BlocksPublished("t", 0, "lease", 1, [2]))
@@ -279,8 +279,11 @@ def test_a_hint_of_more_bytes_than_a_block_has_is_left_to_the_reading_thread() -
     terms = PeerTerms(TransferPlan(Side(LAYOUT), Side(LAYOUT)), MODEL, None)
     fetching = IncomingTransfer.of(request_of("r", prompt_of(2), transfer), transfer, terms, 0.0)
     fetching.fetch = replace(fetching.fetch, num_posted=1)
-    fetching.ahead = [Ahead(0, 2, XxhDigests((0, 0)), num_read=LAYOUT.block_bytes)]
+    ahead = Ahead(0, 2, XxhDigests((0, 0)), num_read=LAYOUT.block_bytes)
+    fetching.ahead = [ahead]
     source = Source("p", "b", "there", "token", "tcp")
+    assert not fetching.job(ev.PullBlocks(0, (5, 6)), source).is_here, "a device must digest them"
+    ahead.num_digested = LAYOUT.block_bytes
     assert fetching.job(ev.PullBlocks(0, (5, 6)), source).is_here
     beyond = BlockPart(LAYOUT.block_bytes, 1)
     assert not fetching.job(ev.PullBlocks(0, (5, 6), beyond), source).is_here

@@ -1,9 +1,7 @@
 """The conditions of ``nixl``: when it is installed, when ``auto`` offers it, its environment and its regions."""
 
-import gc
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -19,6 +17,7 @@ from kv_transfer.transports.registry import auto_names
 from tests.chaos.settings import process_environment
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.nixl_port import LAYOUT, context_for
+from tests.leftovers import Leftovers
 
 
 def test_views_are_known_as_blocks_of_the_pool_or_not_at_all() -> None:
@@ -62,13 +61,10 @@ def test_a_sender_that_cannot_open_its_port_leaves_nothing_open() -> None:
     library = load("127.0.0.1")
     with listen_on("127.0.0.1", 0) as taken:
         context = context_for("late", Sessions(), [], data_port=taken.getsockname()[1])
-        gc.collect()  # which closes descriptors that earlier tests have left
-        descriptors = sorted(Path("/proc/self/fd").iterdir())
-        threads = threading.enumerate()
+        leftovers = Leftovers()
         with pytest.raises(OSError, match="in use"):
             NixlSender(context, library)
-        assert sorted(Path("/proc/self/fd").iterdir()) == descriptors
-        assert threading.enumerate() == threads
+        assert (leftovers.threads(), leftovers.descriptors()) == ([], set())
 
 
 def test_the_devices_of_a_machine(tmp_path: Path) -> None:

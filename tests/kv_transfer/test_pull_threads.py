@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from contract.identity import Role
@@ -12,6 +13,8 @@ from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.transport import ReceiverTransport
 from tests.kv_transfer.builders import TOKENS, Pair, prompt_of, settings_for, worker
+from tests.kv_transfer.waiting import until
+from tests.leftovers import Leftovers
 
 WAIT = 30.0
 
@@ -26,10 +29,6 @@ def job(name: str, key: str, read: Read | None = None) -> PullJob:
     )
 
 
-def pull_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name.startswith("kv-pull-")]
-
-
 class Played:
     """Plays the jobs and the callbacks of PullThreads: jobs of the source "stuck" wait until they are stopped."""
 
@@ -41,12 +40,28 @@ class Played:
         self.changed = threading.Condition()
         self.stuck = threading.Event()
         self.threads = PullThreads(self._forget, self._bug, idle_seconds)
+        self._claimed: list[Callable[[], None]] = []
 
     def post(self, job: PullJob) -> bool:
         return self.threads.post(job.source, job.key, job.read, partial(self._work, job))
 
     def claim(self, job: PullJob) -> Callable[[], None] | None:
-        return self.threads.claim(job.source, job.key, job.read, partial(self._work, job))
+        claimed = self.threads.claim(job.source, job.key, job.read, partial(self._work, job))
+        if claimed is None:
+            return None
+        self._claimed.append(claimed)
+        return partial(self._run, claimed)
+
+    def close(self) -> None:
+        """End all threads, also after a test that has failed: they wait for the jobs that were claimed."""
+        self.threads.stop()
+        while self._claimed:
+            self._run(self._claimed[0])
+        self.threads.join()
+
+    def _run(self, claimed: Callable[[], None]) -> None:
+        self._claimed.remove(claimed)
+        claimed()
 
     def _work(self, job: PullJob) -> None:
         self.ran_in[job.key] = threading.get_ident()
@@ -72,109 +87,114 @@ class Played:
             self.changed.notify_all()
 
 
+@contextmanager
+def playing(idle_seconds: float = 60.0) -> Iterator[tuple[Played, Leftovers]]:
+    """Yield threads that have ended at the end of the test, and what is newer than they are."""
+    leftovers = Leftovers()
+    played = Played(idle_seconds)
+    try:
+        yield played, leftovers
+    finally:
+        played.close()
+
+
 def test_sources_do_not_wait_for_each_other_and_close_ends_everything() -> None:
-    played = Played()
-    assert played.post(job("stuck", "one"))
-    assert played.stuck.wait(WAIT)
-    for key in ("a", "b", "c"):
-        assert played.post(job("quick", key))
-    with played.changed:
-        assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
-    assert (len(pull_threads()), played.threads.current_keys) == (2, ["one"])
-    played.threads.stop()
-    played.threads.stop()
-    played.threads.join()
-    assert played.done == ["a", "b", "c", "one"]
-    assert pull_threads() == []
-    assert not played.post(job("quick", "late"))
+    with playing() as (played, leftovers):
+        assert played.post(job("stuck", "one"))
+        assert played.stuck.wait(WAIT)
+        for key in ("a", "b", "c"):
+            assert played.post(job("quick", key))
+        with played.changed:
+            assert played.changed.wait_for(lambda: played.done == ["a", "b", "c"], WAIT)
+        until(lambda: played.threads.current_keys == ["one"], "the last quick job has ended")
+        assert len(leftovers.threads("kv-pull-")) == 2
+        played.threads.stop()
+        played.threads.stop()
+        played.threads.join()
+        assert played.done == ["a", "b", "c", "one"]
+        assert leftovers.threads() == []
+        assert not played.post(job("quick", "late"))
 
 
 def test_a_thread_ends_with_its_link_after_its_jobs() -> None:
-    played, read = Played(), Read()
-    played.post(job("stuck", "one", read))
-    played.post(job("stuck", "two", read))
-    assert played.stuck.wait(WAIT)
-    played.threads.leave(source("stuck"))
-    assert played.forgotten == []
-    played.post(job("quick", "other"))
-    read.stop()
-    with played.changed:
-        assert played.changed.wait_for(lambda: played.forgotten == [source("stuck")], WAIT)
-    played.threads.leave(source("never read"))
-    assert played.forgotten[1:] == [source("never read")]
-    played.threads.stop()
-    played.threads.join()
+    with playing() as (played, leftovers):
+        read = Read()
+        played.post(job("stuck", "one", read))
+        played.post(job("stuck", "two", read))
+        assert played.stuck.wait(WAIT)
+        (thread,) = leftovers.threads("kv-pull-")
+        played.threads.leave(source("stuck"))
+        assert played.forgotten == []
+        played.post(job("quick", "other"))
+        read.stop()
+        with played.changed:
+            assert played.changed.wait_for(lambda: played.forgotten == [source("stuck")], WAIT)
+        thread.join(WAIT)
+        assert not thread.is_alive()
+        played.threads.leave(source("never read"))
+        assert played.forgotten[1:] == [source("never read")]
 
 
 def test_an_idle_thread_ends_and_a_later_job_gets_a_new_one() -> None:
-    played = Played(idle_seconds=0.01)
-    seen: set[int | None] = set()
-    for number in range(3):
-        assert played.post(job("quick", str(number)))
-        with played.changed:
-            assert played.changed.wait_for(lambda: played.done[-1:] == [str(number)], WAIT)  # noqa: B023
-        for thread in pull_threads():
-            seen.add(thread.native_id)
-            thread.join(WAIT)
-            assert not thread.is_alive()
-    assert played.done == ["0", "1", "2"]
-    assert played.forgotten == [], "the link stands: its connection may be used again"
-    played.threads.stop()
-    played.threads.join()
+    with playing(idle_seconds=0.01) as (played, leftovers):
+        for number in range(3):
+            assert played.post(job("quick", str(number)))
+            with played.changed:
+                assert played.changed.wait_for(lambda: played.done[-1:] == [str(number)], WAIT)  # noqa: B023
+            until(lambda: not leftovers.threads("kv-pull-"), "its thread has ended")
+        assert played.done == ["0", "1", "2"]
+        assert played.forgotten == [], "the link stands: its connection may be used again"
 
 
 def test_a_bug_is_told() -> None:
-    played = Played()
-    played.post(job("quick", "bug"))
-    with played.changed:
-        assert played.changed.wait_for(lambda: played.bugs, WAIT)
-    played.threads.stop()
-    played.threads.join()
+    with playing() as (played, _):
+        played.post(job("quick", "bug"))
+        with played.changed:
+            assert played.changed.wait_for(lambda: played.bugs, WAIT)
 
 
 def test_a_claimed_job_runs_in_its_callers_thread_and_later_ones_of_the_source_wait_for_it() -> None:
-    played = Played()
-    claimed = played.claim(job("quick", "first"))
-    assert claimed is not None
-    assert played.claim(job("quick", "no second one")) is None
-    played.post(job("quick", "second"))
-    played.post(job("other", "beside"))
-    with played.changed:
-        assert played.changed.wait_for(lambda: played.done == ["beside"], WAIT)
-    assert played.threads.num_queued == 0, "the thread has begun with the second job, and waits"
-    claimed()
-    with played.changed:
-        assert played.changed.wait_for(lambda: len(played.done) == 3, WAIT)
-    assert played.done == ["beside", "first", "second"]
-    assert played.ran_in["first"] == threading.get_ident() != played.ran_in["second"]
-    played.threads.stop()
-    assert played.claim(job("quick", "too late")) is None
-    played.threads.join()
+    with playing() as (played, _):
+        claimed = played.claim(job("quick", "first"))
+        assert claimed is not None
+        assert played.claim(job("quick", "no second one")) is None
+        played.post(job("quick", "second"))
+        played.post(job("other", "beside"))
+        with played.changed:
+            assert played.changed.wait_for(lambda: "beside" in played.done, WAIT)
+        until(lambda: played.threads.num_queued == 0, "the thread has begun with the second job, and waits")
+        assert played.done == ["beside"]
+        claimed()
+        with played.changed:
+            assert played.changed.wait_for(lambda: len(played.done) == 3, WAIT)
+        assert played.done == ["beside", "first", "second"]
+        assert played.ran_in["first"] == threading.get_ident() != played.ran_in["second"]
+        played.threads.stop()
+        assert played.claim(job("quick", "too late")) is None
 
 
 def test_no_job_is_claimed_before_those_that_were_posted() -> None:
     """Law 3: blocks are counted as verified up to the first one that is not, so reads of a source keep their order."""
-    played, read = Played(), Read()
-    played.post(job("stuck", "one", read))
-    assert played.stuck.wait(WAIT)
-    assert played.claim(job("stuck", "two")) is None
-    read.stop()
-    with played.changed:
-        assert played.changed.wait_for(lambda: played.done == ["one"], WAIT)
-    played.threads.stop()
-    played.threads.join()
+    with playing() as (played, _):
+        read = Read()
+        played.post(job("stuck", "one", read))
+        assert played.stuck.wait(WAIT)
+        assert played.claim(job("stuck", "two")) is None
+        read.stop()
+        with played.changed:
+            assert played.changed.wait_for(lambda: played.done == ["one"], WAIT)
 
 
 def test_join_waits_for_a_claimed_job() -> None:
-    played = Played()
-    claimed = played.claim(job("quick", "claimed"))
-    assert claimed is not None
-    played.threads.stop()
-    joining = threading.Thread(target=played.threads.join)
-    joining.start()
-    claimed()
-    joining.join(WAIT)
-    assert not joining.is_alive() and played.done == ["claimed"]
+    with playing() as (played, _):
+        claimed = played.claim(job("quick", "claimed"))
+        assert claimed is not None
+        played.threads.stop()
+        joining = threading.Thread(target=played.threads.join)
+        joining.start()
+        claimed()
+        joining.join(WAIT)
+        assert not joining.is_alive() and played.done == ["claimed"]
 
 
 class DivertingReceiver:

@@ -16,6 +16,7 @@ from kv_transfer.ranks.rank_messages import RankSocket
 from tests.kv_transfer.builders import settings_for
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.played_ranks import SHARE
+from tests.leftovers import Leftovers
 
 NOWHERE = Source("p", "boot", "/nowhere/0", "token", "shm", ("/nowhere/1",))
 MORE_THAN_THERE_IS = 2**60
@@ -64,7 +65,7 @@ def test_a_probe_for_which_no_thread_can_be_started_fails_alone() -> None:
 
 def test_a_probe_that_hangs_delays_no_other_and_ends_when_it_is_stopped_or_at_close(tmp_path: Path) -> None:
     """The peer's rank accepts and sends nothing; a read would wait for 300 s."""
-    address = str(tmp_path / "silent")
+    address, leftovers = str(tmp_path / "silent"), Leftovers()
     silent_source = Source("silent", "boot", "/nowhere/0", "token", "shm", (address,))
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(address)
@@ -84,4 +85,4 @@ def test_a_probe_that_hangs_delays_no_other_and_ends_when_it_is_stopped_or_at_cl
             begin = time.monotonic()
         with begun:
             assert time.monotonic() - begin < 30
-            assert not [each for each in threading.enumerate() if each.name.startswith("kv-pull")]
+            assert leftovers.threads("kv-pull") == []

@@ -4,8 +4,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import pytest
+
 from contract.identity import Role
 from contract.layout import KVLayout
+from contract.requests import ReceiveTransfer
+from engine.expecting import ExpectsRequests
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import MAX_BYTES_AT_ONCE, DataHalf
 from kv_transfer.protocol import events as ev
@@ -14,13 +18,25 @@ from kv_transfer.protocol.orders import PullJob
 from kv_transfer.protocol.reads import LeaseName, Read, ReadRequest, Source
 from kv_transfer.transports.choosing import Chooser
 from kv_transfer.transports.transport import Senders
-from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, prompt_of, settings_for, worker
+from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, Worker, prompt_of, settings_for, worker
 from tests.kv_transfer.fakes import FlatPool
 
 WAIT = 30.0
 SOURCE = Source("p", "boot", "nowhere", "token", "played")
 LARGE = KVLayout(num_layers=1, num_kv_heads=4, head_dim=128, block_size=256, dtype="float32")
 """Its blocks have 1 MiB."""
+
+
+def connect(pair: Pair) -> None:
+    """Let the decode worker connect to the prefill worker, twice, and wait for both."""
+    receiver = pair.decode.driver.receiver
+    assert isinstance(receiver, ExpectsRequests)
+    transfer = pair.fetch_request("never", prompt_of(1)).transfer
+    assert isinstance(transfer, ReceiveTransfer)
+    for _ in range(2):
+        is_over = threading.Event()
+        receiver.connect(transfer, is_over.set)
+        assert is_over.wait(WAIT)
 
 
 class Watched:
@@ -39,8 +55,13 @@ class Watched:
         self._inner.fetch(source, request, views, read)
 
 
-def threads_of_reads(transport: str, num_fetches: int) -> list[str]:
-    """Return the names of the threads in which a worker has read from another one, fetch after fetch."""
+def reads_in_peers_thread(transport: str, num_fetches: int, *, is_connected: bool = False) -> list[bool]:
+    """Return, fetch after fetch, whether a worker has read from another one in the thread that it has for that one.
+
+    Else the thread that ordered the read ran it: the caller of ``receive_into``, or the control half's if the blocks were
+    announced only then.
+    is_connected: it has connected before the first one.
+    """
     watched: list[Watched] = []
 
     def decorate(inner: Chooser) -> Watched:
@@ -54,6 +75,8 @@ def threads_of_reads(transport: str, num_fetches: int) -> list[str]:
     ):
         pair = Pair(prefill, decode)
         prompt = prompt_of(3)
+        if is_connected:
+            connect(pair)
         for number in range(num_fetches):
             fetch = pair.fetch_request(str(number), prompt)
             prefill.lend(f"t-{number}", [0, 1, 2])
@@ -63,17 +86,31 @@ def threads_of_reads(transport: str, num_fetches: int) -> list[str]:
             blocks = [10 * number, 10 * number + 1, 10 * number + 2]
             decode.driver.receiver.receive_into(fetch.key, blocks, 0)
             decode.driver.wait_for(lambda: fetch.key in decode.driver.received, "received")  # noqa: B023
+            decode.driver.wait_for(lambda: not num_reads_under_way(decode), "the read's turn is over")
             assert decode.holds(f"t-{number}", blocks)
-    return watched[0].read_in
+    assert {*watched[0].read_in} <= {"kv-pull-p", "kv-control", threading.current_thread().name}
+    return [name == "kv-pull-p" for name in watched[0].read_in]
 
 
-def test_once_the_peers_pool_is_mapped_reads_run_in_the_calling_thread() -> None:
-    here = threading.current_thread().name
-    assert threads_of_reads("shm", 4) == ["kv-pull-p", here, here, here]
+def num_reads_under_way(reader: Worker) -> int:
+    """Return the number of reads that have begun and would delay another one."""
+    return len(reader.driver.scheduler.debug_state()["data"]["current"])
+
+
+def test_once_the_peers_pool_is_mapped_reads_run_in_the_thread_that_orders_them() -> None:
+    assert reads_in_peers_thread("shm", 4) == [True, False, False, False]
+
+
+@pytest.mark.parametrize("transport", ["shm", "auto"])
+def test_a_receiver_that_was_connected_ahead_reads_its_first_blocks_in_the_thread_that_orders_them(
+    transport: str,
+) -> None:
+    """Two workers that decode read nothing from each other until an answer moves between them."""
+    assert reads_in_peers_thread(transport, 1, is_connected=True) == [False]
 
 
 def test_over_a_network_every_read_runs_in_the_peers_thread() -> None:
-    assert threads_of_reads("tcp", 3) == ["kv-pull-p"] * 3
+    assert reads_in_peers_thread("tcp", 3) == [True] * 3
 
 
 class AtHand:

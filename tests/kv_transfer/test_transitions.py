@@ -349,8 +349,8 @@ def test_times_are_split_at_the_last_announcement() -> None:
     fetch = Fetch(
         num_blocks=2, announced_at=5.0, verified_at=7.5, copies=((1.0, 2.0), (4.0, 6.0), (6.0, 7.0))
     )
-    report = fetch.report(0)
-    assert (report.hidden_seconds, report.exposed_seconds) == (2.0, 2.5)
+    report = fetch.report(0, since=0.5)
+    assert (report.waiting_seconds, report.hidden_seconds, report.exposed_seconds) == (4.5, 2.0, 2.5)
 
 
 def reserved() -> Fetch:
@@ -365,7 +365,7 @@ def test_the_first_token_is_no_announcement() -> None:
     fetch, _ = advance_fetch(reserved(), ev.PieceLanded(1, 5.0, 6.0))
     fetch, _ = advance_fetch(fetch, ev.PieceVerified(1, 6.5))
     fetch, _ = fetch_side.completed(fetch, 1, (FirstToken(1),))
-    assert (fetch.state, fetch.report(0).exposed_seconds) == (FetchState.VERIFIED, 1.5)
+    assert (fetch.state, fetch.report(0, since=0.0).exposed_seconds) == (FetchState.VERIFIED, 1.5)
 
 
 def visible_before_first_token() -> Fetch:

@@ -1,7 +1,7 @@
 """A small child that implements the supervisor's protocol; its first argument selects its behaviour.
 
 well: ready, then waits for SIGTERM. fails: exits with code 3 before it is ready. loads: never becomes
-ready, and ends at SIGTERM. stubborn: ignores SIGTERM. drains:
+ready, and ends at SIGTERM. hangs: never becomes ready, and ignores SIGTERM. stubborn: is ready, and ignores SIGTERM. drains:
 works on until a second SIGTERM.
 parent: like well, and has a child of its own that sleeps; its pid is in the ready line as "grandchild".
 """
@@ -15,10 +15,12 @@ import sys
 
 from serving.parent import die_with_parent
 
+_BEHAVIOURS = ("well", "fails", "loads", "hangs", "stubborn", "parent", "drains")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("behaviour", choices=["well", "fails", "loads", "stubborn", "parent", "drains"])
+    parser.add_argument("behaviour", choices=list(_BEHAVIOURS))
     parser.add_argument("--note", default="")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
@@ -30,6 +32,8 @@ def main() -> None:
     if options.behaviour == "loads":
         signal.sigwait({signal.SIGTERM})
         return
+    while options.behaviour == "hangs":
+        signal.pause()
     facts = {
         "admin": f"127.0.0.1:{os.getpid()}",
         "http": "127.0.0.1:1",

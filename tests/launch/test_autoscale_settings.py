@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from autoscaler.policy import Damping
 from autoscaler.scaled_cluster import policy_of
 from contract.errors import SettingError
 from contract.identity import Role
@@ -24,6 +25,13 @@ def test_a_range_has_the_least_and_the_greatest_number() -> None:
     assert (policy.prefill.least, policy.prefill.most) == (1, 4)
     assert (policy.decode.least, policy.decode.most) == (2, 3)
     assert (policy.budget, policy.goals.ttft, policy.goals.itl) == (6, 0.5, 0.1)
+
+
+def test_the_pace_of_the_law_can_be_given() -> None:
+    usual = settings(*SCALED)
+    assert usual.scaling_interval_seconds == 5.0
+    assert policy_of(usual).damping == Damping()
+    assert policy_of(settings(*SCALED, "--shrink-after-seconds", "30")).damping.stabilization == 30.0
 
 
 def test_a_pool_without_a_range_is_fixed() -> None:
@@ -47,9 +55,10 @@ def test_the_largest_pools_have_a_process_for_each_worker_and_routers_get_the_go
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (("--autoscale", "--prefill", "1:4", "--decode", "1"), "timing file"),
         (("--prefill", "1:4", "--decode", "1"), "max_prefill has no effect"),
         (("--timing", "timing.json"), "timing has no effect"),
+        (("--shrink-after-seconds", "30"), "shrink_after_seconds has no effect"),
+        (("--scaling-interval-seconds", "1"), "scaling_interval_seconds has no effect"),
         ((*SCALED, "--prefill", "4:2", "--decode", "1"), "max_prefill is 2"),
         ((*SCALED, "--prefill", "1:x"), "max_prefill"),
         ((*SCALED, "--prefill", ":3"), "prefill"),

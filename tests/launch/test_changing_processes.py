@@ -106,6 +106,17 @@ async def test_a_retired_process_that_does_not_drain_in_time_is_killed() -> None
         assert not is_alive(pid)
 
 
+async def test_a_process_that_hangs_before_it_is_ready_gets_no_drain_time() -> None:
+    """It has no work; a worker that was given up would keep its device, and its name, for half a minute."""
+    policy = RestartPolicy(grace_seconds=0.05)
+    hangs = replace(spec("decode-0", "hangs"), drain_seconds=1000.0)
+    async with running([ROUTER], policy=policy) as (supervisor, watcher):
+        supervisor.add(hangs)
+        pid = (await watcher.wait_for("decode-0", ProcessState.STARTED))["pid"]
+        await supervisor.retire("decode-0")
+        assert not is_alive(pid)
+
+
 async def test_a_process_is_retired_while_it_starts_and_while_it_waits_for_a_restart() -> None:
     policy = RestartPolicy(first_delay_seconds=1000.0, last_delay_seconds=1000.0, grace_seconds=20.0)
     async with running([ROUTER, spec("decode-0", needs=NEEDS)], policy=policy) as (supervisor, watcher):

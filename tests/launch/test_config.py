@@ -188,6 +188,7 @@ def test_every_command_reads_the_example(command: str) -> None:
         "run": ["hello"],
         "batch": ["--input", "in.jsonl", "--output", "out.jsonl"],
         "bench": ["--profile"],
+        "autoscaler": ["--timing", "timing.json"],
     }
     arguments = ["--config", str(EXAMPLE), *needed.get(command, [])]
     settings = parse(settings_class(command), f"kvbaton {command}", arguments)

@@ -10,7 +10,7 @@ from contract.errors import SettingError
 from launch.arguments import parse
 from launch.gpu_memory import gpu_memory, parse_memory
 from launch.machine_settings import UpSettings
-from launch.memory_plan import plan_workers, refuse_overfull, table, weight_bytes
+from launch.memory_plan import plan_workers, refuse_overfull, table, unused_gpus, weight_bytes
 
 GIB = 2**30
 EIGHT = [80 * GIB] * 8
@@ -48,6 +48,27 @@ def test_ranks_have_gpus_side_by_side_and_parts_of_the_weights() -> None:
     found = lines("--prefill", "1", "--decode", "3", "--tensor-parallel-size", "2")
     assert [line.split("  ")[1].strip() for line in found] == ["GPUs 0-1", "GPUs 2-3", "GPUs 4-5", "GPUs 6-7"]
     assert found[0].endswith("72.00 GiB on each, of which about 64.00 GiB for KV and steps")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unused"),
+    [
+        (ISSUE, None),
+        (ISSUE[4:], "1, 3, 4, 5, 6, 7"),
+        ((), "2, 3, 4, 5, 6, 7"),
+        (("--prefill-devices", "0", "--decode-devices", "4"), None),
+        (("--prefill", "3", "--decode", "1", "--tensor-parallel-size", "2"), None),
+        (("--prefill", "2", "--decode", "1", "--tensor-parallel-size", "2"), "6, 7"),
+        (("--device", "cuda:3"), None),
+        (("--device", "cpu"), None),
+    ],
+)
+def test_gpus_without_a_worker_are_named(arguments: tuple[str, ...], unused: str | None) -> None:
+    """If there are lists, only their GPUs count: the numbers of workers do not follow from them."""
+    settings = parse(UpSettings, "kvbaton up", arguments)
+    found = unused_gpus(settings, plan_workers(settings, 8), 8)
+    words = "--prefill, --decode and --both are the numbers of workers"
+    assert found == ([] if unused is None else [f"no worker on GPU {unused}: {words}"])
 
 
 def test_without_gpus_the_pools_are_of_the_host() -> None:

@@ -106,6 +106,17 @@ def test_prefill_workers_get_a_lower_priority_than_decode_workers() -> None:
     assert nice(device="cuda") == [None] * 3
 
 
+def test_workers_that_change_their_roles_have_one_priority_unless_it_is_set() -> None:
+    """A process cannot give its niceness back: a prefill worker that now decodes would remain slower than the others."""
+
+    def nice(**settings: Any) -> str | None:
+        every = specs(UpSettings(device="cpu", autoscale=True, prefill=1, decode=1, **settings))
+        return flags(every[1].command({"router": ROUTER_FACTS})).get("--nice")
+
+    assert nice() == "0"
+    assert nice(prefill_nice=7) == "7"
+
+
 def test_a_restarted_router_takes_its_earlier_ports() -> None:
     router = specs(UpSettings(http="127.0.0.1:0"))[0]
     assert flags(router.command({}))["--http"] == "127.0.0.1:0"

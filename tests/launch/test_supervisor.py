@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -153,6 +154,16 @@ async def test_the_children_of_a_dead_child_are_killed_too() -> None:
         os.kill(facts["pid"], signal.SIGKILL)
         await watcher.wait_for("both-0", ProcessState.ENDED)
         assert wait_gone(int(facts["grandchild"]))
+
+
+async def test_a_child_leads_a_group_within_the_session_and_may_write_to_its_terminal() -> None:
+    """Linux may weigh sessions against each other: threads that waited for each other were held up for a second."""
+    async with running([spec("both-0")]) as (supervisor, _):
+        pid = supervisor.facts["both-0"]["pid"]
+        assert os.getsid(pid) == os.getsid(0)
+        assert os.getpgid(pid) == pid
+        (ignored,) = re.findall(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+        assert int(ignored, 16) >> signal.SIGTTOU - 1 & 1, "`stty tostop` would stop it"
 
 
 def start_supervisor(ready_file: Path) -> tuple[subprocess.Popen[str], list[int]]:

@@ -9,8 +9,20 @@ import yaml
 
 from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS
 from tests.monitoring.prometheus import FOLDER, ROOT, program
+from tools.dashboards import DASHBOARDS
 
 TESTS = ROOT / "tests" / "monitoring" / "alerts.yml"
+OF_THE_POOL = {
+    "workers",
+    "pool_utilization",
+    "queue_seconds",
+    "scaling_pressure",
+    "desired_workers",
+    "scaling_held_workers",
+    "scaling_decisions_total",
+    "scaling_decision_age_seconds",
+}
+"""The metrics that every router publishes for the whole service."""
 RUNBOOK = ROOT / "docs" / "runbook"
 
 
@@ -69,6 +81,44 @@ def test_every_page_of_the_runbook_is_named_by_an_alert_and_listed() -> None:
     assert pages == named
     listed = (ROOT / "docs" / "operate.md").read_text()
     assert all(f"({page.removeprefix('docs/')})" in listed for page in pages)
+
+
+def without_max(expression: str) -> list[str]:
+    """Return the metrics of the whole pool in an expression that no ``max`` (of the age: ``min``) combines over routers."""
+    wrong = []
+    for name in OF_THE_POOL:
+        best = "min" if name.endswith("age_seconds") else "max"
+        combined = (
+            rf"\b{best}(?: by \([a-z, ]+\))? \(?(?:increase\()?\(?{PREFIX}{name}\b|\b{best}\({PREFIX}{name}\b"
+        )
+        if len(re.findall(rf"{PREFIX}{name}\b", expression)) != len(re.findall(combined, expression)):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("expression", "wrong"),
+    [
+        ("max by (pool) (kvbaton_scaling_pressure) > 1", []),
+        ("sum by (pool) (kvbaton_scaling_pressure) > 1", ["scaling_pressure"]),
+        ("kvbaton_desired_workers", ["desired_workers"]),
+        ("max by (pool) (kvbaton_desired_workers) != sum by (pool) (kvbaton_workers)", ["workers"]),
+        ("max(kvbaton_scaling_decision_age_seconds) > 60", ["scaling_decision_age_seconds"]),
+    ],
+)
+def test_a_sum_over_routers_is_found(expression: str, wrong: list[str]) -> None:
+    assert without_max(expression) == wrong
+
+
+def test_rules_and_dashboards_take_the_highest_value_of_all_routers() -> None:
+    """Every router publishes these for the whole pool: with two of them a sum would be twice the truth."""
+    assert ROUTER_METRICS.keys() >= OF_THE_POOL
+    for expression in [rule["expr"] for rule in rules() if "absent(" not in rule["expr"]]:
+        assert without_max(expression) == [], expression
+    for dashboard in DASHBOARDS:
+        for panel in dashboard.panels:
+            for target in panel.targets:
+                assert without_max(target.expression) == [], (panel.title, target.expression)
 
 
 def test_rules_read_declared_metrics_only() -> None:

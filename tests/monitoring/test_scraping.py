@@ -2,20 +2,23 @@
 
 import asyncio
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
+from autoscaler.timing_model import write_timing
 from serving.metric_names import PREFIX, ROUTER_METRICS, WORKER_METRICS
+from tests.autoscaler.cases import TIMING
+from tests.monitoring.panels import panels_with_data
 from tests.monitoring.prometheus import Prometheus, running_prometheus
 from tests.service import Service, running_service
-from tools.dashboards import DASHBOARDS, RATE
 
 pytestmark = [pytest.mark.slow, pytest.mark.e2e]
 JOBS = {"router": "kvbaton-router", "prefill": "kvbaton-worker", "decode": "kvbaton-worker"}
+PAIR = ("--prefill", "1", "--decode", "1")
 PROMPT = "Tell me what a baton is, and why runners in a relay hand it over to each other. " * 12
 AT_REST_EMPTY = {
     "batch_requests_total",
@@ -36,8 +39,13 @@ _BY_PROMETHEUS = {"__name__", "instance", "job", "le"}
 
 @asynccontextmanager
 async def scraped_service(folder: Path) -> AsyncIterator[tuple[Service, Prometheus]]:
-    """Run a pair of workers whose metrics a Prometheus reads, while a client asks."""
-    async with running_service(folder, "--prefill", "1", "--decode", "1") as service:
+    """Run two routers and a pair of workers whose metrics a Prometheus reads, while a client asks.
+
+    The autoscaler may change nothing.
+    """
+    write_timing(folder / "timing.json", TIMING)
+    scaled = ("--autoscale", "--timing", str(folder / "timing.json"))
+    async with running_service(folder, "--routers", "2", *PAIR, *scaled) as service:
         targets: dict[str, list[str]] = {job: [] for job in JOBS.values()}
         for process in service.processes:
             targets[JOBS[process["role"]]].append(process["admin"])
@@ -63,10 +71,10 @@ async def ask_again_and_again(service: Service) -> None:
 
 
 async def until_counted(prometheus: Prometheus) -> None:
-    """Wait until Prometheus has seen ten more answers, in several scrapes."""
+    """Wait until Prometheus has seen ten more answers, in several scrapes, and a decision of the autoscaler."""
     begin = await answers(prometheus)
     async with asyncio.timeout(60):
-        while await answers(prometheus) < begin + 10:
+        while await answers(prometheus) < begin + 10 or not await prometheus.query("kvbaton_desired_workers"):
             await asyncio.sleep(0.2)
 
 
@@ -101,14 +109,25 @@ async def test_every_query_of_the_dashboards_returns_data(tmp_path: Path) -> Non
     """A panel that is declared empty at rest is just that."""
     async with scraped_service(tmp_path) as (_, prometheus):
         await until_counted(prometheus)
-        wrong: list[tuple[str, str, str]] = []
-        for dashboard in DASHBOARDS:
-            for panel in dashboard.panels:
-                for target in panel.targets:
-                    expression = target.expression.replace(RATE, "15s").replace("$worker", "decode-0")
-                    has_data = any(found["value"][1] != "NaN" for found in await prometheus.query(expression))
-                    if has_data is panel.is_empty_at_rest:
-                        wrong.append((dashboard.uid, panel.title, expression))
+        wrong = [
+            (panel.title, query)
+            async for panel, query, has_data in panels_with_data(prometheus, "decode-0", "15s")
+            if has_data is panel.is_empty_at_rest
+        ]
         workers: list[str] = await prometheus.get("label/worker/values")
     assert wrong == []
     assert workers == ["decode-0", "prefill-0"]
+
+
+async def test_two_routers_publish_one_number_each_and_the_highest_counts(tmp_path: Path) -> None:
+    """A sum over routers would count each worker twice."""
+    async with scraped_service(tmp_path) as (_, prometheus):
+        await until_counted(prometheus)
+        for name in ('kvbaton_workers{state="serving"}', "kvbaton_desired_workers"):
+            published = await prometheus.query(name)
+            per_pool = Counter(found["metric"]["pool"] for found in published if found["value"][1] == "1")
+            assert (per_pool["prefill"], per_pool["decode"]) == (2, 2), name
+            highest = await prometheus.query(f"max by (pool) ({name})")
+            assert {found["value"][1] for found in highest if found["metric"]["pool"] != "both"} == {"1"}
+        (age,) = await prometheus.query("min(kvbaton_scaling_decision_age_seconds)")
+        assert 0 <= float(age["value"][1]) < 60

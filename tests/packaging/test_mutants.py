@@ -80,6 +80,7 @@ def test_a_mutant_that_does_not_break_its_law_alone_is_a_problem(
     assert problem in str(try_mutant(mutant, tiny).problem)
 
 
+@pytest.mark.slow
 def test_one_that_lives_fails_the_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first one is detected, and repaired before the second one runs."""
     seen = LIST.format(name="guarded", old="min(", new="max(")

@@ -3,15 +3,18 @@
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import aiohttp
 import pytest
 
+from autoscaler.timing_model import write_timing
 from contract.identity import Role
 from router.testing.script import Script
 from router.testing.worker import ScriptedWorker
+from tests.autoscaler.cases import TIMING
 from tests.packaging.base_install import link_base_install
 from tests.text.tiny_model import END, byte_ids, model_files
 
@@ -58,6 +61,31 @@ async def test_a_router_without_torch_answers(tmp_path: Path) -> None:
             process.terminate()
         await process.wait()
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("top", "--once", "--admin", "127.0.0.1:1"), "no router answers at 127.0.0.1:1"),
+        (
+            ("autoscaler", "--timing", "{timing}", "--docker-socket", "/missing"),
+            "no Docker engine answers at /missing",
+        ),
+    ],
+)
+def test_commands_for_a_service_need_no_torch(
+    tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    """The image of the router has variables of the router, so each command there reads the names of all settings."""
+    site, timing = tmp_path / "site", tmp_path / "timing.json"
+    site.mkdir()
+    link_base_install(site)
+    write_timing(timing, TIMING)
+    given = [argument.format(timing=timing) for argument in arguments]
+    command = ["env", "KVBATON_HTTP=0.0.0.0:8000", sys.executable, "-I", "-S", "-c", RUN, str(site), *given]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert f"kvbaton: {message}" in run.stderr
 
 
 async def _answer(addresses: dict[str, str]) -> str:

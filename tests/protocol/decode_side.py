@@ -144,6 +144,7 @@ class DecodeSide(EngineSide):
         if reading.part is not None and reading.ahead is not None:
             self.lanes[peer].pop(0)
             reading.ahead.num_read += reading.part.num_bytes
+            reading.ahead.num_digested = reading.ahead.num_read
             self.transfers.fetch_event(reading.key, ev.ReadAheadOver((0.0, 0.0)))
             return
         reading.stage = "landed"

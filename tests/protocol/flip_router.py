@@ -15,7 +15,7 @@ from router.role_changes import is_role_needed
 from router.running_shares import Held
 from router.views import WorkerView, WorkerViews
 from router.worker_calls import WorkerCalls
-from tests.protocol.flip_world import FULL, FlipRules, FlipWorld, Report, Seen, source_of
+from tests.protocol.flip_world import FULL, FlipRules, FlipWorld, Report, Request, Seen, source_of
 from tests.protocol.world import with_item
 
 
@@ -108,10 +108,15 @@ def ignore(*_: Any) -> None:
 
 def num_left(world: FlipWorld, router: int, index: int) -> int:
     """Return how many legs and moves of a worker's former state a router reports."""
-    own = [one for one in world.requests if one.router == router and one.phase != "done"]
+    return _num_left(world.requests, router, index, world.seen[router][index].num_roles)
+
+
+@cache
+def _num_left(requests: tuple[Request, ...], router: int, index: int, num_roles: int) -> int:
+    own = [one for one in requests if one.router == router and one.phase != "done"]
     held = tuple(sorted(part.num_roles for one in own for part in one.parts if part.worker == index))
     num_moves = sum(source_of(one) == index for one in own)
-    return _answer(held, world.seen[router][index].num_roles, num_moves)
+    return _answer(held, num_roles, num_moves)
 
 
 @cache

@@ -9,6 +9,7 @@ Nothing fails and no deadline passes, so a request that does not end in a quiet 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -215,6 +216,7 @@ def order_of(worker: Worker) -> RoleOrder:
     return RoleOrder(role=worker.order.value, epoch=worker.num_roles)
 
 
+@cache
 def flip_step(rules: FlipRules, worker: Worker) -> FlipStep:
     """Return production's next step of a worker whose role is to change."""
     lifecycle = lifecycle_of(worker)
@@ -224,24 +226,20 @@ def flip_step(rules: FlipRules, worker: Worker) -> FlipStep:
 
 def settling_step(rules: FlipRules, world: "FlipWorld", index: int) -> SettlingStep:
     """Return production's next step of a worker between settled and unsettled."""
-    worker = world.workers[index]
-    mixed = has_mixed_kv(
-        worker.role, num_leases=_num_leases(world, index), num_fetches=_num_fetches(world, index)
-    )
+    num_leases = _num_bound(index, (one.send for one in world.requests if one.phase == "bound"))
+    num_fetches = _num_bound(index, (one.receive for one in world.requests if one.phase == "bound"))
+    return _settling_step(rules, world.workers[index], num_leases, num_fetches)
+
+
+@cache
+def _settling_step(rules: FlipRules, worker: Worker, num_leases: int, num_fetches: int) -> SettlingStep:
+    mixed = has_mixed_kv(worker.role, num_leases=num_leases, num_fetches=num_fetches)
     return next_settling_step(lifecycle_of(worker), _answers(rules, worker), lambda: mixed)
 
 
 def _answers(rules: FlipRules, worker: Worker) -> Answers:
     num_former = sum(worker.former) if rules.waits_for_former else 0
     return Answers(not any(worker.unanswered), num_former, any(worker.needing))
-
-
-def _num_leases(world: "FlipWorld", index: int) -> int:
-    return _num_bound(index, (one.send for one in world.requests if one.phase == "bound"))
-
-
-def _num_fetches(world: "FlipWorld", index: int) -> int:
-    return _num_bound(index, (one.receive for one in world.requests if one.phase == "bound"))
 
 
 def _num_bound(index: int, parts: "Iterator[Part | None]") -> int:

@@ -77,9 +77,23 @@ MISSING = [
     pytest.param(SWAP, FlipRules(never_binds=False), "deadlock", 22, id="law 4 b"),
     pytest.param(SWAP, FlipRules(never_moves=False), "deadlock", 27, id="law 4 c"),
     pytest.param(TO_PREFILL, FlipRules(waits_for_answers=False), "deadlock", 20, id="answers, prefill"),
-    pytest.param(TO_DECODE, FlipRules(waits_for_answers=False), "deadlock", 22, id="answers, decode"),
+    pytest.param(
+        TO_DECODE,
+        FlipRules(waits_for_answers=False),
+        "deadlock",
+        22,
+        id="answers, decode",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(TWO_DRAINS, FlipRules(waits_for_answers=False), "deadlock", 16, id="answers, drains"),
-    pytest.param(UNDRAINED, FlipRules(never_moves=False), "deadlock", 33, id="law 4 c, undrained"),
+    pytest.param(
+        UNDRAINED,
+        FlipRules(never_moves=False),
+        "deadlock",
+        33,
+        id="law 4 c, undrained",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(SWAP, FlipRules(waits_for_former=False), "refuses a leg", 10, id="former legs"),
     pytest.param(THROUGH_DECODE, FlipRules(flips_settled=False), "refuses a leg", 13, id="settled before"),
     pytest.param(ENDED, FlipRules(offers_again=False), "offers its credit", 17, id="offered again"),
@@ -103,7 +117,15 @@ def exhausted(scenario: FlipScenario) -> None:
     assert (findings.num_moved > 0) is has_moves
 
 
-@pytest.mark.parametrize("scenario", WORLDS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(
+            each, id=each.name, marks=[pytest.mark.slow] if each in (TO_DECODE, UNDRAINED, OPPOSITE) else []
+        )
+        for each in WORLDS
+    ],
+)
 def test_nothing_waits_for_ever_while_roles_change(scenario: FlipScenario) -> None:
     """No deadlock, no leg refused, and every worker is settled again, in any order of messages and legs."""
     exhausted(scenario)

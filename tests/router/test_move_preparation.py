@@ -6,8 +6,9 @@ import pytest
 
 import router.move_preparation
 from contract.errors import InternalError, OverloadedError
+from contract.identity import Role
 from router.move import MoveResult
-from tests.router.moves import ANSWER, STALL, TOKENS, Moves, moves, only_on, stalling
+from tests.router.moves import ANSWER, SOURCE, STALL, TARGET, TOKENS, Moves, moves, only_on, stalling
 
 GRAMMAR = {"guided_regex": "[a-z]+"}
 
@@ -29,8 +30,9 @@ async def test_the_source_is_not_touched_before_the_target_has_compiled_the_gram
         made.target.player.may_prepare.set()
         assert await moving is MoveResult.MOVED
         await made.ends()
-        (task,) = made.target.received.preparations
+        (leg,) = made.target.received.preparations
         (call,) = made.target.received.decodes
+        task = leg.task
         assert task.sampling.grammar == call.task.sampling.grammar
         assert task.sampling.grammar.text == GRAMMAR["guided_regex"]
         assert task.eos_token_ids == call.task.eos_token_ids
@@ -38,11 +40,26 @@ async def test_the_source_is_not_touched_before_the_target_has_compiled_the_gram
         assert len(task.prompt_token_ids) == STALL + 1, "the prompt is not needed"
 
 
-async def test_an_answer_without_a_grammar_needs_no_preparation() -> None:
-    async with moves() as made:
-        assert await made.move() is MoveResult.MOVED
+async def test_the_target_connects_to_the_source_before_the_first_answer_moves_between_them() -> None:
+    """An answer without a grammar needs nothing else, so that the second one is moved at once."""
+    async with moves(target=None) as made:
+        await made.ask()
+        await made.cluster.add(Role.DECODE, TARGET)
+        (first, second) = made.runs
+        made.target.player.may_prepare.clear()
+        moving = asyncio.create_task(made.mover.move(first, made.attached()))
+        await begins(made)
+        assert not made.source.received.hand_offs and not moving.done()
+        made.target.player.may_prepare.set()
+        assert await moving is MoveResult.MOVED
+        made.target.player.may_prepare.clear()
+        assert await made.mover.move(second, made.attached()) is MoveResult.MOVED
         await made.ends()
-        assert not made.target.received.preparations
+        (leg,) = made.target.received.preparations
+        registration = made.attached().registration
+        assert leg.source.worker_id == SOURCE and leg.source.boot_id == registration.boot_id
+        assert leg.source.control_address == registration.control_address
+        assert not leg.task.sampling.HasField("grammar") and len(leg.task.prompt_token_ids) == STALL + 1
 
 
 @pytest.mark.parametrize("error", [OverloadedError("too many"), InternalError("no such call")])

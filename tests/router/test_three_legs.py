@@ -124,14 +124,14 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     registry = Registry(changes)
     tasks = TaskSet()
     unread = UnreadBytes(10_000, 100_000)
-    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), tasks, unread, 3, kinds=KINDS)
+    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), unread, 3, kinds=KINDS)
     metrics = RouterMetrics()
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
     worker_pb2_grpc.add_MembershipServicer_to_server(
         MembershipServicer(
             registry,
-            Evacuation(registry, runs, Mover(registry, runs, metrics.moves), changes, metrics.drains),
+            Evacuation(registry, runs, Mover(registry, runs, metrics.moves), tasks, changes, metrics.drains),
             "router-0",
             cluster,
             5.0,

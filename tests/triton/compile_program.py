@@ -17,9 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from engine.attention import triton_kernels as attention
+from engine.attention import triton_splits as splits
 from engine.attention.triton_sizes import (
-    COMBINED_AT_ONCE,
     chunk_rows,
+    combine_launch,
+    decode_tile,
     power_of_two,
     precision_of,
     programs_at_once,
@@ -27,12 +29,16 @@ from engine.attention.triton_sizes import (
     split_launch,
     store_launch,
 )
+from engine.compute import best_tokens
+from engine.compute.triton_kernels import best_kernel
 from engine.fused import triton_kernels as fused
+from engine.fused import triton_turn as turn
 from engine.fused.rows import num_warps_of
+from engine.fused.turning import turn_launch
 from engine.kv_cache import folding
 from engine.kv_cache.triton_kernels import fold_kernel
+from engine.sampling import triton_choosing, triton_draw, triton_search
 from engine.sampling import triton_kernels as draw
-from engine.sampling.triton_draw import NUM_WARPS, REACH, TILE
 
 STATES = (
     "query", "output", "cache", "key", "value",
@@ -46,29 +52,46 @@ WARP_SIZE = 32
 
 
 def compiled(
-    kernel: Any, dtype: torch.dtype, head_dim: int, target: GPUTarget, kept: int = GROUP
+    kernel: Any,
+    dtype: torch.dtype,
+    head_dim: int,
+    target: GPUTarget,
+    kept: int = GROUP,
+    *,
+    is_joined: bool = False,
 ) -> dict[str, Any]:
     """Return the bytes of shared memory and stack (spilled registers), and which instructions for speed are used.
 
-    kept: packed rows of a unit. in_flight: the copies into shared memory that may be unfinished while a tile is computed.
+    kept: packed rows of a unit. is_joined: for the split kernel. in_flight: the copies into shared memory that may be
+    unfinished while a tile is computed.
     """
     sizes = sizes_of(dtype, head_dim)
-    options = {}
+    options: dict[str, int | None] = {}
     if kernel is attention.prefill_kernel:
         options = {name: sizes.pop(name) for name in ("num_warps", "num_stages")}
-    elif kernel is attention.split_kernel:
-        options = split_launch(sizes["dims"])
+    elif kernel is splits.split_kernel:
+        sizes["tile"] = decode_tile(dtype, head_dim) if kept == GROUP else sizes["tile"]
+        options = split_launch(power_of_two(kept), sizes["dims"], sizes["tile"])
     elif kernel is attention.store_kernel:
         launch = store_launch(4, head_dim)
         options = {"num_warps": launch["num_warps"]}
         sizes["heads"] = launch["heads"]
+    elif kernel is turn.turn_kernel:
+        launch = turn_launch(head_dim)
+        options = {"num_warps": launch["num_warps"]}
+        sizes["heads"] = launch["heads"]
+    elif kernel is splits.combine_kernel:
+        launch = combine_launch(sizes["dims"])
+        options = {"num_warps": launch.pop("num_warps")}
+        sizes |= launch
     elif kernel is fused.norm_kernel:
         options = {"num_warps": num_warps_of(HIDDEN)}
     constants = {
-        "heads": 16, **sizes, "group": GROUP, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
-        "rows": power_of_two(kept), "at_once": COMBINED_AT_ONCE, "precision": precision_of(dtype), "size": HIDDEN,
+        "heads": 16, **sizes, "overlaps": True, "group": GROUP, "window": 1000, "cap": 50.0, "block_size": 16, "kept": kept,
+        "rows": power_of_two(kept), "is_joined": is_joined, "precision": precision_of(dtype), "size": HIDDEN,
         "padded": HIDDEN, "has_added": True, "num_heads": 28, "num_kv_heads": 4, "half": head_dim // 2, "has_norm": True,
     }  # fmt: skip
+    constants["is_decode"] = kept == GROUP
     names = kernel.arg_names
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {name: _kind(name, constants, NAMES[dtype]) for name in names}
@@ -82,31 +105,58 @@ def compiled(
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     result = triton.compile(source, target=target, options=options)
-    is_persistent = kernel is attention.split_kernel
-    at_once = programs_at_once(power_of_two(kept), sizes["dims"]) if is_persistent else 1
+    is_persistent = kernel is splits.split_kernel
+    at_once = programs_at_once(power_of_two(kept), sizes["dims"], sizes["tile"]) if is_persistent else 1
     return {
         "dtype": NAMES[dtype], "head_dim": head_dim, "varying": _varying(kernel), "at_once": at_once,
-        **_used(kernel, result),
+        **used(kernel, result),
     }  # fmt: skip
 
 
-def compiled_draw(kernel: Any, target: GPUTarget) -> dict[str, Any]:
+def compiled_draw(
+    kernel: Any, tile: int, num_warps: int, target: GPUTarget, **options: int
+) -> dict[str, Any]:
     """Return the same for a kernel that draws tokens."""
-    constants = {"scale": 2**40, "uniform_bits": 53, "tile": TILE, "reach": REACH}
-    names = kernel.arg_names
+    constants = {
+        "scale": triton_draw.SCALE, "has_bounds": True, "fineness": triton_draw.FINENESS, "bins": triton_draw.BINS,
+        "room": triton_draw.ROOM, "parts": 64, "length": 8192, "tile": tile,
+    }  # fmt: skip
     kinds = {
-        "scores": "*fp32",
-        "temperatures": "*fp64",
-        "shares": "*fp64",
-        "row_stride": "i32",
-        "size": "i32",
-    }
+        "scores": "*fp32", "highest": "*fp32", "sums": "*fp32", "counts": "*i32", "plans": "*fp64", "modes": "*i32",
+        "row_stride": "i32", "size": "i32", "num_rows": "i32", "num_parts": "i32",
+    }  # fmt: skip
+    names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else kinds.get(name, "*i64") for name in names}
     values = {(names.index(name),): value for name, value in constants.items() if name in names}
-    result = triton.compile(
-        ASTSource(kernel, signature, values), target=target, options={"num_warps": NUM_WARPS}
+    aligned = [name for name in names if signature[name].startswith("*") or name in ("row_stride", "size")]
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(kernel, signature, values, attributes)
+    result = triton.compile(source, target=target, options={"num_warps": num_warps, **options})
+    varying = [
+        each.name
+        for each in kernel.params
+        if each.name.startswith("num_") and not (each.is_constexpr or each.do_not_specialize)
+    ]
+    return {"dtype": "fp64", "head_dim": 0, "varying": varying, "at_once": 1, **used(kernel, result)}
+
+
+def compiled_best(target: GPUTarget) -> dict[str, Any]:
+    """Return the same for the kernel that finds best tokens, with rows of a multiple of 16 logits."""
+    names = best_kernel.arg_names
+    kinds = {"logits": "*bf16", "counters": "*i32", "row_stride": "i32", "size": "i32"}
+    values = {"tile": best_tokens.TILE, "overlaps": True}
+    signature = {name: "constexpr" if name in values else kinds.get(name, "*i64") for name in names}
+    source = ASTSource(
+        best_kernel,
+        signature,
+        {(names.index(name),): value for name, value in values.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in ("logits", "row_stride", "size")},
     )
-    return {"dtype": "fp64", "head_dim": 0, "varying": [], "at_once": 1, **_used(kernel, result)}
+    result = triton.compile(source, target=target, options={"num_warps": best_tokens.NUM_WARPS})
+    loads = result.asm["ptx"].count("ld.global.v4")
+    return {
+        "dtype": "bf16", "head_dim": 0, "varying": [], "at_once": 1, "loads_ahead": loads, **used(best_kernel, result)
+    }  # fmt: skip
 
 
 def compiled_fold(target: GPUTarget) -> dict[str, Any]:
@@ -125,13 +175,17 @@ def compiled_fold(target: GPUTarget) -> dict[str, Any]:
         "varying": [each.name for each in fold_kernel.params[2:6] if not each.do_not_specialize],
         "at_once": 1,
         "loads_ahead": masked.partition("mul.lo")[0].count("ld.global.b64"),
-        **_used(fold_kernel, result),
+        **used(fold_kernel, result),
     }
 
 
-def _used(kernel: Any, result: Any) -> dict[str, Any]:
+def used(kernel: Any, result: Any) -> dict[str, Any]:
+    """Return the resources of a compiled kernel, and the instructions for speed that it uses."""
+    before, _, _ = result.asm["ttgir"].partition("griddepcontrol.wait")
     return {
         "kernel": kernel.__name__,
+        "waits": result.asm["ptx"].count("griddepcontrol.wait"),
+        "early_stores": len(re.findall(r"tt\.(?:store|atomic)", before)),
         "threads": result.metadata.num_warps * WARP_SIZE,
         "registers": _resource("REG", result.asm["cubin"]),
         "shared": result.metadata.shared,
@@ -190,17 +244,31 @@ def main() -> None:
         for kernel in (
             attention.store_kernel,
             attention.prefill_kernel,
-            attention.split_kernel,
-            attention.combine_kernel,
+            splits.split_kernel,
+            splits.combine_kernel,
             fused.norm_kernel,
-            fused.turn_kernel,
+            turn.turn_kernel,
             fused.gate_kernel,
         ):
             sys.stdout.write(json.dumps(compiled(kernel, dtype, head_dim, target)) + "\n")
         kept = chunk_rows(dtype, head_dim)
-        sys.stdout.write(json.dumps(compiled(attention.split_kernel, dtype, head_dim, target, kept)) + "\n")
-    for kernel in (draw.weigh_kernel, draw.choose_kernel):
-        sys.stdout.write(json.dumps(compiled_draw(kernel, target)) + "\n")
+        sys.stdout.write(json.dumps(compiled(splits.split_kernel, dtype, head_dim, target, kept)) + "\n")
+        whole = compiled(splits.split_kernel, dtype, head_dim, target, is_joined=True)
+        sys.stdout.write(json.dumps(whole) + "\n")
+    for kernel, tile, num_warps, options in (
+        (draw.survey_kernel, triton_draw.SURVEY_TILE, triton_draw.NUM_WARPS, {}),
+        (draw.plan_kernel, 0, triton_draw.NUM_WARPS, {}),
+        (draw.gather_kernel, triton_draw.TILE, triton_draw.NUM_WARPS, {}),
+        (
+            triton_choosing.choose_kernel,
+            triton_draw.CHOOSING_TILE,
+            triton_draw.CHOOSING_WARPS,
+            {"maxnreg": triton_draw.CHOOSING_REGISTERS},
+        ),
+        (triton_search.search_kernel, triton_draw.CHOOSING_TILE, triton_draw.SEARCHING_WARPS, {}),
+    ):
+        sys.stdout.write(json.dumps(compiled_draw(kernel, tile, num_warps, target, **options)) + "\n")
+    sys.stdout.write(json.dumps(compiled_best(target)) + "\n")
     sys.stdout.write(json.dumps(compiled_fold(target)) + "\n")
 
 

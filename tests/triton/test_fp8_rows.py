@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from engine.fused.rows import num_warps_of, power_of_two
 from engine.fp8.triton_kernels import quantise_kernel
-from tests.triton.compile_program import _used
+from tests.triton.compile_program import used
 for size in (4096, 14336):
     for is_fixed in (False, True):
         padded = power_of_two(size)
@@ -32,7 +32,7 @@ for size in (4096, 14336):
             {(names.index(n),): [["tt.divisibility", 16]] for n in ("states", "numbers", "scales", "fixed_scale")},
         )
         result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps_of(padded)})
-        print(json.dumps({**_used(quantise_kernel, result), "has_fp8": "e4m3x2" in result.asm["ptx"]}))
+        print(json.dumps({**used(quantise_kernel, result), "has_fp8": "e4m3x2" in result.asm["ptx"]}))
 """
 
 

@@ -13,6 +13,7 @@ from engine.attention.triton_paged import PagedAttention
 from engine.compute.forward import fused
 from engine.compute.forward_plain import PlainForward
 from engine.compute.profiling import null_layers, profile_inputs, reserving_steps
+from engine.fused.decoder import FusedDecoder
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
@@ -43,16 +44,24 @@ def fused_model(loaded: LoadedModel) -> LanguageModel:
     return fused(loaded.model, loaded.config, "triton")
 
 
+@pytest.mark.parametrize("has_few_rows", [False, True])
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_decoder_equals_its_modules(tmp_path: Path, family: str) -> None:
-    """Chunks and decodes, eager and replayed, with biases, windows, head norms and tied embeddings."""
+def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows: bool) -> None:
+    """Chunks and decodes, eager and replayed, with biases, windows, head norms and tied embeddings.
+
+    has_few_rows: products of few rows by kernels of their own, as in bfloat16, which the interpreter cannot multiply.
+    """
     make_checkpoint(tmp_path, family, **DECODERS[family])
     loaded = load(tmp_path, "float32", None, CPU)
-    rig = Rig(loaded, create_backend("triton"), fused_model(loaded))
+    assert isinstance(loaded.model, CausalLM)
+    assert isinstance(loaded.config, DecoderConfig)
+    few_dtypes = [torch.float32] if has_few_rows else []
+    rig = Rig(loaded, create_backend("triton"), FusedDecoder(loaded.model, loaded.config, few_dtypes))
     rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
+    rig.compare(replace(CASE, work=((17, 1),)))
     rig.compare(CASE)
     rig.compare(replace(CASE, work=CASE.work[:3]))
-    assert rig.replays() == {8: 1, 4: 1}
+    assert rig.replays() == {8: 1, 4: 1, 1: 1}
     states = random(3, loaded.info.vocab_size // 2)[:, :64]
     assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
 

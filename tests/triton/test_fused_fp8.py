@@ -17,7 +17,13 @@ from engine.models.loading import LoadedModel, load
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import FIXED, TOKEN, make_fp8, quantization
 
-pytestmark = [pytest.mark.triton, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array:DeprecationWarning"
+    ),  # raised by the interpreter
+]
 
 CPU = torch.device("cpu")
 

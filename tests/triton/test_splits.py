@@ -5,8 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.attention import triton_sizes
 from engine.attention.backend import create_backend
+from engine.attention.splits import SHORT_DECODE_SPLIT as SPLIT
 from engine.attention.triton_backend import TritonBackend
+from engine.attention.triton_sizes import num_multiprocessors, splits_joined
 from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
 
 pytestmark = [
@@ -26,8 +29,9 @@ CHUNKS = {
 }
 
 
-@pytest.mark.parametrize("length", [1, 511, 512, 513, 8192])
+@pytest.mark.parametrize("length", [1, 255, 256, 257, 2048, 2049, 4097, 8192, 8193])
 def test_decodes_of_any_length(length: int) -> None:
+    """Up to 2,048 tokens, splits have 256 tokens; longer contexts have splits of 512. 8 and 16 are combined at once."""
     assert_equals_torch(replace(SMALL, work=((length - 1, 1),)), create_backend("triton"), CPU)
 
 
@@ -79,13 +83,13 @@ def test_a_replayed_step_reads_the_splits_of_the_newest_lengths() -> None:
     """The list of splits changes when a row begins another one, and is kept when none does; rows equal eager ones."""
     case = replace(SMALL, num_heads=4, num_kv_heads=2)
     works = [
-        ((510, 1), (1023, 1)),
-        ((511, 1), (1024, 1)),
-        ((512, 1), (1025, 1)),
+        ((SPLIT - 2, 1), (2 * SPLIT - 1, 1)),
+        ((SPLIT - 1, 1), (2 * SPLIT, 1)),
+        ((SPLIT, 1), (2 * SPLIT + 1, 1)),
         ((3, 1),),
-        ((1535, 1), (0, 1)),
+        ((3 * SPLIT - 1, 1), (0, 1)),
     ]
-    longest = replace(case, work=((1535, 1), (1025, 1)))
+    longest = replace(case, work=((3 * SPLIT - 1, 1), (2 * SPLIT + 1, 1)))
     backend = TritonBackend()
     static = backend.plan_static(4, -(-longest.max_len // case.block_size), case.block_size, CPU)
     for work in works:
@@ -101,3 +105,40 @@ def test_a_replayed_step_reads_the_splits_of_the_newest_lengths() -> None:
         eager, eager_pool = run(own, backend.plan(inputs, case.block_size, CPU), inputs, CPU)
         assert torch.equal(output[: inputs.num_reqs], eager)
         assert torch.equal(pool.view(torch.uint8), eager_pool.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype", "most"),
+    [(None, torch.float16, 2), (600, torch.float16, 2), (None, torch.float32, 2), (None, torch.float16, 3)],
+)
+def test_joined_splits_have_the_results_of_single_ones(
+    window: int | None, dtype: torch.dtype, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, where a program reads some splits in one loop: an odd number of them, a whole one, and longer ones."""
+    monkeypatch.setattr(triton_sizes, "JOINED_SPLITS", most)
+    case = replace(
+        SMALL,
+        num_heads=4,
+        num_kv_heads=2,
+        window=window,
+        dtype=dtype,
+        work=((2300, 1), (2 * SPLIT + 30, 1), (2 * SPLIT - 1, 1), (5, 1)),
+    )
+    inputs = case.inputs()
+    assert splits_joined(4 * case.num_kv_heads, 4 * num_multiprocessors(CPU)) == most
+    static = TritonBackend().plan_static(4, -(-case.max_len // case.block_size), case.block_size, CPU)
+    static.refill(inputs)
+    output, _ = run(case, static, inputs, CPU)
+    single, _ = run(case, TritonBackend().plan(inputs, case.block_size, CPU), inputs, CPU)
+    assert torch.equal(output, single)
+    assert_close(output, reference(case, inputs)[0])
+
+
+@pytest.mark.parametrize(
+    ("num_units", "num_programs", "expected"),
+    [(128, 528, 1), (263, 528, 1), (264, 528, 2), (2048, 528, 2), (1, 1, 2)],
+)
+def test_splits_are_joined_where_runs_of_them_occupy_all_programs(
+    num_units: int, num_programs: int, expected: int
+) -> None:
+    assert splits_joined(num_units, num_programs) == expected

@@ -99,6 +99,7 @@ timings = st.builds(
         num_bytes=UINT64,
         num_pieces=UINT32,
         copying_seconds=DOUBLES,
+        waiting_seconds=DOUBLES,
     ),
 )
 outputs = st.builds(

@@ -1,4 +1,4 @@
-"""A worker compiles the grammar of an answer that is going to be moved to it."""
+"""A worker prepares for an answer that is going to be moved to it."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ def grammar_task(pattern: str = "[a-f]{6}", **fields: Any) -> pb.Task:
 
 async def code_of(running: Running, request: pb.Task) -> grpc.StatusCode:
     try:
-        await running.call("Prepare", request)
+        await running.call("Prepare", pb.DecodeRequest(task=request))
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK

@@ -188,9 +188,11 @@ def _links(it: Served) -> list[Any]:
 
 
 async def test_a_refusal_by_one_router_leaves_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that no router accepts ends with the reason; one that serves another router logs it."""
+    monkeypatch.setattr("worker.router_links._OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr("worker.router_links.LAST_RETRY_SECONDS", 0.1)
     async with AsyncExitStack() as stack:
         foreign = await started(stack, secret="another secret, which also has 32 characters")
         it = await stack.enter_async_context(served(tmp_path, 1, names=foreign.addresses.internal))

@@ -21,7 +21,7 @@ from kv_transfer.transports.nixl.remote_pool import DescribedRegion, RemotePool
 
 logger = logging.getLogger(__name__)
 _SPIN_SECONDS = 50e-6
-_MIN_PAUSE_SECONDS = 0.2e-3
+_MIN_PAUSE_SECONDS = 0.05e-3
 _MAX_PAUSE_SECONDS = 20e-3
 _IDLE_PER_PAUSE = 250
 """A pause is this small a part of the time for which nothing has happened."""

@@ -45,6 +45,7 @@ from kv_transfer.transports.nixl.sender import (
     NixlPoolInfo,
     NixlResting,
     agent_name,
+    gpu_of,
     region_of,
 )
 
@@ -53,6 +54,8 @@ LATE_SECONDS = 0.02
 """A read that is open for longer may need its sender's help, which is requested then and for later reads."""
 _MAX_POST_BYTES = 64 * 2**20
 """Reads are posted in parts: the CPU may be what moves the bytes, and a stop takes effect between two of them."""
+_MAX_DEVICE_POST_BYTES = 256 * 2**20
+"""A device moves as many bytes in a few milliseconds."""
 _NONCE_SLOT = (0,)
 _FIRST_BLOCK = np.zeros(1, ID_TYPE)
 Steps = Sequence[ReadStep | SlotsStep]
@@ -150,6 +153,7 @@ class _Peer(DataPortConnection):
         super().__init__(source, timeout_seconds)
         self._nixl_thread = nixl_thread
         self._lane: _Lane | None = None
+        self._gpu = ""
         self._lock = threading.Lock()
         self._is_posted = False
 
@@ -182,6 +186,7 @@ class _Peer(DataPortConnection):
         blocks = Region(info.address, info.block_bytes, info.num_blocks, info.is_device, info.device_id)
         table = Region(info.table_address, SLOT_BYTES, NUM_SLOTS)
         pool = RemotePool(agent_name(self._source.boot_id), self._who, blocks, table)
+        self._gpu = info.gpu
         # Any failure from here on ends in ``close``, which disconnects the pool.
         lane = self._lane = _Lane(self._sock, pool, self._nixl_thread, self._timeout_seconds)
         self._nixl_thread.ask(lambda driver: driver.connect(pool, info.agent))
@@ -190,6 +195,12 @@ class _Peer(DataPortConnection):
         lane.run_bounded([ReadStep(pool.bounce_blocks, _FIRST_BLOCK, _FIRST_BLOCK)], read)
         lane.find_out(read)
         return lane
+
+    @property
+    def is_on_our_device(self) -> bool:
+        """True if the peer's pool is known to be on the GPU of this worker's."""
+        memory = self._nixl_thread.memory
+        return bool(self._gpu) and memory is not None and gpu_of(memory) == self._gpu
 
     def probe(self, read: Read) -> float | None:
         """Read the null block into an area of this worker's device, or host memory where a read of blocks goes there."""
@@ -253,7 +264,9 @@ class _Peer(DataPortConnection):
         """
         pool = lane.pool
         places = self._places(pool, views, part)
-        step = max(1, _MAX_POST_BYTES // pool.region.block_bytes)
+        most = _MAX_DEVICE_POST_BYTES if pool.region.is_device else _MAX_POST_BYTES
+        first, end = block_span(pool.region.block_bytes, part)
+        step = max(1, most // (end - first))
         if places is None:
             step = pool.bounce.region.num_blocks
         for start in range(0, len(views), step):
@@ -267,9 +280,8 @@ class _Peer(DataPortConnection):
             is_last = start + step >= len(views)
             self._run(lane, [blocks, look] if is_last else [blocks], read)
             if places is None:
-                first, last = block_span(pool.region.block_bytes, part)
                 for number, view in enumerate(views[here]):
-                    view[:] = pool.bounce.block(number)[first:last]
+                    view[:] = pool.bounce.block(number)[first:end]
 
     def _places(
         self, pool: RemotePool, views: Sequence[memoryview], part: BlockPart | None
@@ -323,6 +335,11 @@ class NixlReceiver(PeerReceiver):
     def __init__(self, nixl_thread: NixlThread, timeout_seconds: float) -> None:
         super().__init__(partial(_Peer, nixl_thread=nixl_thread, timeout_seconds=timeout_seconds))
         self._nixl_thread = nixl_thread
+
+    def is_on_our_device(self, source: Source) -> bool:
+        """See ReadsDevice."""
+        connection = self._unused(source)
+        return isinstance(connection, _Peer) and connection.is_on_our_device
 
     def close(self) -> None:
         """Close every connection, and the agent: a read that is not terminal fails."""

@@ -39,7 +39,8 @@ class NixlPoolInfo(msgspec.Struct, frozen=True):
     """The sender's pool, and how to read it.
 
     agent: the library's own description of the agent, its ports and its memory. is_device, device_id: the pool is in
-    that GPU's memory. table_address: the table of generations, in host memory. nonce: the value of its slot 0.
+    that GPU's memory. table_address: the table of generations, in host memory. nonce: the value of its slot 0. gpu: the
+    GPU's UUID, if known.
     """
 
     status: DataStatus
@@ -52,6 +53,7 @@ class NixlPoolInfo(msgspec.Struct, frozen=True):
     device_id: int = 0
     table_address: int = 0
     nonce: int = 0
+    gpu: str = ""
 
 
 class Help(StrEnum):
@@ -119,6 +121,7 @@ class NixlSender(Sender):
             **asdict(pool),
             table_address=table.address,
             nonce=self.leases.nonce,
+            gpu=gpu_of(memory),
         )
         self.why_not_offered = None
         if self._is_auto and not (pool.is_device or has_rdma_device()):
@@ -149,6 +152,15 @@ class NixlSender(Sender):
             if wanted is Help.PAUSE:
                 write_frame(connection.sock, NixlResting(), MAX_NIXL_FRAME_BYTES)
             wanted = read_frame(connection.sock, NixlAsk, MAX_NIXL_FRAME_BYTES).help
+
+
+def gpu_of(memory: KVMemory) -> str:
+    """Return the UUID of the GPU that a pool is on; empty if it is on none."""
+    if not isinstance(memory, LandsDirectly) or memory.pool.device.type != "cuda":
+        return ""
+    import torch
+
+    return str(getattr(torch.cuda.get_device_properties(memory.pool.device), "uuid", ""))
 
 
 def region_of(memory: KVMemory) -> Region:

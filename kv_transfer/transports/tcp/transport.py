@@ -8,6 +8,8 @@ the receiver's side.
 An answer is a DataReply without a message, in a frame of ALIGNMENT bytes. So a receiver takes answers and blocks by
 one call, and blocks lie in the stream as in memory: the kernel copies them a tenth faster than at odd offsets
 (x86-64).
+
+A receiver may send further requests before the first one is answered (``asking.py``). They are answered in order.
 """
 
 import mmap
@@ -18,7 +20,7 @@ from functools import partial
 
 from contract.errors import PeerUnreachableError, TransferError
 from engine.connector import KVMemory
-from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all, write_frame
+from kv_transfer.links.framing import FrameBuffer, ShortReadError, decode_body, receive_all
 from kv_transfer.protocol.reads import (
     PROBE_LEASE,
     PeerSilentError,
@@ -28,7 +30,12 @@ from kv_transfer.protocol.reads import (
     StaleLeaseError,
     num_probe_blocks,
 )
-from kv_transfer.transports.connection_cache import DataPortConnection, PeerReceiver, rate_of
+from kv_transfer.transports.connection_cache import (
+    DataPortConnection,
+    PeerConnection,
+    PeerReceiver,
+    rate_of,
+)
 from kv_transfer.transports.data_handshake import (
     ALIGNMENT,
     MAX_DATA_FRAME_BYTES,
@@ -38,6 +45,7 @@ from kv_transfer.transports.data_handshake import (
 )
 from kv_transfer.transports.data_port import Connection, DataPort, limit_waits, shut_down
 from kv_transfer.transports.leases import LeaseBook, LendingSender
+from kv_transfer.transports.tcp.asking import Asked
 from kv_transfer.transports.tcp.socket_blocks import SocketBlocks, socket_blocks
 from kv_transfer.transports.transport import TransportContext
 
@@ -107,12 +115,15 @@ class _Connection(DataPortConnection):
     def __init__(self, source: Source, timeout_seconds: float) -> None:
         super().__init__(source, timeout_seconds)
         self._is_connected = False
+        self._asked = Asked()
         self._poll = select.poll()  # not select.select: it takes no descriptor above 1023
         self._poll.register(self._sock, select.POLLIN)
 
-    def has_ended(self) -> bool:
-        """Test if the peer has closed it: an idle connection becomes readable only by its end."""
-        return bool(self._poll.poll(0))
+    def must_be_replaced(self, request: ReadRequest | None) -> bool:
+        """Test if other blocks are on their way, or if the peer has closed it: an idle one becomes readable by its end."""
+        if self._asked.is_empty:
+            return bool(self._poll.poll(0))
+        return not self._asked.is_first(request)
 
     def connect(self, read: Read) -> None:
         """Connect and prove the session, once. Raises PeerUnreachableError when it is refused."""
@@ -132,19 +143,38 @@ class _Connection(DataPortConnection):
         request = ReadRequest(PROBE_LEASE, 0, count)
         return rate_of(lambda: self.fetch(request, views, read), count * size)
 
-    def fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        """Send one request, and receive its pieces. Stopping shuts the connection down: no byte can land afterwards."""
+    def ask(self, requests: Sequence[ReadRequest]) -> bool:
+        """Send requests without waiting. Returns False if only a part of them could be sent: then nothing else may be."""
+        if not self._is_connected or (self._asked.is_empty and self._poll.poll(0)):
+            return True
+        frames = self._asked.add(requests)
+        try:
+            return not frames or self._sock.send(frames, socket.MSG_DONTWAIT) == len(frames)
+        except OSError:
+            return False
+
+    def fetch(
+        self,
+        request: ReadRequest,
+        views: Sequence[memoryview],
+        read: Read,
+        following: Sequence[ReadRequest] = (),
+    ) -> None:
+        """Send a request, and those that follow, and receive its pieces.
+
+        Stopping shuts the connection down: no byte can land afterwards.
+        """
         try:
             with read.interruptible(self.interrupt):
                 self.connect(read)
-                self._fetch(request, views, read)
+                if frames := self._asked.frames_for(request, following):
+                    self._sock.sendall(frames)
+                self._receive_all(request, views, read)
         except BlockingIOError as error:  # the kernel's word for a wait that was too long (``limit_waits``)
             raise TimeoutError("timed out") from error
         read.check()  # a stop after the last byte has shut the connection down as well
 
-    def _fetch(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
-        named = ReadRequest(request.name, request.first_block, request.num_blocks, part=request.part)
-        write_frame(self._sock, named, MAX_DATA_FRAME_BYTES)
+    def _receive_all(self, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
         blocks = socket_blocks(views)
         answers = bytearray(ALIGNMENT)  # the first one of the first piece
         for start, piece in request.pieces(blocks.view_bytes):
@@ -205,6 +235,28 @@ class TcpReceiver(PeerReceiver):
 
     def __init__(self, timeout_seconds: float) -> None:
         super().__init__(partial(_Connection, timeout_seconds=timeout_seconds), keeps_stale=False)
+
+    def ask(self, source: Source, requests: Sequence[ReadRequest]) -> None:
+        """See AsksAhead."""
+        connection = self._take_unused(source)
+        if isinstance(connection, _Connection):
+            self._put_back(source, connection, is_good=connection.ask(requests))
+
+    def fetch_first(
+        self,
+        source: Source,
+        request: ReadRequest,
+        views: Sequence[memoryview],
+        read: Read,
+        following: Sequence[ReadRequest],
+    ) -> None:
+        """See AsksAhead."""
+
+        def work(connection: PeerConnection) -> None:
+            assert isinstance(connection, _Connection), "this receiver makes no others"
+            connection.fetch(request, views, read, following)
+
+        self._use(source, read, work, request)
 
 
 def _blocks(piece: ReadRequest) -> str:

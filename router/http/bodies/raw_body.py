@@ -93,7 +93,9 @@ class OneBody:
         pieces: list[bytes] = []
         try:
             if encoding == "identity":
-                while piece := await request.content.readany():
+                content = request.content
+                # the bytes of a body that has arrived whole are taken at once, without a coroutine for them
+                while piece := content.read_nowait() if content.is_eof() else await content.readany():
                     self._take(piece)
                     pieces.append(piece)
             else:

@@ -31,6 +31,11 @@ class Stream:
         pauses = [(a, b - a) for a, b in pairwise(arrivals)]
         return cls(arrivals[0], arrivals[-1], pauses)
 
+    @property
+    def gaps(self) -> list[float]:
+        """The gaps between tokens, but for the first one: another worker computes the first token."""
+        return [length for _, length in self.pauses[1:]]
+
     def longest_pause(self, begin: float, end: float) -> float:
         """Return the longest pause that overlaps an interval."""
         return max((length for at, length in self.pauses if at < end and at + length > begin), default=0.0)
@@ -98,7 +103,7 @@ class PoolReport:
         self.num_moves = results_of_moves(metrics)
         for router in pool.routers:
             await pool.move_log.read(router, pool.fleet.facts[router]["admin"])
-        gaps = [length for stream in streams for _, length in stream.pauses]
+        gaps = [gap for stream in streams for gap in stream.gaps]
         self.move_pauses = pauses_of_moves(pool.move_log.moves, pool.faults, gaps)
 
     @property

@@ -56,7 +56,16 @@ class HandOverScenario(RoutersScenario):
         return set(self.faults) <= {"divide", "drain"}
 
 
-class LendingSide(SessionsSide, PrefillSide):
+class _TransfersSide(SessionsSide):
+    """A worker that lends or fetches."""
+
+    def own_actions(self) -> tuple[Action, ...]:
+        """Return what this worker may do by itself, besides its steps."""
+        assert isinstance(self, PrefillSide | DecodeSide), "it lends or fetches"
+        return tuple(action for action in look(self) if action[0] != "step")
+
+
+class LendingSide(_TransfersSide, PrefillSide):
     """A worker that lends."""
 
     def __init__(self, scenario: HandOverScenario, sink: Sink, boot: str) -> None:
@@ -68,12 +77,8 @@ class LendingSide(SessionsSide, PrefillSide):
         SessionsSide.carry_out(self)
         PrefillSide.carry_out(self)
 
-    def own_actions(self) -> tuple[Action, ...]:
-        """Return what this worker may do by itself, besides its steps."""
-        return tuple(action for action in look(self) if action[0] != "step")
 
-
-class FetchingSide(SessionsSide, DecodeSide):
+class FetchingSide(_TransfersSide, DecodeSide):
     """A worker that fetches."""
 
     def __init__(self, scenario: HandOverScenario, sink: Sink, boot: str) -> None:
@@ -84,10 +89,6 @@ class FetchingSide(SessionsSide, DecodeSide):
         """Carry out what the sessions ask of the engine, and the effects of the transfers."""
         SessionsSide.carry_out(self)
         DecodeSide.carry_out(self)
-
-    def own_actions(self) -> tuple[Action, ...]:
-        """Return what this worker may do by itself, besides its steps."""
-        return tuple(action for action in look(self) if action[0] != "step")
 
 
 class HandOverRouter(OneRouter):

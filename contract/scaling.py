@@ -1,0 +1,64 @@
+"""The decisions of an autoscaler, as it reports them to routers."""
+
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+
+class ScalingReason(StrEnum):
+    """The reason for which a pool changes or stays. The values are labels of metrics."""
+
+    STEADY = "steady"
+    FORECAST = "forecast"
+    LATENCY = "latency"
+    IDLE = "idle"
+    WAKE = "wake"
+    BOUNDS = "bounds"
+    BUDGET = "budget"
+    FLIP = "flip"
+    STABILIZING = "stabilizing"
+    IN_FLIGHT = "in_flight"
+    FORGOTTEN = "forgotten"
+    NO_SIGNALS = "no_signals"
+
+
+HOLDS = (
+    ScalingReason.BOUNDS,
+    ScalingReason.BUDGET,
+    ScalingReason.FLIP,
+    ScalingReason.STABILIZING,
+    ScalingReason.IN_FLIGHT,
+    ScalingReason.NO_SIGNALS,
+)
+"""The reasons for which a pool does not have the number that it needs yet."""
+
+
+class Direction(StrEnum):
+    """The direction in which a decision changes the number of workers of a pool."""
+
+    UP = "up"
+    DOWN = "down"
+    NONE = "none"
+
+
+class PoolScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The decision for one pool.
+
+    desired: workers that it is to have. held: further workers that it needs and does not get now; negative: those that it
+    could do without and keeps. held_by: one of ``HOLDS``; None if nothing is held.
+    """
+
+    desired: Annotated[int, Meta(ge=0)]
+    direction: Direction
+    reason: ScalingReason
+    held: int = 0
+    held_by: ScalingReason | None = None
+
+
+class ScalingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One decision of an autoscaler."""
+
+    prefill: PoolScaling
+    decode: PoolScaling

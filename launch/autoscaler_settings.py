@@ -1,0 +1,41 @@
+"""The settings of ``kvbaton autoscaler``."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.options import RankOptions
+from launch.scaling_settings import ScalingSettings
+from launch.settings import CommandSettings
+from serving.settings import Address
+
+
+class AutoscalerCommand(RankOptions, ScalingSettings, CommandSettings):
+    """Scale the workers of a Docker Compose project: start and remove their containers as the load changes.
+
+    It copies the containers of the services that have the label kvbaton.role, so each role needs one container at least.
+    `kvbaton compose --autoscale` writes a file with such services and with this command. A process that can use
+    the engine's socket can become root on the machine; so this is a service of its own, without ports for clients.
+
+    Example: kvbaton autoscaler --prefill 1:2 --decode 1:6 --timing timing.json --project kvbaton --router-admin router:9101
+    """
+
+    prefill: Annotated[int, Field(ge=0, le=64)] = 1
+    """Least number of prefill workers; 1:4 stands for least and greatest."""
+    decode: Annotated[int, Field(ge=0, le=64)] = 1
+    """Least number of decode workers; 1:4 stands for least and greatest."""
+    timing: Path
+    """Timing file of `kvbaton bench --profile`."""
+    project: str = "kvbaton"
+    """Name of the Compose project."""
+    docker_socket: Path = Path("/var/run/docker.sock")
+    """Unix socket of the Docker engine."""
+    router_admin: Address = "127.0.0.1:9101"
+    """HOST:PORT of the routers' admin ports; a name is resolved again and again, and may stand for several routers."""
+    admin_key: str | None = Field(default=None, repr=False)
+    """Admin key of the routers; prefer the variable or a file: other users of this machine can see a flag."""
+    admin_keys_file: Path | None = None
+    """File with the admin keys of the routers, the first of which is used if admin_key is unset."""
+    admin: Address = "127.0.0.1:9102"
+    """HOST:PORT of /health and /debug/state."""

@@ -1,0 +1,61 @@
+"""The last decision of the autoscaler, which every router publishes beside the workers that there are."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from contract.identity import Role
+from contract.scaling import PoolScaling, ScalingReport
+from router.metrics import ScalingMetrics
+
+_VALID_SECONDS = 60.0
+"""A decision that is older is not published: the autoscaler decides every few seconds."""
+_GONE_SECONDS = 3600.0
+"""After this time without a decision the service counts as one without an autoscaler."""
+
+
+class ScalingReports:
+    """Owns the last report. metrics: counts all of them. clock: seconds, monotonic. For one thread."""
+
+    def __init__(self, metrics: ScalingMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._last: tuple[float, ScalingReport] | None = None
+
+    def take(self, report: ScalingReport) -> None:
+        """Take a decision, and count it."""
+        self._last = (self._clock(), report)
+        for role, decision in _pools(report).items():
+            self._metrics.decided(role, decision)
+
+    def publish(self) -> None:
+        """Set the gauges to the values of this moment."""
+        self._metrics.set(self._pools(), self._age())
+
+    def facts(self) -> dict[str, dict[str, Any]]:
+        """Return the decision as plain data, by role; empty if there is none, or only an old one."""
+        return {
+            role.value: {
+                "desired_workers": decision.desired,
+                "scaling_reason": decision.reason.value,
+                "scaling_held_workers": decision.held,
+                "scaling_held_by": decision.held_by and decision.held_by.value,
+            }
+            for role, decision in self._pools().items()
+        }
+
+    def _pools(self) -> Mapping[Role, PoolScaling]:
+        age = self._age()
+        if self._last is None or age is None or age > _VALID_SECONDS:
+            return {}
+        return _pools(self._last[1])
+
+    def _age(self) -> float | None:
+        if self._last is None:
+            return None
+        age = self._clock() - self._last[0]
+        return age if age <= _GONE_SECONDS else None
+
+
+def _pools(report: ScalingReport) -> Mapping[Role, PoolScaling]:
+    return {Role.PREFILL: report.prefill, Role.DECODE: report.decode}
