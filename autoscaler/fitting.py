@@ -14,7 +14,7 @@ _TINY = 1e-12
 class PromptSample:
     """One prompt: its tokens, and the seconds of its computation and of the wait for its KV."""
 
-    num_tokens: int
+    num_tokens: float
     prefill_seconds: float
     transfer_seconds: float
 
@@ -34,7 +34,7 @@ def fit_prefill(samples: Sequence[PromptSample]) -> PrefillTiming:
         raise SettingError(
             "prompts of one length do not show how the time grows with it; measure several lengths"
         )
-    rows = [(1.0, float(one.num_tokens), float(one.num_tokens) ** 2) for one in samples]
+    rows = [(1.0, one.num_tokens, one.num_tokens**2) for one in samples]
     base, linear, squared = fit(rows, [one.prefill_seconds for one in samples])
     return PrefillTiming(base_seconds=base, seconds_per_token=linear, seconds_per_token_squared=squared)
 
@@ -44,9 +44,7 @@ def fit_transfer(samples: Sequence[PromptSample]) -> TransferTiming:
     moved = [one for one in samples if one.transfer_seconds > 0]
     if not moved:
         return TransferTiming()
-    base, linear = fit(
-        [(1.0, float(one.num_tokens)) for one in moved], [one.transfer_seconds for one in moved]
-    )
+    base, linear = fit([(1.0, one.num_tokens) for one in moved], [one.transfer_seconds for one in moved])
     return TransferTiming(base_seconds=base, seconds_per_token=linear)
 
 

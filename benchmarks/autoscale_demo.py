@@ -38,6 +38,8 @@ from serving.logs import configure_logs
 
 _NAME = "autoscale_demo"
 _START_SECONDS = 12.0
+_PROFILE_ROUNDS = 6
+"""The goals and the whole load follow from the profile."""
 
 
 def main() -> None:
@@ -117,6 +119,7 @@ def measured(model: str, folder: Path) -> Path:
         "--max-num-batched-tokens": STEP_TOKENS,
         "--kv-cache-bytes": KV_BYTES,
         "--longest-prompt": LONGEST_PROMPT,
+        "--rounds": _PROFILE_ROUNDS,
         "--start-seconds": _START_SECONDS,
         "--output": path,
     }

@@ -16,6 +16,10 @@ import psutil
 
 from benchmarks.others import tree
 from benchmarks.settings import environment_of, service_environment
+from contract.errors import UnavailableError
+from contract.identity import Role
+from launch.child import start_child
+from launch.spec import ProcessSpec
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_SECONDS = 0.5
@@ -77,19 +81,22 @@ async def router_process(
     file = folder / "secret"
     file.touch(mode=0o600)
     file.write_text(secret)
-    at = {name: f"127.0.0.1:{_free_port()}" for name in ("http", "grpc", "internal", "admin")}
-    command = [sys.executable, "-m", "cli.main", "router", "--secret-file", str(file)]
-    command += [word for name, address in at.items() for word in (f"--{name}", address)]
-    command += ["--model", str(model), "--served-model-name", "m", *arguments]
     log = folder / "router.log"
-    async with (
-        started(command, service_environment(), log) as process,
-        aiohttp.ClientSession() as session,
-    ):
-        async with in_time(process, log, time_limit):
-            while not await _answers(session, f"http://{at['admin']}/metrics"):
-                await _pause(process)
-        yield RouterProcess(at["http"], at["grpc"], at["internal"], process.pid)
+    command = ["bash", "-c", 'exec "$@" >"$0" 2>&1', str(log), sys.executable, "-m", "cli.main", "router"]
+    command += ["--secret-file", str(file), "--model", str(model), "--served-model-name", "m", *arguments]
+    for name in ("http", "grpc", "internal", "admin"):
+        command += [f"--{name}", "127.0.0.1:0"]
+    child = await start_child(
+        ProcessSpec("router", Role.ROUTER, lambda _: command, env=service_environment()), {}
+    )
+    try:
+        try:
+            facts = await asyncio.wait_for(child.wait_ready(), time_limit)
+        except (TimeoutError, UnavailableError) as error:
+            raise ServerError(f"the router was not ready within {time_limit:g} s; see {log}") from error
+        yield RouterProcess(facts["http"], facts["grpc"], facts["internal"], child.pid)
+    finally:
+        await child.stop(_END_SECONDS)
 
 
 @asynccontextmanager

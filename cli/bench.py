@@ -42,7 +42,13 @@ async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str) -> N
     async with aiohttp.ClientSession(headers=headers) as session:
         router = RouterAdmin(admin, session)
         model = await profile(
-            endpoint, router, settings.start_seconds, settings.longest_prompt, _note, settings.seed
+            endpoint,
+            router,
+            settings.start_seconds,
+            settings.longest_prompt,
+            _note,
+            rounds=settings.rounds,
+            seed=settings.seed,
         )
     write_timing(settings.output, model)
     print(f"{settings.output} is written", flush=True)

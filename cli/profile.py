@@ -12,8 +12,8 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import astuple, dataclass
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -28,11 +28,12 @@ from launch.router_admin import RouterAdmin
 
 _SHORTEST = 16
 _ANSWER_TOKENS = 64
-_ROUNDS = 5
+_PROMPTS_IN_ROUND = 5
 _LARGEST_BATCH = 64
 _READY_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
 
+S = TypeVar("S", PromptSample, StepSample)
 Note = Callable[[str], None]
 """Called with a line about each measurement."""
 
@@ -43,12 +44,14 @@ async def profile(
     start_seconds: float,
     longest: int,
     note: Note,
+    *,
+    rounds: int = 1,
     seed: int = 0,
 ) -> TimingModel:
     """Measure a service that nothing else uses; see ``Profiler.measure``. admin: of one of its routers."""
     pool = await _ready_pool(admin)
     async with endpoint.open_session(max_connections=0) as session:
-        return await Profiler(endpoint, session, pool, seed).measure(start_seconds, longest, note)
+        return await Profiler(endpoint, session, pool, seed).measure(start_seconds, longest, rounds, note)
 
 
 @dataclass(frozen=True)
@@ -79,24 +82,21 @@ class Profiler:
         self._tokens_per_word = 1.0
         self._model = ""
 
-    async def measure(self, start_seconds: float, longest: int, note: Note) -> TimingModel:
+    async def measure(self, start_seconds: float, longest: int, rounds: int, note: Note) -> TimingModel:
         """Measure prompts and batches, and return the model that fits them. start_seconds: taken over as it is.
 
-        longest: tokens of the longest prompt; half of the model's length if that is less. Raises KvbatonError for an error
-        of the service.
+        longest: tokens of the longest prompt; half of the model's length if that is less. Each round measures everything,
+        and medians of the rounds count: a machine is slow for seconds at a time. Raises KvbatonError for an error of the
+        service.
         """
         self._model, length = await served_length(self._endpoint)
         if length is not None:
             longest = max(_SHORTEST, min(longest, length // 2))
         first = await self._ask(16, 2)
         self._tokens_per_word = first.num_prompt_tokens / 16
-        async with self._answers_beside(longest):
-            prompts = [await self._prompt(tokens, note) for tokens in _lengths(longest)]
-        steps = [
-            await self._step(size, tokens, note)
-            for tokens in (_SHORTEST, longest // 2)
-            for size in self._batches(tokens)
-        ]
+        found = [await self._round(longest, note) for _ in range(rounds)]
+        prompts = [_median(same) for same in zip(*(prompts for prompts, _ in found), strict=True)]
+        steps = [_median(same) for same in zip(*(steps for _, steps in found), strict=True)]
         most = min(worker["max_requests"] for worker in self._decode)
         return TimingModel(
             origin="measured",
@@ -110,8 +110,18 @@ class Profiler:
             start_seconds=start_seconds,
         )
 
+    async def _round(self, longest: int, note: Note) -> tuple[list[PromptSample], list[StepSample]]:
+        async with self._answers_beside(longest):
+            prompts = [await self._prompt(tokens, note) for tokens in _lengths(longest)]
+        steps = [
+            await self._step(size, tokens, note)
+            for tokens in (_SHORTEST, longest // 2)
+            for size in self._batches(tokens)
+        ]
+        return prompts, steps
+
     async def _prompt(self, num_tokens: int, note: Note) -> PromptSample:
-        measured = [await self._ask(self._num_words(num_tokens), 2) for _ in range(_ROUNDS)]
+        measured = [await self._ask(self._num_words(num_tokens), 2) for _ in range(_PROMPTS_IN_ROUND)]
         prefill = statistics.median(one.parts["prefill"] for one in measured)
         transfer = statistics.median(one.parts["transfer"] for one in measured)
         note(f"a prompt of {measured[0].num_prompt_tokens} tokens: {1e3 * prefill:.1f} ms")
@@ -213,6 +223,11 @@ def _num_beside(one: _Measured, answers: Sequence[_Measured]) -> float:
         return 1.0
     overlaps = (min(one.end, other.end) - max(one.begin, other.begin) for other in answers)
     return max(1.0, sum(max(0.0, overlap) for overlap in overlaps) / seconds)
+
+
+def _median(samples: Sequence[S]) -> S:
+    """Return the medians of measurements of the same prompts or batches, one of each round."""
+    return type(samples[0])(*map(statistics.median, zip(*map(astuple, samples), strict=True)))
 
 
 def _lengths(longest: int) -> Sequence[int]:

@@ -162,6 +162,8 @@ class BenchSettings(ClientSettings):
     """File that is written."""
     longest_prompt: int = Field(default=1024, ge=64)
     """Tokens of the longest prompt."""
+    rounds: int = Field(default=3, ge=1)
+    """Repetitions of all measurements. Their medians count."""
     start_seconds: float = Field(default=20.0, gt=0, le=MAX_SECONDS)
     """Time from the order to start a worker to its first request, to begin with: an autoscaler measures it itself."""
     seed: int = 0
