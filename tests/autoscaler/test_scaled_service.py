@@ -126,7 +126,7 @@ async def test_while_the_router_does_not_answer_nothing_changes_and_that_is_logg
 
 
 async def test_a_worker_that_hangs_in_its_start_is_given_up_and_replaced(tmp_path: Path) -> None:
-    timing = on_paper(prompt=2.4, step=0.05, start=4.0)
+    timing = on_paper(prompt=2.4, step=0.05, start=7.0)
     async with (
         running_scaled(tmp_path, timing, "--prefill", "1:2", "--decode", "1") as scaled,
         chatting(scaled.service.http, 2.0, length=60) as chats,
