@@ -23,7 +23,7 @@ import aiohttp
 
 from autoscaler.scaled_cluster import run_scaled
 from benchmarks.autoscale_figures import figures_of
-from benchmarks.autoscale_load import LONGEST_PROMPT
+from benchmarks.autoscale_load import LONGEST_PROMPT, PHASES, scaled
 from benchmarks.autoscale_picture import draw
 from benchmarks.autoscale_plan import KV_BYTES, MAX_SEQUENCES, STEP_TOKENS, WORKER_SETTINGS, Plan, planned
 from benchmarks.autoscale_run import Recording, record
@@ -65,8 +65,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="kvbaton-autoscale-") as folder:
         plan = planned(
             given.timing or measured(given.model, Path(folder)),
+            scaled(PHASES, 60.0 * given.minutes),
             model=given.model,
-            seconds=60.0 * given.minutes,
             trace=given.trace,
             seed=given.seed,
         )

@@ -1,8 +1,9 @@
 """``python -m benchmarks.autoscale_docker``: five minutes of ``benchmarks.autoscale_demo`` with workers in containers.
 
-It builds the images of this checkout, starts the file that ``kvbaton compose --autoscale`` writes for the demo model, sends
-the load, and takes everything down. Needs a Docker engine on this machine with Compose v2. ``results/autoscale_docker.json``
-has the figures. The exit code is 1 if a request had no whole answer, or if something of the stack was left.
+The load is an excerpt of the demo's, at the same pace. The images of this checkout are built, the file of ``kvbaton compose
+--autoscale`` for the demo model is started, and everything is taken down at the end. Needs a Docker engine on this machine
+with Compose v2. ``results/autoscale_docker.json`` has the figures. The exit code is 1 if a request had no whole answer, or
+if something of the stack was left.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.autoscale_demo import measured, publish, use_running
 from benchmarks.autoscale_figures import figures_of
+from benchmarks.autoscale_load import FIVE_MINUTES, scaled
 from benchmarks.autoscale_plan import WORKER_SETTINGS, Plan, planned
 from benchmarks.autoscale_run import Recording
 from benchmarks.facts import RESULTS, command_line
@@ -46,8 +48,8 @@ def main() -> None:
         Path(folder).chmod(0o755)
         plan = planned(
             given.timing or measured(_MODEL, Path(folder)),
+            scaled(FIVE_MINUTES, 60.0 * given.minutes),
             model=_MODEL,
-            seconds=60.0 * given.minutes,
             trace=None,
             seed=given.seed,
         )

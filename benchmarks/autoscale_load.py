@@ -58,12 +58,17 @@ PHASES = (
     Phase("calm at the end", 150, STEADY, 0.175, 0.175),
 )
 """A quarter of an hour. The spike is four times the load before it; the long answers come before its worker is removed."""
+_FIVE_MINUTES = {"calm": 30, "growing": 90, "busy": 30, "long answers": 90, "calm at the end": 60}
+FIVE_MINUTES = tuple(
+    replace(phase, seconds=_FIVE_MINUTES[phase.name]) for phase in PHASES if phase.name in _FIVE_MINUTES
+)
+"""Some of the phases, at the same pace: a pool grows, and then a worker changes its role."""
 
 
-def scaled_phases(seconds: float) -> list[Phase]:
-    """Return the phases with another length in total."""
-    whole = sum(phase.seconds for phase in PHASES)
-    return [replace(phase, seconds=phase.seconds * seconds / whole) for phase in PHASES]
+def scaled(phases: Sequence[Phase], seconds: float) -> list[Phase]:
+    """Return these phases with another length in total."""
+    whole = sum(phase.seconds for phase in phases)
+    return [replace(phase, seconds=phase.seconds * seconds / whole) for phase in phases]
 
 
 def goals_for(timing: TimingModel, trace: Sequence[Arrival]) -> Goals:

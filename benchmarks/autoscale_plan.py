@@ -12,7 +12,7 @@ from autoscaler.simulation.load import Arrival
 from autoscaler.simulation.report import Report
 from autoscaler.simulation.run import Scenario, Simulation
 from autoscaler.timing_model import TimingModel, read_timing
-from benchmarks.autoscale_load import Phase, arrivals_of, goals_for, scaled_phases
+from benchmarks.autoscale_load import Phase, arrivals_of, goals_for
 from benchmarks.autoscale_trace import read_trace
 from contract.identity import Role
 from launch.machine_settings import UpSettings
@@ -77,7 +77,7 @@ class Plan:
         return num_changes(load_levels(self.load, self.bounds, self.timing, self.goals)[role])
 
 
-def planned(timing_file: Path, *, model: str, seconds: float, trace: Path | None, seed: int) -> Plan:
+def planned(timing_file: Path, phases: Sequence[Phase], *, model: str, trace: Path | None, seed: int) -> Plan:
     """Return the plan for a machine with this timing file. trace: a whole trace; None: the committed windows of it.
 
     Raises SettingError if a file cannot be used.
@@ -85,7 +85,6 @@ def planned(timing_file: Path, *, model: str, seconds: float, trace: Path | None
     timing = read_timing(timing_file)
     requests = read_trace(trace)
     goals = goals_for(timing, requests)
-    phases = scaled_phases(seconds)
     return Plan(
         model=model,
         timing=timing,

@@ -16,7 +16,7 @@ from autoscaler.simulation.load import Arrival
 from autoscaler.timing_model import PrefillTiming, StepTiming, TimingModel, write_timing
 from benchmarks.autoscale_demo import run
 from benchmarks.autoscale_figures import checks, figures_of, table, turns
-from benchmarks.autoscale_load import PHASES, Phase, arrivals_of, goals_for, scaled_phases
+from benchmarks.autoscale_load import FIVE_MINUTES, PHASES, Phase, arrivals_of, goals_for, scaled
 from benchmarks.autoscale_picture import rate_of
 from benchmarks.autoscale_plan import Plan, planned, simulate
 from benchmarks.autoscale_run import Recording, Sample
@@ -139,7 +139,7 @@ def test_the_load_is_the_share_of_a_worker(timing: TimingModel) -> None:
     """A slow machine gets a part of the requests of a window, and a fast one gets them several times."""
     trace = excerpt()
     goals = goals_for(timing, trace)
-    phases = scaled_phases(600.0)
+    phases = scaled(PHASES, 600.0)
     assert sum(phase.seconds for phase in phases) == pytest.approx(600.0)
     load = arrivals_of(phases, trace, timing, goals, seed=3)
     assert [one.time for one in load] == sorted(one.time for one in load)
@@ -168,14 +168,23 @@ def test_the_spike_is_four_times_the_load_before_it() -> None:
 
 def test_the_load_of_the_demo_changes_as_its_parts_do(tmp_path: Path) -> None:
     write_timing(tmp_path / "timing.json", SMALL)
-    plan = planned(tmp_path / "timing.json", model="demo", seconds=900.0, trace=None, seed=1)
+    plan = planned(tmp_path / "timing.json", PHASES, model="demo", trace=None, seed=1)
     assert (plan.num_changes(P), plan.num_changes(D)) == (4, 2)
+
+
+def test_in_the_five_minutes_a_pool_grows_and_a_worker_changes_its_role(tmp_path: Path) -> None:
+    write_timing(tmp_path / "timing.json", SMALL)
+    plan = planned(tmp_path / "timing.json", FIVE_MINUTES, model="demo", trace=None, seed=1)
+    assert plan.seconds == 300
+    report = simulate(plan, {P: 1, D: 1})
+    orders = [order for one in report.decisions for order in one.orders]
+    assert [(order.verb, order.role) for order in orders] == [(Verb.ADD, P), (Verb.FLIP, P)]
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_simulated_demo_meets_its_goals(tmp_path: Path, seed: int) -> None:
     write_timing(tmp_path / "timing.json", SMALL)
-    plan = planned(tmp_path / "timing.json", model="demo", seconds=900.0, trace=None, seed=seed)
+    plan = planned(tmp_path / "timing.json", PHASES, model="demo", trace=None, seed=seed)
     report = simulate(plan, {P: 1, D: 1})
     assert report.num_answers == report.num_requests
     assert report.attainment >= 0.95
