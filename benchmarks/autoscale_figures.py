@@ -1,5 +1,6 @@
 """The figures of ``benchmarks.autoscale_demo``: what happened, what the simulation of the same load does, and the table."""
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,7 +28,9 @@ def figures_of(plan: Plan, recording: Recording) -> dict[str, Any]:
     hours = {role: recording.worker_hours(role, seconds) for role in POOLS}
     most = {role: recording.most(role) for role in POOLS}
     fixed_hours = sum(most.values()) * seconds / 3600.0
-    spike = plan.bounds[[phase.name for phase in plan.phases].index("spike")]
+    spikes = (
+        begin for phase, begin in zip(plan.phases, plan.bounds[:-1], strict=True) if phase.name == "spike"
+    )
     simulation = simulated(plan, most)
     found = {
         "command": command_line("benchmarks.autoscale_demo"),
@@ -49,7 +52,7 @@ def figures_of(plan: Plan, recording: Recording) -> dict[str, Any]:
         "changes_of_load": {role.value: plan.num_changes(role) for role in POOLS},
         "turns": {role.value: turns([one.desired[role] for one in recording.samples]) for role in POOLS},
         "start_seconds": recording.starts(),
-        "seconds_from_spike_to_worker": recording.seconds_to_grow(Role.PREFILL, spike),
+        "seconds_from_spike_to_worker": recording.seconds_to_grow(Role.PREFILL, next(spikes, math.inf)),
         "flips": recording.num_flips,
         "decisions": recording.decisions,
         "simulated": simulation,

@@ -179,6 +179,9 @@ def test_in_the_five_minutes_a_pool_grows_and_a_worker_changes_its_role(tmp_path
     report = simulate(plan, {P: 1, D: 1})
     orders = [order for one in report.decisions for order in one.orders]
     assert [(order.verb, order.role) for order in orders] == [(Verb.ADD, P), (Verb.FLIP, P)]
+    figures = figures_of(plan, recorded((0, 1, 1), (10, 1, 2), (20, 2, 2)))
+    assert figures["seconds_from_spike_to_worker"] is None
+    assert figures["changes_of_load"] == {"prefill": 2, "decode": 2}
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
