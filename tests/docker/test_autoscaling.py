@@ -82,7 +82,7 @@ async def test_pools_grow_with_the_load_and_shrink_after_it(stack: Stack) -> Non
         async def shrunk() -> None:
             await until(lambda: pools(stack) == (1, 1), SHRINK_SECONDS)
 
-        quiet = await load_during([client], references, rng, shrunk, num_clients=1, pause_seconds=20)
+        quiet = await load_during([client], references, rng, shrunk, num_clients=1, pause_seconds=60)
     for outcome in (busy, quiet):
         assert (outcome.wrong, outcome.errors) == ([], [])
     [page] = [admin_page(router, "/metrics") for router in stack.containers("router")]
