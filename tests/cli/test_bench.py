@@ -18,12 +18,12 @@ PREFILL_SECONDS = 1e-4
 STEP_SECONDS = 0.002
 
 
-def answer(task: pb.Task) -> Script:
-    """Compute each prompt token in a tenth of a millisecond, and each step in two."""
+def answer(task: pb.Task, slower: float = 1.0) -> Script:
+    """Compute each prompt token in a tenth of a millisecond, or ``slower`` times that, and each step in two."""
     return Script(
         tokens=[65] * 64,
         token_delay_seconds=STEP_SECONDS,
-        timings=pb.LegTimings(prefill_seconds=PREFILL_SECONDS * len(task.prompt_token_ids)),
+        timings=pb.LegTimings(prefill_seconds=slower * PREFILL_SECONDS * len(task.prompt_token_ids)),
     )
 
 
@@ -37,21 +37,30 @@ def arguments(cluster: Cluster, output: Path, *more: str) -> Sequence[str]:
 
 @pytest.mark.slow
 async def test_a_service_is_measured_and_its_model_can_be_read(tmp_path: Path) -> None:
-    async with running_cluster(answer, ()) as cluster:
+    """Three lengths, five prompts each, in three rounds. The second round is disturbed, and does not count."""
+    prompts: list[pb.Task] = []
+
+    def disturbed(task: pb.Task) -> Script:
+        if task.sampling.max_tokens == 2 and task.first_index == 0:
+            prompts.append(task)
+        is_slow = 1 + 15 < len(prompts) <= 1 + 2 * 15
+        return answer(task, 10.0 if is_slow else 1.0)
+
+    async with running_cluster(disturbed, ()) as cluster:
         for role in PAIR:
             await cluster.add(role, f"{role.value}-0", max_model_len=4096)
         path = tmp_path / "timing.json"
         code, output, errors = await kvbaton(*arguments(cluster, path, "--start-seconds", "7"))
         assert (code, errors) == (0, "")
         assert output.splitlines()[-1] == f"{path} is written"
-        assert sum(line.startswith("a prompt of") for line in output.splitlines()) == 3
+        assert sum(line.startswith("a prompt of") for line in output.splitlines()) == 3 * 3
         model = read_timing(path)
         facts = {worker["id"]: worker for worker in (await pool(cluster))["workers"]}
     assert model.origin == "measured"
     assert model.start_seconds == 7.0
     assert model.kv_tokens == facts["decode-0"]["max_tokens"]
     assert model.max_answers == facts["decode-0"]["max_requests"]
-    assert 0.0 <= model.prefill.seconds(64) < 1.0
+    assert model.prefill.seconds(64) == pytest.approx(64 * PREFILL_SECONDS, rel=0.3)
     assert model.step_seconds(4, 400) > 0.5 * STEP_SECONDS
 
 
@@ -71,7 +80,7 @@ async def test_prompts_are_measured_while_each_decode_worker_continues_an_answer
     async with running_cluster(recorded, ()) as cluster:
         for number, role in enumerate(roles):
             await cluster.add(role, f"{role.value}-{number}", max_model_len=4096)
-        code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json"))
+        code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json", "--rounds", "1"))
     assert (code, errors) == (0, "")
     last = len(wanted) - wanted[::-1].index(2)
     beside = [number for number in wanted[1:last] if number > 2]
@@ -129,7 +138,8 @@ async def test_contradictory_flags_are_refused(given: Sequence[str], named: str)
 @pytest.mark.e2e
 async def test_the_demo_model_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "timing.json"
-    code, _, errors = await kvbaton("bench", "--profile", "--longest-prompt", "128", "--output", str(path))
+    flags = ("--longest-prompt", "128", "--rounds", "1", "--output", str(path))
+    code, _, errors = await kvbaton("bench", "--profile", *flags)
     assert (code, errors) == (0, "")
     model = read_timing(path)
     assert model.prefill.seconds(128) > 0.0
