@@ -10,7 +10,7 @@ from autoscaler.launcher import Launcher
 from autoscaler.law import decide
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
-from autoscaler.pools import PoolBook, cheapest
+from autoscaler.pools import KEEPABLE, PoolBook, cheapest
 from autoscaler.routers import Admins, Routers
 from autoscaler.sharing import OTHER
 from autoscaler.signals import Signals
@@ -20,8 +20,6 @@ from contract.identity import Role
 from contract.scaling import ScalingReason
 
 logger = logging.getLogger(__name__)
-
-_DRAINING = ("draining", "empty")
 
 
 class Controller:
@@ -63,7 +61,7 @@ class Controller:
         """
         if not (await self._routers.read(self._clock()) and await self._list()):
             return False
-        self._draining |= {name for name, _ in self._launched if self._routers.state_of(name) in _DRAINING}
+        self._draining |= {name for name, _ in self._launched if self._routers.state_of(name) in KEEPABLE}
         return True
 
     async def decide_once(self) -> Decision:

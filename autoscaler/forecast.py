@@ -7,6 +7,8 @@ the same time of the day before.
 import math
 from dataclasses import dataclass, replace
 
+from autoscaler.signals import RATE_SECONDS
+
 _AVERAGE_SECONDS = 60.0
 _LEVEL_GAIN = 0.3
 _TREND_GAIN = 0.05
@@ -15,8 +17,6 @@ _DAMPING = 0.95
 _MOST_GROWTH = 2.0
 """The trend forecasts at most this multiple of the present rate: a step is not the beginning of a slope without an end."""
 _SLOT_SECONDS = 300.0
-_READING_SECONDS = 20.0
-"""Seconds of arrivals in a reading of the rate."""
 _TREND_SECONDS = 40.0
 """Seconds of arrivals that are in the level of the trend, about: it is a moving mean of readings."""
 _DEVIATIONS = 2.0
@@ -84,7 +84,7 @@ class Forecast:
         rate = max(self._average, trend, before)
         if rate <= 0.0:
             return Expected(0.0)
-        seconds = self.recent[-1][0] - self.recent[0][0] + _READING_SECONDS
+        seconds = self.recent[-1][0] - self.recent[0][0] + RATE_SECONDS
         least = max(_certain(self._average, seconds), certain_trend, before)
         return Expected(rate, 1.0 - least / rate)
 

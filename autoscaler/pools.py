@@ -9,8 +9,9 @@ from autoscaler.router_counts import WorkerFigures
 from autoscaler.signals import PoolSignals
 from contract.identity import Role
 
-_KEEPABLE = ("draining", "empty")
-_DRAINING = (*_KEEPABLE, "leaving")
+KEEPABLE = ("draining", "empty")
+"""States of a worker that drains and may serve again."""
+_DRAINING = (*KEEPABLE, "leaving")
 _STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
 """States of a worker, in the order in which those of several routers count."""
 _NUM_STARTS = 9
@@ -143,7 +144,7 @@ def _signals(
         num_ready=len(ready),
         starting_ages=ages,
         num_draining=sum(one["state"] in _DRAINING for one in workers),
-        num_keepable=sum(one["state"] in _KEEPABLE and one["id"] in keepable for one in workers),
+        num_keepable=sum(one["state"] in KEEPABLE and one["id"] in keepable for one in workers),
         num_changing=sum(one["state"] == "changing" for one in workers),
         num_in_flight=sum(one["num_legs"] if is_prefill else one["num_running"] or 0 for one in ready),
         max_in_flight=sum(one["max_requests"] for one in ready),

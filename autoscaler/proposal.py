@@ -7,7 +7,7 @@ from autoscaler.demand import Demand
 from autoscaler.feedback import Reading, reading
 from autoscaler.memory import Memory, PoolMemory
 from autoscaler.policy import ScalingPolicy
-from autoscaler.signals import PoolSignals, Signals
+from autoscaler.signals import LATENCY_SECONDS, PoolSignals, Signals
 from contract.identity import Role
 from contract.scaling import ScalingReason
 
@@ -21,8 +21,6 @@ _NOISE_MARGIN = 2.0
 """The multiple of the forecast's noise that is added to this margin."""
 _LATENCY_REQUESTS = 30.0
 """Requests from which on a 90th percentile shows more than single slow ones."""
-_LATENCY_SECONDS = 30.0
-"""The seconds whose latencies are in a reading."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +89,7 @@ def propose(
         by_forecast = min(by_forecast, present)
     by_latency = now.number(present, damping, is_confirmed=memory.num_high >= CONFIRMATIONS)
     high_seconds = signals.time - memory.high_since if memory.num_high else 0.0
-    num_measured = needed.expected.rate * (_LATENCY_SECONDS + high_seconds)
+    num_measured = needed.expected.rate * (LATENCY_SECONDS + high_seconds)
     is_settled = signals.time - memory.ready_changed_at >= damping.settling
     if num_measured < _LATENCY_REQUESTS or not is_settled:
         by_latency = min(by_latency, present)

@@ -6,17 +6,18 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from autoscaler.signals import LoadSignals
+from autoscaler.signals import (
+    ENOUGH_REQUESTS,
+    LATENCY_SECONDS,
+    LENGTH_SECONDS,
+    RATE_SECONDS,
+    RECENT_SECONDS,
+    LoadSignals,
+)
 
 _PREFIX = "kvbaton_"
-_RATE_SECONDS = 20.0
-_LATENCY_SECONDS = 30.0
-_LENGTH_SECONDS = 180.0
 _FORGOTTEN_SECONDS = 3600.0
 """The time after which a router that does not answer is taken for one that is gone."""
-_RECENT_SECONDS = 60.0
-_ENOUGH_REQUESTS = 100
-"""If as many requests end within ``_RECENT_SECONDS``, only their lengths count; else those of ``_LENGTH_SECONDS``."""
 _UNCACHED = "request_uncached_prompt_tokens"
 _SUMS = (
     "prompt_tokens_total",
@@ -108,14 +109,14 @@ class CountHistory:
         for router, counts in routers.items():
             self._readings.setdefault(router, deque()).append((now, counts))
         for router, readings in list(self._readings.items()):
-            while len(readings) > 1 and readings[1][0] < now - _LENGTH_SECONDS:
+            while len(readings) > 1 and readings[1][0] < now - LENGTH_SECONDS:
                 readings.popleft()
             if readings[-1][0] < now - _FORGOTTEN_SECONDS:
                 del self._readings[router]
 
     def load(self, figures: WorkerFigures) -> LoadSignals | None:
         """Return the load; None before a router has answered twice, and if none has answered the last reading."""
-        recent = self._spans(_RATE_SECONDS)
+        recent = self._spans(RATE_SECONDS)
         if not self._last or not recent:
             return None
         spans = self._length_spans()
@@ -124,7 +125,7 @@ class CountHistory:
         num_measured = sums[f"{_UNCACHED}_count"]
         num_waiting = sum(counts.sums["num_requests_waiting"] for counts in self._last.values())
         num_unbound = max(0, round(num_waiting) - figures.num_prefill_legs)
-        latencies = self._spans(_LATENCY_SECONDS)
+        latencies = self._spans(LATENCY_SECONDS)
         return LoadSignals(
             arrival_rate=max(0.0, sum(span.num_arrived() / (self._now - span.begin) for span in recent)),
             prompt_tokens=sums["prompt_tokens_total"] / num_done if num_done else 0.0,
@@ -157,9 +158,9 @@ class CountHistory:
 
     def _length_spans(self) -> list[_Span]:
         """Return the spans whose requests show the lengths: those of the last minute, if enough have ended in it."""
-        recent = self._spans(_RECENT_SECONDS)
+        recent = self._spans(RECENT_SECONDS)
         num_ended = sum(span.growth(f"{_UNCACHED}_count") for span in recent)
-        return recent if num_ended >= _ENOUGH_REQUESTS else self._spans(_LENGTH_SECONDS)
+        return recent if num_ended >= ENOUGH_REQUESTS else self._spans(LENGTH_SECONDS)
 
 
 def _p90(spans: Iterable[_Span], histogram: str) -> float | None:

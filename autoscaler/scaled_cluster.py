@@ -7,8 +7,6 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
-import aiohttp
-
 from autoscaler.configured_policy import configured_policy
 from autoscaler.controller import Controller
 from autoscaler.local import LocalLauncher
@@ -22,7 +20,7 @@ from launch.machine_settings import UpSettings
 from launch.memory_plan import check_memory
 from launch.model import find_model
 from launch.processes import local_processes, num_ranks
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import router_names
 from launch.settings import child_environment, variable
 from launch.spec import Facts
@@ -90,7 +88,7 @@ async def _serve(
     launcher = LocalLauncher(supervisor, workers, [spec.name for spec in initial if spec.role in least])
 
     async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
-        async with aiohttp.ClientSession(headers=_admin_headers(settings)) as session:
+        async with admin_session(_admin_key(settings)) as session:
 
             async def routers() -> list[RouterAdmin]:
                 known = supervisor.facts
@@ -123,10 +121,9 @@ def _log_end(controller: asyncio.Task[None]) -> None:
         logger.error("the autoscaler has ended; the pools stay as they are", exc_info=error)
 
 
-def _admin_headers(settings: UpSettings) -> dict[str, str]:
-    """Return the headers with an admin key of the routers, if they have keys."""
+def _admin_key(settings: UpSettings) -> str | None:
+    """Return an admin key of the routers, if they have keys."""
     given = child_environment(from_file(settings, Role.ROUTER, is_logged=False))
     environment = {name.upper(): value for name, value in given.items()}
     file = environment.get(variable("admin_keys_file"))
-    key = first_key(environment.get(variable("admin_keys")), Path(file) if file else None)
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return first_key(environment.get(variable("admin_keys")), Path(file) if file else None)

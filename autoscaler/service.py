@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
-
 from autoscaler.configured_policy import configured_policy
 from autoscaler.controller import Controller
 from autoscaler.docker import DockerLauncher
@@ -14,7 +12,7 @@ from autoscaler.docker_engine import open_engine
 from autoscaler.timing_model import read_timing
 from contract.identity import Role
 from launch.autoscaler_settings import AutoscalerCommand
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, admin_session
 from serving.admin import AdminServer
 from serving.api_keys import ADMIN_KEYS, first_key
 from serving.signals import until_stopped
@@ -38,11 +36,10 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
     policy = configured_policy(settings, least, devices)
     timing = read_timing(settings.timing)
     key = settings.admin_key or first_key(None, settings.admin_keys_file, ADMIN_KEYS)
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with (
         until_stopped() as stopped,
         open_engine(settings.docker_socket) as engine,
-        aiohttp.ClientSession(headers=headers) as session,
+        admin_session(key) as session,
     ):
         addresses = RouterAddresses([settings.router_admin])
 

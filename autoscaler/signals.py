@@ -7,6 +7,15 @@ from contract.identity import Role
 POOLS = (Role.PREFILL, Role.DECODE)
 """The pools that the law scales. Aggregated workers are not scaled."""
 
+RATE_SECONDS = 20.0
+"""Seconds of arrivals in a reading of the rate."""
+LATENCY_SECONDS = 30.0
+"""Seconds whose latencies are in a reading."""
+LENGTH_SECONDS = 180.0
+RECENT_SECONDS = 60.0
+ENOUGH_REQUESTS = 100
+"""If as many requests end within ``RECENT_SECONDS``, only their lengths count; else those of ``LENGTH_SECONDS``."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolSignals:

@@ -19,8 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import aiohttp
-
 from autoscaler.scaled_cluster import run_scaled
 from benchmarks.autoscale_figures import figures_of
 from benchmarks.autoscale_load import LONGEST_PROMPT, PHASES, scaled
@@ -30,7 +28,7 @@ from benchmarks.autoscale_run import Recording, record
 from benchmarks.facts import RESULTS, write_result
 from cli.ask import served_model
 from cli.endpoint import Endpoint, local_endpoint
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.api_keys import first_key
@@ -135,7 +133,7 @@ async def run(plan: Plan) -> Recording:
     async def use(facts: dict[str, Facts], _: asyncio.Event) -> None:
         endpoint = local_endpoint(plan.settings, facts[ROUTER])
         model = await served_model(endpoint)
-        async with aiohttp.ClientSession() as session:
+        async with admin_session(None) as session:
             router = RouterAdmin(facts[ROUTER]["admin"], session)
             recordings.append(await record(endpoint.url, model, router, plan.load, plan.seed))
 
@@ -149,8 +147,7 @@ async def use_running(plan: Plan, service: str, admin: str, key_file: Path | Non
     """Send the load to a running service. key_file: has an admin key of its router; None: it needs none."""
     base = service.rstrip("/")
     model = await served_model(Endpoint(base))
-    key = first_key(None, key_file)
-    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None) as session:
+    async with admin_session(first_key(None, key_file)) as session:
         return await record(base, model, RouterAdmin(admin, session), plan.load, plan.seed)
 
 

@@ -28,9 +28,7 @@ def figures_of(plan: Plan, recording: Recording) -> dict[str, Any]:
     hours = {role: recording.worker_hours(role, seconds) for role in POOLS}
     most = {role: recording.most(role) for role in POOLS}
     fixed_hours = sum(most.values()) * seconds / 3600.0
-    spikes = (
-        begin for phase, begin in zip(plan.phases, plan.bounds[:-1], strict=True) if phase.name == "spike"
-    )
+    begins = {phase.name: begin for phase, begin in zip(plan.phases, plan.bounds[:-1], strict=True)}
     simulation = simulated(plan, most)
     found = {
         "command": command_line("benchmarks.autoscale_demo"),
@@ -52,7 +50,9 @@ def figures_of(plan: Plan, recording: Recording) -> dict[str, Any]:
         "changes_of_load": {role.value: plan.num_changes(role) for role in POOLS},
         "turns": {role.value: turns([one.desired[role] for one in recording.samples]) for role in POOLS},
         "start_seconds": recording.starts(),
-        "seconds_from_spike_to_worker": recording.seconds_to_grow(Role.PREFILL, next(spikes, math.inf)),
+        "seconds_from_spike_to_worker": recording.seconds_to_grow(
+            Role.PREFILL, begins.get("spike", math.inf)
+        ),
         "flips": recording.num_flips,
         "decisions": recording.decisions,
         "simulated": simulation,

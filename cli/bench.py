@@ -3,15 +3,13 @@
 import asyncio
 from collections.abc import Sequence
 
-import aiohttp
-
 from autoscaler.timing_model import write_timing
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.profile import profile
 from launch.arguments import parse
 from launch.client_settings import BenchSettings
 from launch.local_cluster import run_local
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs
@@ -37,9 +35,7 @@ async def _run(settings: BenchSettings) -> None:
 
 
 async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str) -> None:
-    key = settings.admin_key
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    async with admin_session(settings.admin_key) as session:
         router = RouterAdmin(admin, session)
         model = await profile(
             endpoint,

@@ -5,20 +5,17 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import aiohttp
-
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.operator_settings import OperatorSettings
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, admin_session
 
 
 @asynccontextmanager
 async def open_admin(settings: OperatorSettings) -> AsyncIterator[RouterAdmin]:
     """Open the admin API that the settings name. Raises SettingError if they name none."""
     address = _address(settings)
-    headers = {"Authorization": f"Bearer {settings.admin_key}"} if settings.admin_key else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
+    async with admin_session(settings.admin_key) as session:
         yield RouterAdmin(address, session)
 
 

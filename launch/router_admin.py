@@ -15,8 +15,13 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY or --admin-key"
 
 
+def admin_session(key: str | None) -> aiohttp.ClientSession:
+    """Return a session for ``RouterAdmin`` that sends this admin key; None: the routers have no keys."""
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else None)
+
+
 class RouterAdmin:
-    """The admin API of the router at ``address``. session: sends the admin key, if the router has keys."""
+    """The admin API of the router at ``address``. session: see ``admin_session``."""
 
     def __init__(self, address: str, session: aiohttp.ClientSession) -> None:
         self.address = address

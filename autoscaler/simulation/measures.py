@@ -4,15 +4,16 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
-from autoscaler.signals import LoadSignals
+from autoscaler.signals import (
+    ENOUGH_REQUESTS,
+    LATENCY_SECONDS,
+    LENGTH_SECONDS,
+    RATE_SECONDS,
+    RECENT_SECONDS,
+    LoadSignals,
+)
 from autoscaler.simulation.load import Arrival
 from autoscaler.simulation.worker import SimulatedRequest
-
-RATE_SECONDS = 20.0
-LENGTH_SECONDS = 180.0
-RECENT_SECONDS = 60.0
-ENOUGH_REQUESTS = 100
-LATENCY_SECONDS = 30.0
 
 
 class Measures:
