@@ -170,7 +170,8 @@ def timed_steps(
         return best or begin_sampling(logits, rows, forward.draw)
 
     def step() -> None:
-        launched.append(launch(launched[-1].on_device if launched else None))
+        drawn = launched[-1].drawn if launched else None
+        launched.append(launch(None if drawn is None else drawn[0]))
         if len(launched) > runs_ahead and any(launched.pop(0).read().num_nans):
             raise AssertionError("the model's logits are not numbers")
 

@@ -56,6 +56,14 @@ class CachedRequestData:
 
 
 @dataclass
+class GrammarOutput:
+    """The tokens that grammars allow in a step: two fields of its ``SchedulerOutput``."""
+
+    structured_output_request_ids: dict[str, int]
+    grammar_bitmask: NDArray[np.int32]
+
+
+@dataclass
 class SchedulerOutput:
     """One forward pass. ``num_scheduled_tokens`` counts tokens to process, not tokens to generate.
 
@@ -77,6 +85,19 @@ class SchedulerOutput:
     structured_output_request_ids: dict[str, int] = field(default_factory=dict)
     grammar_bitmask: NDArray[np.int32] | None = None
     kv_connector_metadata: Any | None = None
+
+    @property
+    def grammar_output(self) -> GrammarOutput | None:
+        """The masks alone, for a rank that has the rest already; None if there are none."""
+        ids = self.structured_output_request_ids
+        if self.grammar_bitmask is None:
+            return None
+        return GrammarOutput(ids, self.grammar_bitmask)
+
+    def add_grammar_output(self, masks: GrammarOutput) -> None:
+        """Set the masks of an order that was made without them."""
+        self.structured_output_request_ids = masks.structured_output_request_ids
+        self.grammar_bitmask = masks.grammar_bitmask
 
     def bitmask_of(self, req_id: str) -> NDArray[np.int32] | None:
         """Return the tokens that the request may sample; None if it has no grammar, or samples nothing."""

@@ -21,13 +21,12 @@ from engine.sampling.sampling_batch import Drawing
 
 @dataclass(frozen=True)
 class _Sampled:
-    """The sampling of a step that has been launched. hidden: the step's final states. num_tokens: of the vocabulary."""
+    """The sampling of a step that has been launched. hidden: the step's final states."""
 
     drawing: Drawing
     sampling: Sampling
     prompt_logprobs: dict[str, LogprobsLists]
     hidden: Tensor
-    num_tokens: int
 
 
 class BegunStep:
@@ -68,10 +67,8 @@ class BegunStep:
         Each request of the step samples one token.
         """
         sampled = self._sampled
-        assert sampled is not None and sampled.sampling.on_device is not None, (
-            "the tokens are not on the device"
-        )
-        tokens = sampled.sampling.on_device.clamp(0, sampled.num_tokens - 1)  # a row of NaN may have any
+        assert sampled is not None and sampled.sampling.drawn is not None, "the tokens are not on the device"
+        tokens = sampled.sampling.drawn[0].clamp(0, self._sampler.vocab_size - 1)  # a row of NaN may have any
         rows = [sampled.drawing.req_id_to_index[req_id] for req_id in req_ids]
         if rows != list(range(len(rows))):
             return tokens[to_device(np.array(rows), tokens.device)]
@@ -105,4 +102,4 @@ class BegunStep:
             self._watch.computed()
         lists = self._prompt_logprobs.of_step(batch, self._inputs, drawing.states, hidden)
         sampling = self._sampler.begin_step(logits, drawing)
-        return _Sampled(drawing, sampling, lists, hidden, logits.shape[-1])
+        return _Sampled(drawing, sampling, lists, hidden)

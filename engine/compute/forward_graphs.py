@@ -23,7 +23,7 @@ from engine.compute.inputs import PreparedInputs
 from engine.compute.staging import begin_copy, copy_into, padded
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup, SingleRank
-from engine.sampling.sampler import Draw, Samples, Sampling
+from engine.sampling.sampler import Draw, Sampling, samples_of
 
 logger = logging.getLogger(__name__)
 
@@ -152,13 +152,8 @@ class StaticLogits:
         """Return the best tokens of the first rows, which are read before the next step overwrites them."""
         assert self._best is not None
         best = self._best[:num_rows]
-        return Sampling(partial(_read_best, begin_copy(best)), best[:, 0])
-
-
-def _read_best(copied: Callable[[], list[list[int]]]) -> Samples:
-    pairs = copied()
-    token_ids = [token if is_number else None for token, is_number in pairs]
-    return Samples(token_ids, [1 - is_number for _, is_number in pairs], None)
+        copied = begin_copy(best)
+        return Sampling(lambda: samples_of(copied()), best.T)
 
 
 @dataclass(frozen=True)

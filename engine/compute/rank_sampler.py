@@ -1,17 +1,14 @@
 """The tokens of one rank's step: the same on every rank."""
 
-from dataclasses import replace
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from engine.compute.forward import ForwardPass
 from engine.compute.inputs import IntVector
-from engine.compute.staging import on_device
+from engine.compute.staging import begin_copy, on_device
 from engine.distributed.group import RankGroup
 from engine.sampling.logits_processors import SamplingRow
-from engine.sampling.sampler import Samples, Sampling, begin_sampling
+from engine.sampling.sampler import Sampling, begin_sampling, samples_of
 from engine.sampling.sampling_batch import Drawing
 
 
@@ -21,7 +18,8 @@ class RankSampler:
     Counts of NaN and log probabilities are known to rank 0 only.
     """
 
-    def __init__(self, forward: ForwardPass, group: RankGroup, device: torch.device) -> None:
+    def __init__(self, forward: ForwardPass, group: RankGroup, device: torch.device, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
         self._forward = forward
         self._group = group
         self._device = device
@@ -44,20 +42,20 @@ class RankSampler:
         return best or self.begin_rows(_repeated(logits, drawing.places), drawing.rows)
 
     def begin_rows(self, logits: Tensor, rows: list[SamplingRow]) -> Sampling:
-        """Begin to sample one token for each row."""
-        if self._group.rank == 0:
+        """Begin to sample one token for each row; the tokens go from device to device."""
+        if self.is_first:
             sampling = begin_sampling(logits, rows, self._forward.draw)
-        else:
-            sampling = Sampling(partial(_unknown, len(rows)))
-        return sampling if self._group.size == 1 else Sampling(partial(self._shared, sampling))
+            self._share(sampling.drawn)
+            return sampling
+        drawn = torch.empty(2, len(rows), dtype=torch.int64, device=self._device)
+        self._share(drawn)
+        copied = begin_copy(drawn)
+        return Sampling(lambda: samples_of(zip(*copied(), strict=True)), drawn)
 
-    def _shared(self, sampling: Sampling) -> Samples:
-        samples = sampling.read()
-        return replace(samples, token_ids=self._group.share_tokens(samples.token_ids))
-
-
-def _unknown(num_rows: int) -> Samples:
-    return Samples([None] * num_rows, [0] * num_rows, None)
+    def _share(self, drawn: Tensor | None) -> None:
+        assert drawn is not None, "the tokens are not where the logits are"
+        if drawn.shape[1]:
+            self._group.share(drawn)
 
 
 def _repeated(logits: Tensor, places: IntVector | None) -> Tensor:

@@ -92,7 +92,7 @@ class ModelRunner:
         settings = self._settings
         loaded = _load(settings, self.device, self._group)
         forward = forward_pass(loaded, settings, self.device)
-        sampler = RankSampler(forward, self._group, self.device)
+        sampler = RankSampler(forward, self._group, self.device, loaded.info.vocab_size)
         lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
         self._loaded = _Model(loaded, forward, sampler, lists)
 
@@ -104,10 +104,6 @@ class ModelRunner:
     def get_model_info(self) -> ModelInfo:
         """Return ``model_info``, for ``collective_rpc``."""
         return self.model_info
-
-    def echo(self, payload: bytes) -> bytes:
-        """Return the payload, as a sign that this rank can be reached."""
-        return payload
 
     def get_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
         """Return the spec of each layer on this rank, by layer name, first to last."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from contract.errors import InternalError
@@ -10,7 +11,7 @@ from engine.connector import RanksConnector
 from engine.distributed.messages import MethodTypes
 from engine.distributed.rank_pool import RankPool
 from engine.models.info import ModelInfo
-from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.outputs import GrammarOutput, ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
 
 _SLOW_CALL_SECONDS = 1800.0
@@ -22,16 +23,19 @@ class RanksExecutor:
     """An Executor over rank processes; their models are loaded when the constructor returns. Used from one thread."""
 
     def __init__(self, settings: EngineSettings) -> None:
-        self.runs_ahead = False  # a rank answers one call after another
         self._step_seconds = settings.rank_timeout_seconds + _STEP_MARGIN_SECONDS
         self._types = MethodTypes()
         self._layout: KVLayout | None = None
         self._connector: RanksConnector | None = None
+        self._num_begun = 0
+        self._without_masks: SchedulerOutput | None = None
+        """The newest step, if it was begun ahead: the ranks do not have its masks yet."""
         self._pool = RankPool(settings)
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self.collective_rpc("load_model")
             self._model_info: ModelInfo = self._call_for_one("get_model_info")
+            self.runs_ahead: bool = self._call_for_one("get_runs_ahead")
             undo.pop_all()
 
     @property
@@ -82,15 +86,38 @@ class RanksExecutor:
         return self.begin(scheduled)()
 
     def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See Executor; only rank 0 sends its result."""
-        self._pool.call(self._types.encode_call("execute_model", (scheduled,), 0), is_step=True)
-        return self._finish
+        """See Executor; only rank 0 sends its result.
 
-    def _finish(self) -> ModelRunnerOutput:
-        answers = self._pool.answers("execute_model", self._step_seconds)
+        Ranks that run ahead get the begin and the end of a step as calls of their own, so they make the same collectives in
+        the same order, whichever of them is faster.
+        """
+        if not self.runs_ahead:
+            self._pool.call(self._types.encode_call("execute_model", (scheduled,), 0), is_step=True)
+            return partial(self._result, "execute_model")
+        call = self._types.encode_call("begin_step", (scheduled, self._take_masks()), None, is_answered=False)
+        self._pool.call(call, is_step=True, is_answered=False)
+        if self._num_begun:
+            self._without_masks = scheduled
+        self._num_begun += 1
+        return partial(self._finish, scheduled)
+
+    def _finish(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        self._num_begun -= 1
+        masks = self._take_masks() if self._without_masks is scheduled else None
+        self._pool.call(self._types.encode_call("finish_step", (masks,), 0), is_step=True)
+        return self._result("finish_step")
+
+    def _take_masks(self) -> GrammarOutput | None:
+        """Return the masks of the step that was begun before its grammars had advanced; they are known now."""
+        scheduled = self._without_masks
+        self._without_masks = None
+        return scheduled.grammar_output if scheduled else None
+
+    def _result(self, method: str) -> ModelRunnerOutput:
+        answers = self._pool.answers(method, self._step_seconds)
         if answers[0].value is None:
             raise InternalError("rank 0 did not return the step's result")
-        output: ModelRunnerOutput = self._types.decode_value("execute_model", answers[0].value)
+        output: ModelRunnerOutput = self._types.decode_value(method, answers[0].value)
         if self._connector is not None:
             sent, received = self._connector.take_finished()
             output.finished_sending = sent or None

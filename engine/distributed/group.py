@@ -32,9 +32,6 @@ class RankGroup(Protocol):
     def share(self, values: Tensor) -> Tensor:
         """Return rank 0's values on every rank; all pass contiguous tensors of one shape, which are overwritten."""
 
-    def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
-        """Return rank 0's tokens on every rank; all ranks pass lists of the same length."""
-
     def close(self) -> None:
         """Leave the group."""
 
@@ -56,10 +53,6 @@ class SingleRank:
     def share(self, values: Tensor) -> Tensor:
         """See RankGroup."""
         return values
-
-    def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
-        """See RankGroup."""
-        return token_ids
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""

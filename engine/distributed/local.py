@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from contract.layout import KVLayout
-from engine.compute.runner import ModelRunner
 from engine.connector import RanksConnector
+from engine.distributed.rank_runner import RankRunner
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
@@ -70,11 +70,6 @@ class LocalRankGroup:
         """See RankGroup."""
         return values.copy_(self._exchange.exchange(self.rank, values)[0])
 
-    def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
-        """See RankGroup."""
-        tokens: list[int | None] = self._exchange.exchange(self.rank, token_ids)[0]
-        return list(tokens)
-
     def close(self) -> None:
         """See RankGroup."""
         self._exchange.abort()
@@ -85,16 +80,14 @@ class LocalRanksExecutor:
 
     def __init__(self, settings: EngineSettings) -> None:
         size = settings.tensor_parallel_size
-        self.runs_ahead = False
         self._exchange = Exchange(size)
-        self.runners = [
-            ModelRunner(settings, group=LocalRankGroup(rank, self._exchange)) for rank in range(size)
-        ]
+        self.runners = [RankRunner(settings, LocalRankGroup(rank, self._exchange)) for rank in range(size)]
         self._threads = ThreadPoolExecutor(size, "rank")
         self._connector: RanksConnector | None = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
             self.collective_rpc("load_model")
+            self.runs_ahead = all(self.collective_rpc("get_runs_ahead"))
             undo.pop_all()
 
     @property
@@ -122,16 +115,22 @@ class LocalRanksExecutor:
 
     def execute_model(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """See Executor."""
-        output: ModelRunnerOutput = self.collective_rpc("execute_model", scheduled)[0]
+        return self.begin(scheduled)()
+
+    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        """See Executor. On the host, the step runs when its results are waited for."""
+        if not self.runs_ahead:
+            return partial(self._finish, "execute_model", scheduled)
+        self.collective_rpc("begin_step", scheduled, None)
+        return partial(self._finish, "finish_step", None)
+
+    def _finish(self, method: str, argument: SchedulerOutput | None) -> ModelRunnerOutput:
+        output: ModelRunnerOutput = self.collective_rpc(method, argument)[0]
         if self._connector is not None:
             sent, received = self._connector.take_finished()
             output.finished_sending = sent or None
             output.finished_recving = received or None
         return output
-
-    def begin(self, scheduled: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """See Executor. The step runs when its results are waited for."""
-        return partial(self.execute_model, scheduled)
 
     def interrupt(self) -> None:
         """See Executor. Do nothing: a step runs to its end."""

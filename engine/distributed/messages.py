@@ -1,6 +1,6 @@
 """The messages between an executor and its ranks: msgspec, never pickle.
 
-The methods of ``ModelRunner`` can be called, and their annotations give the types of arguments and results.
+The methods of ``RankRunner`` can be called, and their annotations give the types of arguments and results.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import numpy as np
 
 from contract.decoding import json_decoder, msgpack_decoder
 from contract.errors import ErrorKind, InternalError
-from engine.compute.runner import ModelRunner
+from engine.distributed.rank_runner import RankRunner
 from engine.settings import EngineSettings
 
 
@@ -37,11 +37,16 @@ class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankCall(msgspec.Struct, frozen=True, tag="call"):
-    """A call of a method with its arguments. from_rank: the rank that returns the result; None is every rank."""
+    """A call of a method with its arguments.
+
+    from_rank: the rank that returns the result; None is every rank. is_answered: False if no rank answers; an error is then
+    the answer to the next call that is answered, and those until there are not carried out.
+    """
 
     method: str
     args: list[msgspec.Raw]
     from_rank: int | None = None
+    is_answered: bool = True
 
 
 class Returned(msgspec.Struct, frozen=True, tag="returned"):
@@ -80,8 +85,8 @@ def decode_plan(text: str) -> RankPlan:
 
 
 def runner_method(method: str) -> Callable[..., Any]:
-    """Return the public method of ModelRunner with this name. Raises InternalError if there is none."""
-    function = None if method.startswith("_") else getattr(ModelRunner, method, None)
+    """Return the public method of RankRunner with this name. Raises InternalError if there is none."""
+    function = None if method.startswith("_") else getattr(RankRunner, method, None)
     if not callable(function):
         raise InternalError(f"a rank has no method {method!r}")
     found: Callable[..., Any] = function
@@ -107,7 +112,9 @@ class MethodTypes:
         self._arguments: dict[str, list[_Decoder]] = {}
         self._results: dict[str, _Decoder] = {}
 
-    def encode_call(self, method: str, args: tuple[Any, ...], from_rank: int | None) -> bytes:
+    def encode_call(
+        self, method: str, args: tuple[Any, ...], from_rank: int | None, *, is_answered: bool = True
+    ) -> bytes:
         """Encode a call. Raises InternalError for an unknown method and for arguments that are not plain data."""
         runner_method(method)
         try:
@@ -116,7 +123,7 @@ class MethodTypes:
             raise InternalError(
                 f"arguments of {method!r} cannot be sent to another process: {error}"
             ) from error
-        return msgspec.msgpack.encode(RankCall(method, raw, from_rank))
+        return msgspec.msgpack.encode(RankCall(method, raw, from_rank, is_answered))
 
     def decode_arguments(self, call: RankCall) -> list[Any]:
         """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong."""

@@ -18,8 +18,6 @@ from contract.errors import SettingError
 from engine.distributed.symmetric import SymmetricSums
 
 _HOST = "127.0.0.1"
-_NO_TOKEN = -1
-"""Sent for a row without a token."""
 _JOIN_TIMEOUT = timedelta(seconds=120)
 """For ranks that start one after the other on a busy machine."""
 
@@ -38,7 +36,6 @@ class TorchRankGroup:
     def __init__(self, device: torch.device, rank: int, size: int, store: Store, timeout: timedelta) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
         self._sums: SymmetricSums | None = None
         self._group: Any = _create(device, rank, size, store)
         if device.type != "cpu":
@@ -78,14 +75,6 @@ class TorchRankGroup:
         options.rootRank = 0
         self._group.broadcast([values], options).wait()
         return values
-
-    def share_tokens(self, token_ids: list[int | None]) -> list[int | None]:
-        """See RankGroup."""
-        if not token_ids:
-            return token_ids
-        numbers = [_NO_TOKEN if token_id is None else token_id for token_id in token_ids]
-        shared = self.share(torch.tensor(numbers, dtype=torch.int64, device=self._device))
-        return [None if number == _NO_TOKEN else number for number in shared.tolist()]
 
     def close(self) -> None:
         """See RankGroup. Waits for no other rank."""

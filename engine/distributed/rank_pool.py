@@ -37,8 +37,9 @@ _Outcome = Returned | Raised | str
 class RankPool:
     """Owns the rank processes and the ring of their calls. They have joined their group when the constructor returns.
 
-    One call is made at a time, so the ranks make the same collectives in the same order. A rank that dies or does not
-    answer breaks the pool for good: the call raises WorkerLostError, and so does every later one. Used from one thread.
+    Every rank gets the same calls in the same order, so they make the same collectives in the same order. A rank that dies
+    or does not answer breaks the pool for good: the call raises WorkerLostError, and so does every later one. Used from one
+    thread.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
@@ -56,13 +57,13 @@ class RankPool:
             self._watch.start()
             undo.pop_all()
 
-    def call(self, payload: bytes, is_step: bool) -> None:
-        """Send a call to all ranks; ``answers`` must follow."""
+    def call(self, payload: bytes, is_step: bool, *, is_answered: bool = True) -> None:
+        """Send a call to all ranks; ``answers`` must follow if they answer it."""
         if self._failure is not None:
             raise WorkerLostError(self._failure)
         write_message(self._calls, [process.channel.large for process in self.processes], payload)
         for process in self.processes:
-            process.announce(is_step)
+            process.announce(is_step, is_answered)
 
     def answers(self, method: str, timeout_seconds: float) -> list[Returned]:
         """Return every rank's answer to the last call, in rank order. Raises the same kind of error as a rank did."""

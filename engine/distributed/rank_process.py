@@ -82,9 +82,9 @@ class RankProcess:
         """True while a step is announced whose answer is not written."""
         return self.num_answered < self._last_step_call
 
-    def announce(self, is_step: bool) -> None:
-        """Wake the rank: a call was written into the calls' ring. is_step: the watch judges how long it takes."""
-        self._num_called += 1
+    def announce(self, is_step: bool, is_answered: bool) -> None:
+        """Wake the rank: a call was written into the calls' ring. is_step: the watch judges how long its answer takes."""
+        self._num_called += is_answered
         if is_step:
             self._last_step_call = self._num_called
         self.channel.doorbell.ring()

@@ -19,7 +19,6 @@ import zmq
 
 from contract.decoding import msgpack_decoder
 from contract.errors import ErrorKind, KvbatonError
-from engine.compute.runner import ModelRunner
 from engine.distributed.channel import (
     Doorbell,
     LargeSocket,
@@ -31,6 +30,7 @@ from engine.distributed.channel import (
 from engine.distributed.group import rank_device
 from engine.distributed.messages import Answer, MethodTypes, Raised, RankCall, RankPlan, Returned, decode_plan
 from engine.distributed.process_group import TorchRankGroup, open_store
+from engine.distributed.rank_runner import RankRunner
 from engine.distributed.rank_watch import beat
 from engine.distributed.symmetric import SymmetricSums, check_device, find_library
 
@@ -52,14 +52,20 @@ class RankLoop:
         end.connect(plan.large_address)
         self._decoder: msgspec.msgpack.Decoder[RankCall] = msgpack_decoder(RankCall)
         self._types = MethodTypes()
-        self._runner: ModelRunner | None = None
+        self._runner: RankRunner | None = None
 
     def run(self) -> None:
         """Join the group, report the outcome, then answer each call until the engine closes the channel."""
         self._send(_guarded(self._begin))
+        failed: Raised | None = None
         while self._doorbell.take():
             call = self._decoder.decode(read_message(self._calls, self._plan.rank, self._large))
-            self._send(_guarded(partial(self._carry_out, call)))
+            answer = failed or _guarded(partial(self._carry_out, call))
+            failed = None
+            if call.is_answered:
+                self._send(answer)
+            elif isinstance(answer, Raised):
+                failed = answer
 
     def close(self) -> None:
         """Free everything."""
@@ -71,7 +77,7 @@ class RankLoop:
         self._answers.close()
 
     def _begin(self) -> Returned:
-        self._runner = ModelRunner(self._plan.settings, group=_join(self._plan))
+        self._runner = RankRunner(self._plan.settings, _join(self._plan))
         return Returned()
 
     def _carry_out(self, call: RankCall) -> Returned:

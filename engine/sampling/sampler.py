@@ -6,7 +6,7 @@ sums are exact in every batch and on every device. Everything is launched before
 (``begin_sampling``), so the next step can be launched in between.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -55,12 +55,21 @@ class Samples:
 class Sampling(NamedTuple):
     """Tokens that are being sampled.
 
-    read: waits for them. on_device: the same, int64 ``[num_rows]``, any token for a row that has none; None if only ``read``
-    has them.
+    read: waits for them. drawn: the same where the logits are, as ``Draw`` returns them; None if only ``read`` has them.
     """
 
     read: Callable[[], Samples]
-    on_device: Tensor | None = None
+    drawn: Tensor | None = None
+
+
+def samples_of(pairs: Iterable[tuple[int, int]]) -> Samples:
+    """Return the samples of rows of which no more is known than a token, and 1 if the row's logits are numbers, else 0."""
+    token_ids: list[int | None] = []
+    num_nans = list[int]()
+    for token, is_number in pairs:
+        token_ids.append(token if is_number else None)
+        num_nans.append(1 - is_number)
+    return Samples(token_ids, num_nans, None)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | None = None) -> Samples:
@@ -86,7 +95,7 @@ def begin_sampling(logits: Tensor, rows: Sequence[SamplingRow], draw: Draw | Non
     wanted = [row.sampling.logprobs for row in rows]
     is_wanted = any(k is not None for k in wanted)
     logprobs = _begin_logprobs(raw, tokens, wanted) if is_wanted else None
-    return Sampling(partial(_read, copied, logprobs, raw, scores), tokens)
+    return Sampling(partial(_read, copied, logprobs, raw, scores), drawn)
 
 
 def _read(

@@ -27,7 +27,7 @@ NUM_TOKENS = 9
 def test_two_ranks_with_graphs_give_the_answers_of_one(
     tmp_path: Path, sampled: list[SamplingParams | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Greedy steps take the best tokens of rank 0, which the graphs share; others are shared by the host."""
+    """Greedy steps take the best tokens of rank 0, which the graphs share; others are shared behind the step."""
     folder = make_checkpoint(tmp_path, "qwen2", seed=3)
 
     def answers(driver: Driver) -> dict[str, list[int]]:
@@ -39,13 +39,14 @@ def test_two_ranks_with_graphs_give_the_answers_of_one(
     with driven(Driver(folder)) as one:
         expected = answers(one)
     shared: list[int] = []
-    share_tokens = LocalRankGroup.share_tokens
+    share = LocalRankGroup.share
 
-    def counted(group: LocalRankGroup, tokens: list[int | None]) -> list[int | None]:
-        shared.append(group.rank)
-        return share_tokens(group, tokens)
+    def counted(group: LocalRankGroup, values: torch.Tensor) -> torch.Tensor:
+        if len(values) == 2 and values.is_contiguous() and values.shape[1] > 2:
+            shared.append(group.rank)  # tokens and whether they are numbers; those of graphs are pairs
+        return share(group, values)
 
-    monkeypatch.setattr(LocalRankGroup, "share_tokens", counted)
+    monkeypatch.setattr(LocalRankGroup, "share", counted)
     monkeypatch.setattr(runner, "forward_pass", FakeDeviceGraphs)
     with driven(RanksDriver(folder)) as two:
         shared.clear()
@@ -55,8 +56,8 @@ def test_two_ranks_with_graphs_give_the_answers_of_one(
             recorder = each._model.forward._recorder  # type: ignore[attr-defined]
             assert isinstance(recorder, RerunRecorder)
             assert sum(recording.num_replays for recording in recorder.recordings) == NUM_TOKENS - 1
-    num_by_host = 1 if sampled == [None] else NUM_TOKENS
-    assert sorted(shared) == sorted([0, 1] * num_by_host)
+    num_behind = 1 if sampled == [None] else NUM_TOKENS
+    assert sorted(shared) == sorted([0, 1] * num_behind)
 
 
 class PlayedWork:

@@ -17,10 +17,12 @@ from contract.identity import Role
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import InProcessClient
+from engine.compute import runner
 from engine.distributed.local import LocalRanksExecutor
 from engine.executors.executor import Executor, create_executor
 from engine.kv_cache.startup import initialize_kv_cache
 from engine.settings import EngineSettings
+from engine.testing.graphs import FakeDeviceGraphs
 from tests.checkpoints import make_checkpoint
 from tests.engine_pair import EnginePair, outputs_of, tokens_of, transfer_factory
 
@@ -121,3 +123,13 @@ async def test_the_tokens_are_those_of_one_rank(
         assert (counters.get("transfer_converted_blocks_total", 0) == 0) == is_direct
         used = "tcp" if transport == "tcp" else "shm"
         assert counters[f"transfer_blocks_total{{transport={used}}}"] > 0
+
+
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(2, 2, "tcp"), (1, 2, "shm")])
+async def test_ranks_that_run_ahead_hand_over_the_tokens_of_one(
+    model: Path, prefill: int, decode: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = await alone(model)
+    monkeypatch.setattr(runner, "forward_pass", FakeDeviceGraphs)
+    async with pair_of(settings(model, prefill), settings(model, decode), transport) as pair:
+        await assert_equals_one_rank(pair, expected)
