@@ -133,10 +133,11 @@ def on_devices(theirs: Side, ours: Side, transport: str = "nixl", **decode: int)
         )
 
 
+@pytest.mark.parametrize("transport", ["nixl", "nccl"])
 @ways
-def test_unequal_blocks_are_converted_on_the_device(theirs: Side, ours: Side) -> None:
+def test_unequal_blocks_are_converted_on_the_device(theirs: Side, ours: Side, transport: str) -> None:
     """No byte passes through a host: blocks are digested in the area, then converted into the pool, once it is unused."""
-    with on_devices(theirs, ours) as case:
+    with on_devices(theirs, ours, transport) as case:
         case.hand_over()
         assert case.num_through_host == 0
         assert case.committed == [case.target] * ours.num_ranks

@@ -1,4 +1,4 @@
-"""KV between pools on devices: by NIXL from one to the other, verified where it lies; else by way of host memory."""
+"""KV between pools on devices: by NIXL and NCCL from one to the other, verified where it lies; else by way of the host."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +34,8 @@ from tests.kv_transfer.test_layers_ahead import begin as begin_layers
 from tests.kv_transfer.watched_nixl import Watch
 
 BLOCKS = 3
+DIRECT = ["nixl", "nccl"]
+"""The transports whose bytes stay on devices; here nccl's are moved by gloo."""
 
 
 @pytest.fixture
@@ -46,8 +48,11 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @contextmanager
-def pair_on(prefill: FilledMemory, decode: FilledMemory, transport: str) -> Iterator[Pair]:
-    lending = settings_for("p", Role.PREFILL, transport=transport, min_split_blocks=2, num_layer_groups=2)
+def pair_on(
+    prefill: FilledMemory, decode: FilledMemory, transport: str, num_layer_groups: int = 2
+) -> Iterator[Pair]:
+    groups = {"min_split_blocks": 2, "num_layer_groups": num_layer_groups}
+    lending = settings_for("p", Role.PREFILL, transport=transport, **groups)
     reading = settings_for("d", Role.DECODE, transport=transport)
     with worker(lending, memory=prefill) as sender, worker(reading, memory=decode) as receiver:
         yield Pair(sender, receiver)
@@ -66,15 +71,17 @@ def begin(pair: Pair, name: str) -> str:
     return fetch.key
 
 
-def test_nixl_moves_and_verifies_blocks_without_the_host(watch: Watch) -> None:
+@pytest.mark.parametrize("transport", DIRECT)
+def test_blocks_are_moved_and_verified_without_the_host(transport: str) -> None:
     """Every byte is in place, no other block was touched, and both sides have added up all blocks on their device."""
     here, there = FakeDevice(), FakeDevice()
-    with pair_on(there, here, "nixl") as pair:
+    with pair_on(there, here, transport, num_layer_groups=1) as pair:
         hand_over(pair, "r", BLOCKS)
         assert (here.num_through_host, there.num_through_host) == (0, 0)
         assert pair.decode.holds("t-r", [30, 31, 32])
     assert (here.num_folded, there.num_folded) == (BLOCKS, BLOCKS)
     assert here.touched() == {30, 31, 32}
+    assert here.log[0] == ("unused", 0)
     assert here.committed == [30, 31, 32]
 
 
@@ -85,7 +92,7 @@ def test_tcp_moves_blocks_by_way_of_the_host(
 ) -> None:
     """Each worker digests where the bytes are, by the sender's algorithm, whatever the other one's pool is."""
     there, here = prefill(LAYOUT, 64), decode(LAYOUT, 64)
-    with pair_on(there, here, "tcp") as pair:
+    with pair_on(there, here, "tcp", num_layer_groups=1) as pair:
         hand_over(pair, "r", BLOCKS)
         assert pair.decode.holds("t-r", [30, 31, 32])
     if isinstance(here, FakeDevice):
@@ -198,13 +205,15 @@ def test_layers_are_read_by_one_post_if_their_bytes_are_few(
     assert all(blocks == SOURCE_IDS[1:] for blocks in posted)
 
 
-def test_blocks_that_cross_in_parts_are_digested_once(watch: Watch) -> None:
+@pytest.mark.parametrize("transport", DIRECT)
+def test_blocks_that_cross_in_parts_are_digested_once(transport: str) -> None:
     """A launch stops the passes of both workers for longer than it computes, so the device digests whole blocks."""
     there, here = FakeDevice(), FakeDevice()
-    with pair_on(there, here, "nixl") as pair:
+    with pair_on(there, here, transport) as pair:
         send, fetch = begin_layers(pair)
         pair.prefill.lend("t-r", SOURCE_IDS)
         compute_and_receive(pair, send, fetch)
+        assert (here.num_through_host, there.num_through_host) == (0, 0)
         assert pair.decode.holds("t-r", TARGET_IDS)
     assert (here.num_folded, there.num_folded) == (NUM_BLOCKS, NUM_BLOCKS)
 

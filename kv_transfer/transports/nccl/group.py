@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.links.framing import format_address, parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
-from kv_transfer.transports.block_views import BlockIds, block_span, read_views
+from kv_transfer.transports.block_views import BlockIds, LandingViews, block_span, read_views
 from kv_transfer.transports.nccl.settings import errors_left_to_us
 from kv_transfer.transports.transport import TransportSettings
 
@@ -55,8 +56,8 @@ def join(address: str, settings: TransportSettings) -> Any:
 class PairGroup:
     """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError.
 
-    place: where the bytes are. On a GPU the group has a stream of its own (``own_stream``), so that no step of the engine
-    waits for a peer; and this thread waits for the peer with its own deadline, which NCCL does not keep.
+    place: where the bytes are. On a GPU the group has a stream of its own, so that no step of the engine waits for a peer;
+    and this thread waits for the peer with its own deadline, which NCCL does not keep.
     """
 
     def __init__(
@@ -80,14 +81,10 @@ class PairGroup:
 
     def receive(self, num_bytes: int) -> torch.Tensor:
         """Return so many bytes."""
-        with self.own_stream():
+        with self._own_stream():
             content = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
         self._wait(self._group.recv, content)
         return content
-
-    def own_stream(self) -> AbstractContextManager[object]:
-        """Have the bytes of this group be copied within in order with what the group moves, and beside all else."""
-        return nullcontext() if self._stream is None else _cuda.stream(self._stream)
 
     def close(self) -> None:
         """End the group, and what the other rank waits for. Idempotent."""
@@ -107,6 +104,9 @@ class PairGroup:
         options._timeout = self._timeout
         return _distributed.ProcessGroupGloo(self._store, rank, 2, options)
 
+    def _own_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else _cuda.stream(self._stream)
+
     def _failed(self, begun: float, message: str) -> PeerUnreachableError:
         """Return the error for any failure: the library has only one, so it was silence if the time is over."""
         is_over = time.monotonic() - begun >= self._timeout.total_seconds()
@@ -115,7 +115,7 @@ class PairGroup:
     def _wait(self, move: Any, content: torch.Tensor) -> None:
         begun = time.monotonic()
         try:
-            with self.own_stream():
+            with self._own_stream():
                 work = move([content], self._other, _TAG)
                 if self._stream is not None:
                     self._poll(work, begun)
@@ -140,34 +140,50 @@ class GroupPool:
     def __init__(self, memory: KVMemory) -> None:
         self._memory = memory
         self.block_bytes = memory.layout.block_bytes
-        self._rows: Any = None
         self.backend = "gloo"
         self.device = ""
         self.place = torch.device("cpu")
         if isinstance(memory, LandsDirectly) and memory.pool.device.type == "cuda":
-            pool = memory.pool
-            self._rows = pool.view(memory.num_blocks, -1)
             self.backend = "nccl"
-            self.place = pool.device
-            self.device = str(torch.cuda.get_device_properties(pool.device).uuid)
+            self.place = memory.pool.device
+            self.device = str(torch.cuda.get_device_properties(self.place).uuid)
 
     def gather(self, block_ids: BlockIds, part: BlockPart | None = None) -> torch.Tensor:
-        """Return these blocks, or the part of each, side by side as bytes. Raises TransferError.
+        """Return these blocks, or the part of each, side by side as bytes; on a device, once it has copied them.
 
-        On a GPU they are copied on the current stream, which is waited for.
+        Raises TransferError.
         """
-        if self._rows is not None:
-            start, end = block_span(self.block_bytes, part)
-            rows = self._rows if part is None else self._rows.view(torch.uint8)[:, start:end]
-            taken: torch.Tensor = rows[torch.tensor(block_ids, device=self.place)]
-            _cuda.current_stream(self.place).synchronize()
-            return taken.view(torch.uint8).flatten()
-        content = bytearray().join(read_views(self._memory, block_ids, part))
+        memory = self._memory
+        if isinstance(memory, LandsDirectly):
+            rows = _rows_of(memory, part)
+            taken: list[torch.Tensor] = []
+            ids = torch.tensor(block_ids, device=rows.device)
+            memory.launch(lambda: taken.append(rows[ids])).synchronize()
+            return taken[0].view(torch.uint8).flatten()
+        content = bytearray().join(read_views(memory, block_ids, part))
         return torch.frombuffer(content, dtype=torch.uint8)
 
     def scatter(self, content: torch.Tensor, views: Sequence[memoryview]) -> None:
-        """Copy the bytes into views of one size, in order."""
+        """Copy the bytes into views of one size, in order; into blocks of their own device without the host."""
+        if isinstance(views, LandingViews) and views.memory.pool.device == content.device:
+            rows = _rows_of(views.memory, views.part)
+            ids = torch.from_numpy(views.ids).to(rows.device)
+            own = content.view(rows.dtype).view(len(ids), -1)
+            views.land_directly()
+            views.memory.launch(partial(_copy_rows, rows, ids, own)).synchronize()
+            return
         source = content.cpu().numpy().data
         size = views[0].nbytes
         for number, view in enumerate(views):
             view[:] = source[number * size : (number + 1) * size]
+
+
+def _copy_rows(rows: torch.Tensor, ids: torch.Tensor, content: torch.Tensor) -> None:
+    rows.index_copy_(0, ids, content)
+
+
+def _rows_of(memory: LandsDirectly, part: BlockPart | None) -> torch.Tensor:
+    """Return the blocks of a pool on a device, or the part of each, as rows of its numbers."""
+    rows: torch.Tensor = memory.pool.view(memory.num_blocks, -1)
+    start, end = block_span(memory.layout.block_bytes, part)
+    return rows[:, start // rows.element_size() : end // rows.element_size()]

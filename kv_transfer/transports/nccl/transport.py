@@ -4,8 +4,8 @@ After the handshake on the data port (``data_handshake``) the sender sends NcclP
 at its store. Per piece: ReadRequest, DataReply, the blocks side by side by the group if the reply is OK, and a second
 DataReply: the lease was valid after the last byte, or the piece is STALE.
 
-Bytes arrive in memory of the receiver's own. Its own thread copies them into blocks, and only if the lease was valid
-after the last of them: a group that is stuck can never write into a block.
+Bytes arrive in memory of the receiver's own, on its GPU if the pool is there. Its own thread copies them into blocks, and
+only if the lease was valid after the last of them: a group that is stuck can never write into a block.
 """
 
 import logging
@@ -92,8 +92,7 @@ class NcclSender(LendingSender):
     ) -> None:
         """Send one piece under a valid lease, and the second reply after its last byte."""
         try:
-            with group.own_stream():
-                content = pool.gather(self.leases.block_ids(request), request.part)
+            content = pool.gather(self.leases.block_ids(request), request.part)
             self.leases.check(request.name)
             write_frame(connection.sock, DataReply(DataStatus.OK), MAX_DATA_FRAME_BYTES)
             group.send(content)
@@ -153,8 +152,7 @@ class _Peer(DataPortConnection):
                 self._expect_ok()
                 content = group.receive(piece.num_blocks * size)
                 self._expect_ok()
-                with group.own_stream():
-                    pool.scatter(content, views[start : start + piece.num_blocks])
+                pool.scatter(content, views[start : start + piece.num_blocks])
         read.check()  # a stop after the last byte has shut the connection down as well
 
     def _expect_ok(self) -> None:
