@@ -68,12 +68,13 @@ class Inspection:
         return models.card().name if models.is_known else ""
 
     def debug_state(self) -> dict[str, Any]:
-        """Return the model, the requests, the last moves and the workers as plain data."""
+        """Return the model, the requests, those of batches, the last moves and the workers as plain data."""
         path = self._path
         return {
             "model": path.models.card().name if path.models.is_known else None,
             "requests": path.tracker.num_by_state(),
             "num_in_line": len(path.queue),
+            "batch_requests": self._batches.num_by_state() if self._batches else None,
             "num_tasks": len(path.tasks),
             "moves": [move.as_dict() for move in self._metrics.moves.recent],
             "workers": [worker.debug_state() for worker in path.registry.workers],

@@ -41,6 +41,10 @@ class LineGate:
         self._waiting: list[tuple[Permit, asyncio.Future[None]]] = []
         self._held: list[Permit] = []
 
+    def num_by_state(self) -> dict[str, int]:
+        """Return the number of requests that wait here, and of those that may run."""
+        return {"waiting": len(self._waiting), "running": self._running.total()}
+
     async def acquire(self, owner: str) -> Permit:
         """Wait for a permit. Give it back with ``release``."""
         permit = Permit(owner)

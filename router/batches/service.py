@@ -59,6 +59,10 @@ class BatchService:
         """Stop ``number`` running requests of batches to free their workers; they begin again later."""
         self._gate.preempt(number)
 
+    def num_by_state(self) -> dict[str, int]:
+        """See LineGate."""
+        return self._gate.num_by_state()
+
     async def gauges(self) -> tuple[Counter[str], int]:
         """Return the number of batches by status, and the bytes of the files."""
         return await self.storage.run(self._gauges)
