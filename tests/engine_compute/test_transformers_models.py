@@ -136,7 +136,6 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
             {"n_head": 4, "max_position_embeddings": 64},
             "not behind transformers' attention interface",
         ),
-        ("GPTJ", {"rotary_dim": 8}, "not behind transformers' attention interface"),
         ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "its attention takes 's_aux'"),
         ("Electra", {"max_position_embeddings": 64}, "a layer's mask is not the causal one"),
         ("DiffLlama", {"max_position_embeddings": 64}, "its 2 layers ask .* interface 4 times"),
