@@ -20,6 +20,8 @@ from serving.cluster_tls import worker_tls
 from serving.errors import grpc_code
 from serving.grpc_options import internal_server_options
 
+_WAIT_SECONDS = 30.0
+
 
 @dataclass
 class ReceivedCalls:
@@ -34,10 +36,14 @@ class ReceivedCalls:
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def wait_for(self, is_true: Callable[["ReceivedCalls"], bool]) -> None:
-        """Block until ``is_true``; it is called again after every order and call that the worker receives."""
-        while not is_true(self):
-            self._changed.clear()
-            await self._changed.wait()
+        """Block until ``is_true``; it is called again after every order and call that the worker receives.
+
+        Raises TimeoutError after half a minute.
+        """
+        async with asyncio.timeout(_WAIT_SECONDS):
+            while not is_true(self):
+                self._changed.clear()
+                await self._changed.wait()
 
     def notify(self) -> None:
         """Let waiters check again."""

@@ -105,7 +105,9 @@ async def test_lines_begin_only_while_nobody_waits(tmp_path: Path) -> None:
         await cluster.until(lambda state: state["num_in_line"] == 1)
         made = await create(cluster, lines("a", "b"))
         state = await cluster.until(lambda state: any(state["batch_requests"].values()))
-        assert state["batch_requests"] == {"waiting": 1, "running": 0}, "the next line is read when this one may run"
+        assert state["batch_requests"] == {"waiting": 1, "running": 0}, (
+            "the next line is read when this one may run"
+        )
         assert state["num_in_line"] == 1
         cluster.script = lambda _: ABC
         first.cancel()

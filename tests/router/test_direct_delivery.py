@@ -4,7 +4,7 @@ import asyncio
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from contract.errors import InternalError
@@ -169,6 +169,7 @@ class Reader:
 
 
 @given(st.lists(st.sampled_from(["put", "put_while_full", "read", "turn"]), max_size=40))
+@example(["read", "turn", "put_while_full", "put"])
 def test_nothing_overtakes_an_unread_item(events: list[str]) -> None:
     """Items reach sink and reader together in the order in which they came, each once."""
 
