@@ -45,13 +45,14 @@ async def test_an_autoscaler_that_is_killed_in_mid_decision_adds_and_removes_not
         await project.after_decisions(6)
         assert engine.changes() == ["POST create shop-prefill-2", "POST start shop-prefill-2"]
         assert await project.autoscaler.end() == 0
-        chats.rate = 0.3
+        chats.rate = 0.1  # one worker suffices by the times on paper too, which a slow machine does not halve
         await kill_during(project, "stop", *bounds)
         await project.autoscaler.start(*bounds)
         await project.until_serving(1)
         await project.after_decisions(6)
-        [stop] = set(engine.changes()[2:])
-        assert re.fullmatch("POST stop shop-prefill-[12]", stop)
+        stops = set(engine.changes()[2:])
+        assert len(stops) == 1, (stops, project.autoscaler.log.read_text()[-8000:])
+        assert re.fullmatch("POST stop shop-prefill-[12]", stops.pop())
         await until_one_runs(engine)
         assert len(engine.running(D)) == 1
         assert await project.metric("kvbaton_drains_total", result="empty") == 1
