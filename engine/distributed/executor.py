@@ -95,7 +95,7 @@ class RanksExecutor:
             self._pool.call(self._types.encode_call("execute_model", (scheduled,), 0), is_step=True)
             return partial(self._result, "execute_model")
         call = self._types.encode_call("begin_step", (scheduled, self._take_masks()), None, is_answered=False)
-        self._pool.call(call, is_step=True, is_answered=False)
+        self._pool.call(call, is_step=False, is_answered=False)  # its end, which follows, is watched
         if self._num_begun:
             self._without_masks = scheduled
         self._num_begun += 1
