@@ -89,10 +89,9 @@ class SchedulerOutput:
     @property
     def grammar_output(self) -> GrammarOutput | None:
         """The masks alone, for a rank that has the rest already; None if there are none."""
-        ids = self.structured_output_request_ids
         if self.grammar_bitmask is None:
             return None
-        return GrammarOutput(ids, self.grammar_bitmask)
+        return GrammarOutput(self.structured_output_request_ids, self.grammar_bitmask)
 
     def add_grammar_output(self, masks: GrammarOutput) -> None:
         """Set the masks of an order that was made without them."""

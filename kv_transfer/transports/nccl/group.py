@@ -157,8 +157,7 @@ class GroupPool:
         if isinstance(memory, LandsDirectly):
             rows = _rows_of(memory, part)
             taken: list[torch.Tensor] = []
-            ids = torch.tensor(block_ids, device=rows.device)
-            memory.launch(lambda: taken.append(rows[ids])).synchronize()
+            memory.launch(lambda: taken.append(rows[_ids_for(rows, block_ids)])).synchronize()
             return taken[0].view(torch.uint8).flatten()
         content = bytearray().join(read_views(memory, block_ids, part))
         return torch.frombuffer(content, dtype=torch.uint8)
@@ -167,10 +166,9 @@ class GroupPool:
         """Copy the bytes into views of one size, in order; into blocks of their own device without the host."""
         if isinstance(views, LandingViews) and views.memory.pool.device == content.device:
             rows = _rows_of(views.memory, views.part)
-            ids = torch.from_numpy(views.ids).to(rows.device)
-            own = content.view(rows.dtype).view(len(ids), -1)
+            own = content.view(rows.dtype).view(len(views), -1)
             views.land_directly()
-            views.memory.launch(partial(_copy_rows, rows, ids, own)).synchronize()
+            views.memory.launch(partial(_copy_rows, rows, views.ids, own)).synchronize()
             return
         source = content.cpu().numpy().data
         size = views[0].nbytes
@@ -178,8 +176,13 @@ class GroupPool:
             view[:] = source[number * size : (number + 1) * size]
 
 
-def _copy_rows(rows: torch.Tensor, ids: torch.Tensor, content: torch.Tensor) -> None:
-    rows.index_copy_(0, ids, content)
+def _copy_rows(rows: torch.Tensor, block_ids: BlockIds, content: torch.Tensor) -> None:
+    rows.index_copy_(0, _ids_for(rows, block_ids), content)
+
+
+def _ids_for(rows: torch.Tensor, block_ids: BlockIds) -> torch.Tensor:
+    """Return the ids where the rows are. Called in the launched work: the engine's stream would first run its step."""
+    return torch.tensor(block_ids, device=rows.device)
 
 
 def _rows_of(memory: LandsDirectly, part: BlockPart | None) -> torch.Tensor:
