@@ -19,10 +19,10 @@ TORCH := $(shell sed -n 's/^torch==/torch==/p' $(CONSTRAINTS))
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 STAMP := $(VENV)/installed-$(HARDWARE)
 TRITON := $(VENV)/triton
-# The tests that need nothing but .venv, in the language of pytest's -m.
-ANYWHERE := not explore and not gpu and not docker and not sdk and not triton
+# The tests that need nothing but .venv and a C compiler, in the language of pytest's -m.
+ANYWHERE := not explore and not gpu and not docker and not sdk and not triton and not system
 
-.PHONY: help install demo test test-slow test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language protos \
+.PHONY: help install demo test test-slow test-system test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language protos \
 	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock clean
 
 help: ## list the targets
@@ -57,6 +57,10 @@ test-slow: install ## run the tests that take minutes, in TEST_PROCESSES process
 
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(or $(ARGS),tests/docker)
+
+# promtool and prometheus are Debian's package `prometheus`, nginx is `nginx-light`; .ci/run installs both.
+test-system: install ## run the tests that need programs of the system: Prometheus and nginx
+	$(BIN)/python -m pytest -m system --durations=5 $(ARGS)
 
 test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
 	$(BIN)/python -m pytest -m sdk $(or $(ARGS),tests/sdk)

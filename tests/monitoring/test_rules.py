@@ -39,11 +39,13 @@ def promtool(*arguments: str) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.system
 def test_the_configuration_and_the_rules_are_valid() -> None:
     promtool("check", "config", str(FOLDER / "prometheus.yml"))
     promtool("check", "rules", str(FOLDER / "rules.yml"), str(FOLDER / "alerts.yml"))
 
 
+@pytest.mark.system
 def test_the_rules_pass_their_own_tests() -> None:
     promtool("test", "rules", str(TESTS))
 

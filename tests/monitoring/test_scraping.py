@@ -16,7 +16,7 @@ from tests.monitoring.panels import panels_with_data
 from tests.monitoring.prometheus import Prometheus, running_prometheus
 from tests.service import Service, running_service
 
-pytestmark = [pytest.mark.slow, pytest.mark.e2e]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.e2e]
 JOBS = {"router": "kvbaton-router", "prefill": "kvbaton-worker", "decode": "kvbaton-worker"}
 PAIR = ("--prefill", "1", "--decode", "1")
 PROMPT = "Tell me what a baton is, and why runners in a relay hand it over to each other. " * 12

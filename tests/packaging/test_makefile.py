@@ -66,7 +66,7 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
     assert rest.endswith(f"'.[worker,dev]' --constraint constraints/{'cuda' if gpu else 'cpu'}.txt")
 
 
-ANYWHERE = "not explore and not gpu and not docker and not sdk and not triton"
+ANYWHERE = "not explore and not gpu and not docker and not sdk and not triton and not system"
 
 
 def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
@@ -79,6 +79,8 @@ def test_the_tests_of_each_kind_are_chosen_by_marker(programs: Path) -> None:
         "-m pytest -c tests/gpu/alone.ini --rootdir . -m gpu" in line
         for line in planned(programs, "gpu-check")
     )
+    (system,) = (line for line in planned(programs, "test-system") if "-m pytest" in line)
+    assert "-m pytest -m system " in system
     for marker, how in (("docker", ""), ("sdk", ""), ("triton", "-n 2 --dist worksteal ")):
         lines = planned(programs, f"test-{marker}")
         assert any(line.endswith(f"-m pytest {how}-m {marker} tests/{marker}") for line in lines)
@@ -112,6 +114,7 @@ def test_make_alone_lists_the_targets(programs: Path) -> None:
         "settings-docs",
         "metrics-docs",
         "format",
+        "test-system",
     ]
     assert {*wanted, "mutants", "soak", "gpu-check", "test-docker", "test-sdk", "clean"} <= set(targets)
 
