@@ -6,6 +6,7 @@ can prove who connects: both listen on the loopback interface only.
 """
 
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +21,8 @@ from engine.distributed.symmetric import SymmetricSums
 _HOST = "127.0.0.1"
 _JOIN_TIMEOUT = timedelta(seconds=120)
 """For ranks that start one after the other on a busy machine."""
+CreateCollectives = Callable[[torch.device, int, int, Store], Any]
+"""Device, rank, size and store → torch's object with the collectives of the group."""
 
 
 class TorchRankGroup:
@@ -31,13 +34,23 @@ class TorchRankGroup:
     NCCL's collectives run on the current stream (``asyncOp`` is off), where a graph can capture them: on NCCL's own stream,
     each one would wait for the device twice. NCCL forms its communicator with the first one, which must not be captured, so
     the constructor makes one.
+
+    create: makes the group's collectives; None: NCCL's or gloo's, by the device.
     """
 
-    def __init__(self, device: torch.device, rank: int, size: int, store: Store, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        rank: int,
+        size: int,
+        store: Store,
+        timeout: timedelta,
+        create: CreateCollectives | None = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self._sums: SymmetricSums | None = None
-        self._group: Any = _create(device, rank, size, store)
+        self._group: Any = (create or create_collectives)(device, rank, size, store)
         if device.type != "cpu":
             self._add_up_by_group(torch.zeros(1, device=device))
         self._group._set_default_timeout(timeout)
@@ -66,14 +79,14 @@ class TorchRankGroup:
         parts = [torch.empty_like(part) for _ in range(self.size)] if self.rank == 0 else []
         options = _on_this_stream(dist.GatherOptions())
         options.rootRank = 0
-        self._group.gather([parts] if parts else [], [part], options).wait()
+        _wait(self._group.gather([parts] if parts else [], [part], options))
         return torch.cat(parts, dim=-1) if parts else part
 
     def share(self, values: Tensor) -> Tensor:
         """See RankGroup."""
         options = _on_this_stream(dist.BroadcastOptions())
         options.rootRank = 0
-        self._group.broadcast([values], options).wait()
+        _wait(self._group.broadcast([values], options))
         return values
 
     def close(self) -> None:
@@ -82,13 +95,19 @@ class TorchRankGroup:
 
     def _add_up_by_group(self, part: Tensor) -> Tensor:
         """Add parts up by the process group: NCCL, or gloo on the host."""
-        self._group.allreduce([part], _on_this_stream(dist.AllreduceOptions())).wait()
+        _wait(self._group.allreduce([part], _on_this_stream(dist.AllreduceOptions())))
         return part
 
 
 def _on_this_stream(options: Any) -> Any:
     options.asyncOp = False
     return options
+
+
+def _wait(work: Any) -> None:
+    """Wait for a collective. Since torch 2.8 NCCL returns None for one on the current stream, whose order is enough."""
+    if work is not None:
+        work.wait()
 
 
 def open_store(listening: socket.socket | None, port: int, size: int) -> Store:
@@ -111,7 +130,8 @@ def listen_for_ranks() -> socket.socket:
     return socket.create_server((_HOST, 0))
 
 
-def _create(device: torch.device, rank: int, size: int, store: Store) -> Any:
+def create_collectives(device: torch.device, rank: int, size: int, store: Store) -> Any:
+    """Join the group. Raises SettingError for a CUDA device if this build of torch has no NCCL."""
     if device.type != "cpu":
         if not dist.is_nccl_available():
             raise SettingError(

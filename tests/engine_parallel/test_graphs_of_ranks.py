@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import Store
 
 from contract.sampling import SamplingParams
 from engine.compute import runner
@@ -62,51 +63,65 @@ def test_two_ranks_with_graphs_give_the_answers_of_one(
 
 class PlayedWork:
     def wait(self) -> None:
-        """Return at once: on the current stream there is nothing to wait for."""
+        raise AssertionError("on the current stream there is nothing to wait for")
 
 
 class PlayedNccl:
-    """The library: the collectives, and whether they were to run on a stream of its own."""
+    """NCCL's group as of torch 2.8: a collective on the current stream has no work object (None is returned).
+
+    log: the collectives, and whether they were to run on a stream of its own.
+    """
 
     def __init__(self) -> None:
         self.log = list[tuple[str, bool]]()
 
-    class Options:
-        """The options of a group."""
-
-        _timeout: Any = None
-
-    def __call__(self, store: object, rank: int, size: int, options: "PlayedNccl.Options") -> "PlayedNccl":
+    def create(self, device: torch.device, rank: int, size: int, store: Store) -> "PlayedNccl":
         return self
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
         self.log.append(("timeout", False))
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork | None:
         return self._noted("allreduce", options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> PlayedWork | None:
         return self._noted("broadcast", options)
 
-    def gather(self, outputs: object, tensors: list[torch.Tensor], options: Any) -> PlayedWork:
+    def gather(self, outputs: object, tensors: list[torch.Tensor], options: Any) -> PlayedWork | None:
         return self._noted("gather", options)
 
-    def _noted(self, name: str, options: Any) -> PlayedWork:
+    def shutdown(self) -> None:
+        self.log.append(("shutdown", False))
+
+    def _noted(self, name: str, options: Any) -> PlayedWork | None:
         self.log.append((name, options.asyncOp))
-        return PlayedWork()
+        return PlayedWork() if options.asyncOp else None
 
 
-def test_nccl_runs_on_the_current_stream_with_a_communicator_that_is_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nccl_runs_on_the_current_stream_with_a_communicator_that_is_there() -> None:
     """Its own stream could not be captured; its communicator is formed with the first collective, which must not be."""
     played = PlayedNccl()
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", played, raising=False)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    store = dist.HashStore()
-    group = TorchRankGroup(torch.device("meta"), 0, 2, store, timedelta(seconds=5))
+    group = TorchRankGroup(
+        torch.device("meta"), 0, 2, dist.HashStore(), timedelta(seconds=5), create=played.create
+    )
     assert played.log == [("allreduce", False), ("timeout", False)]
     part = torch.zeros(2, 3, device="meta")
     assert group.add_up(part) is part and group.share(part) is part
     assert group.gather_columns(part).shape == (2, 6)
-    assert played.log[2:] == [("allreduce", False), ("broadcast", False), ("gather", False)]
+    group.close()
+    assert played.log[2:] == [(name, False) for name in ("allreduce", "broadcast", "gather", "shutdown")]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_collectives_without_a_work_object_are_not_waited_for(rank: int) -> None:
+    """On every rank, with and without rows: rank 1 gathers nothing, and an empty batch gathers nothing anywhere."""
+    played = PlayedNccl()
+    group = TorchRankGroup(
+        torch.device("meta"), rank, 2, dist.HashStore(), timedelta(seconds=5), create=played.create
+    )
+    for num_rows in (0, 1, 5):
+        part = torch.zeros(num_rows, 3, device="meta")
+        gathered = group.gather_columns(part)
+        assert gathered.shape == (num_rows, 6 if rank == 0 and num_rows else 3)
+        assert group.share(part) is part
+        assert group.add_up(part.T).shape == (3, num_rows)
