@@ -94,7 +94,7 @@ class EngineCore:
         scheduled, finish = self._starter.take()
         meanwhile()
         self.scheduler.draft_next(scheduled)
-        self._starter.run_ahead(scheduled, may_start_early)
+        self._starter.run_ahead(scheduled, self, may_start_early)
         output = finish()
         if output.was_interrupted:
             self._gate.interrupted()

@@ -28,7 +28,9 @@ class Work(Protocol):
 class StepGate(Protocol):
     """Decides when a step starts. Used from the engine's thread; ``may_interrupt`` from any thread.
 
-    The engine calls ``seconds_to_start`` until it may start a step, then ``started``, then ``ended`` or ``interrupted``.
+    Every start has the gate's permission: by ``seconds_to_start``, ``may_continue`` or ``may_run_ahead``. Then ``started``
+    follows, and ``ended`` or ``interrupted``. At most one step runs ahead: its ``started`` comes after the end of the one
+    before, and no further permission is asked for until then. One that the scheduler has no step for is not used up.
     """
 
     def seconds_to_start(self, work: Work) -> float | None:
@@ -40,6 +42,9 @@ class StepGate(Protocol):
 
     def may_continue(self, work: Work) -> bool:
         """Return whether the next step may start before the results of the one that has just ended are processed."""
+
+    def may_run_ahead(self, work: Work) -> bool:
+        """Return whether the next step may be given to the device while this one is computed."""
 
     def may_interrupt(self) -> bool:
         """Return whether the running step should restart for a request that has just arrived."""
@@ -87,6 +92,10 @@ class PacedGate:
     def may_continue(self, work: Work) -> bool:
         """Return whether nothing is about to join the next step."""
         return self._seconds_to_arrival(work) == 0
+
+    def may_run_ahead(self, work: Work) -> bool:
+        """Return whether nothing is expected to join, who would wait a step longer, and no pause is due."""
+        return work.next_arrival() is None and work.seconds_to_pause() == 0
 
     def _seconds_to_arrival(self, work: Work) -> float:
         due = work.next_arrival()

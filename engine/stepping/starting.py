@@ -16,7 +16,10 @@ StartedStep = tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]
 
 
 class StepStarter:
-    """Decides steps by the scheduler, and begins them on the executor. Owns the one that has started before its turn."""
+    """Begins the scheduler's steps on the executor, each with the gate's permission. Owns the one that has started early.
+
+    The caller of ``take`` has asked ``StepGate.seconds_to_start``.
+    """
 
     def __init__(
         self, scheduler: Scheduler, executor: "Executor", connector: EngineConnector, gate: StepGate
@@ -45,9 +48,9 @@ class StepStarter:
                 self._scheduler.on_transfers_finished(*self._connector.take_finished())
         return self._start(self._scheduler.schedule())
 
-    def run_ahead(self, scheduled: SchedulerOutput, may_start: Callable[[], bool]) -> None:
+    def run_ahead(self, scheduled: SchedulerOutput, work: Work, may_start: Callable[[], bool]) -> None:
         """Start the step after ``scheduled``, which is being computed, if it may run ahead and no request will join it."""
-        if not self._executor.runs_ahead or not may_start() or self._connector.next_arrival() is not None:
+        if not self._executor.runs_ahead or not may_start() or not self._gate.may_run_ahead(work):
             return
         if following := self._scheduler.schedule_ahead(scheduled):
             self._started = following, self._executor.begin(following)

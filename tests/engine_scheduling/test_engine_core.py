@@ -29,6 +29,7 @@ from engine.hosting.messages import (
 from engine.hosting.running import EnginePlan, run_engine
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
+from engine.startup import ExecutorStart
 from engine.stepping.dispatch import Inbox
 from engine.testing.fakes import (
     CRASH_TOKEN,
@@ -39,7 +40,7 @@ from engine.testing.fakes import (
     start_fake_executor,
 )
 from engine.testing.transfer import FakeConnector, fake_connector_factory
-from tests.engine_scheduling.gates import GATES, MakeGate
+from tests.engine_scheduling.gates import GATES, STARTS, MakeGate
 from tests.engine_scheduling.stepping import RECEIVE, SteppedEngine, fake_request, fake_settings
 
 
@@ -117,7 +118,8 @@ def loop_with(inbox: Inbox, settings: EngineSettings, **options: Any) -> list[Fr
 
 
 @GATES
-def test_loop_drains_input_steps_and_sends_outputs(make_gate: MakeGate) -> None:
+@STARTS
+def test_loop_drains_input_steps_and_sends_outputs(make_gate: MakeGate, start: ExecutorStart) -> None:
     """A8, A9: all input that is there is taken before a step; outputs of a step are one message."""
     inbox = Inbox()
     for name, prompt in (("a", [1]), ("b", [2]), ("bad", [-5])):
@@ -130,7 +132,7 @@ def test_loop_drains_input_steps_and_sends_outputs(make_gate: MakeGate) -> None:
         if isinstance(message, StepOutputs) and all(o.is_leg_finished for o in message.outputs):
             inbox.put(Shutdown())
 
-    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, gate=make_gate(inbox))
+    plan = EnginePlan(settings=fake_settings(), start=start, gate=make_gate(inbox))
     assert run_engine(plan, inbox, hear)
     ready, result, first, second, stopped = heard
     assert isinstance(ready, Ready) and ready.info.num_blocks == 64
@@ -172,8 +174,9 @@ def test_outputs_are_sent_while_the_next_step_is_computed() -> None:
 
 
 @GATES
+@STARTS
 def test_idle_loop_reports_health_at_each_timeout(
-    make_gate: MakeGate, caplog: pytest.LogCaptureFixture
+    make_gate: MakeGate, start: ExecutorStart, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A8: if idle, block on input with a timeout; on each timeout reply to the client and log stats."""
     inbox = Inbox()
@@ -185,7 +188,7 @@ def test_idle_loop_reports_health_at_each_timeout(
             inbox.put(Shutdown())
 
     gate = make_gate(inbox)
-    plan = EnginePlan(settings=fake_settings(), start=start_fake_executor, idle_seconds=0.01, gate=gate)
+    plan = EnginePlan(settings=fake_settings(), start=start, idle_seconds=0.01, gate=gate)
     with caplog.at_level(logging.INFO, logger="engine.stepping.loop"):
         assert run_engine(plan, inbox, hear)
     assert [type(message) for message in heard] == [Ready, Health, Health, Stopped]
@@ -193,7 +196,8 @@ def test_idle_loop_reports_health_at_each_timeout(
 
 
 @GATES
-def test_deadline_wakes_an_idle_loop(make_gate: MakeGate) -> None:
+@STARTS
+def test_deadline_wakes_an_idle_loop(make_gate: MakeGate, start: ExecutorStart) -> None:
     """A request that waits for remote KV ends in time although nothing arrives and nothing else runs."""
     inbox = Inbox()
     inbox.put(AddRequest(fake_request("d", [1, 2], transfer=RECEIVE)))
@@ -208,7 +212,7 @@ def test_deadline_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     plan = EnginePlan(
         settings=settings,
         connector_factory=fake_connector_factory,
-        start=start_fake_executor,
+        start=start,
         idle_seconds=60.0,
         gate=make_gate(inbox),
     )
@@ -234,7 +238,8 @@ class WatchedConnector(FakeConnector):
 
 
 @GATES
-def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
+@STARTS
+def test_connector_wakes_an_idle_loop(make_gate: MakeGate, start: ExecutorStart) -> None:
     """B8: events and completions reach an idle core through its input queue."""
     inbox, connectors, heard = Inbox(), list[WatchedConnector](), list[FromEngine]()
 
@@ -253,7 +258,7 @@ def test_connector_wakes_an_idle_loop(make_gate: MakeGate) -> None:
     plan = EnginePlan(
         settings=fake_settings(),
         connector_factory=connect,
-        start=start_fake_executor,
+        start=start,
         idle_seconds=60.0,
         gate=make_gate(inbox),
     )

@@ -12,10 +12,12 @@ from engine.hosting.messages import AddRequest, FromEngine, Health, Shutdown, St
 from engine.hosting.running import EnginePlan, run_engine
 from engine.mailbox import Mailbox
 from engine.scheduling.stats import SchedulerStats
+from engine.settings import EngineSettings
 from engine.stepping.dispatch import WAKE, Inbox
+from engine.stepping.gate import PacedGate, Work
 from engine.stepping.loop import StepLoop
-from engine.testing.fakes import fake_answer, start_fake_executor
-from tests.engine_scheduling.gates import AllowingGate
+from engine.testing.fakes import FakeExecutor, fake_answer, start_fake_executor
+from tests.engine_scheduling.gates import AllowingGate, DeviceExecutor
 from tests.engine_scheduling.stepping import fake_request, fake_settings
 
 
@@ -130,6 +132,65 @@ def test_a_gate_starts_one_step_each_time_that_it_is_allowed(num_tokens: int) ->
     tokens = [t for m in said if isinstance(m, StepOutputs) for o in m.outputs for t in o.token_ids]
     assert tokens == fake_answer([1, 2, 3], num_tokens)
     assert num_tokens <= gates[0].num_started <= num_tokens + 1
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_no_step_begins_on_a_device_without_the_permission_of_its_gate(at_once: int) -> None:
+    """Steps that run ahead ask it, too. One that allows several at once lets them run ahead, and no more."""
+    inbox, gates, begun = Inbox(), list[AllowingGate](), list[tuple[int, int, int]]()
+    said: list[FromEngine] = []
+
+    def ask(gate: AllowingGate) -> None:
+        gate.allow(at_once)
+        inbox.put(WAKE)
+
+    def make() -> AllowingGate:
+        gates.append(AllowingGate(ask))
+        return gates[0]
+
+    def start(settings: EngineSettings) -> tuple[FakeExecutor, int]:
+        executor = DeviceExecutor(
+            settings, lambda number: begun.append((number, gates[0].num_allowed, gates[0].num_started))
+        )
+        return executor, executor.memory.num_blocks
+
+    def emit(message: FromEngine) -> None:
+        said.append(message)
+        if isinstance(message, StepOutputs) and message.outputs[-1].is_leg_finished:
+            inbox.put(Shutdown())
+
+    inbox.put(AddRequest(fake_request("a", [1, 2, 3], max_tokens=12)))
+    assert run_engine(EnginePlan(settings=fake_settings(), start=start, gate=make), inbox, emit)
+    tokens = [t for m in said if isinstance(m, StepOutputs) for o in m.outputs for t in o.token_ids]
+    assert tokens == fake_answer([1, 2, 3], 12)
+    assert len(begun) >= 12
+    assert all(number <= num_allowed for number, num_allowed, _ in begun)
+    # An ordinary start is recorded before the step begins, that of one that runs ahead when the one before has ended.
+    num_ahead = sum(number > num_started for number, _, num_started in begun)
+    assert (num_ahead > 0) is (at_once > 1)
+
+
+@pytest.mark.parametrize(
+    ("arrival", "pause", "may"), [(None, 0.0, True), (7.0, 0.0, False), (None, 0.1, False)]
+)
+def test_a_paced_gate_lets_no_step_run_ahead_of_a_request_or_a_pause(
+    arrival: float | None, pause: float, may: bool
+) -> None:
+    work = cast("Work", Expecting(arrival, pause))
+    assert PacedGate(0.03, lambda: 5.0).may_run_ahead(work) is may
+
+
+class Expecting:
+    """Work of which only these two answers are asked."""
+
+    def __init__(self, arrival: float | None, pause: float) -> None:
+        self._arrival, self._pause = arrival, pause
+
+    def next_arrival(self) -> float | None:
+        return self._arrival
+
+    def seconds_to_pause(self) -> float:
+        return self._pause
 
 
 class SettlingCore:
