@@ -78,7 +78,6 @@ class SchedulerOutput:
     total_num_scheduled_tokens: int = 0
     scheduled_spec_decode_tokens: dict[str, list[int]] = field(default_factory=dict)
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
-    num_common_prefix_blocks: list[int] = field(default_factory=list)
     finished_req_ids: set[str] = field(default_factory=set)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
     free_encoder_input_ids: list[tuple[str, int]] = field(default_factory=list)

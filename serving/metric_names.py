@@ -41,6 +41,7 @@ WORKER_METRICS: Mapping[str, Metric] = {
     "requests_total": Metric("Requests that this engine received."),
     "requests_finished_total": Metric("Requests that ended without an error."),
     "requests_failed_total": Metric("Requests that ended with an error."),
+    "requests_ignored_total": Metric("Requests that ended because they are too large for this engine."),
     "requests_corrupted_total": Metric("Requests that ended because of NaN logits."),
     "transfer_seconds": Metric(
         "Time that a fetched prompt's KV took to cross, from the first read to the verified last block.",

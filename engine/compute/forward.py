@@ -84,6 +84,9 @@ class ForwardPass(Protocol):
         """End its threads."""
 
 
+MakeForward = Callable[[LoadedModel, EngineSettings, torch.device], ForwardPass]
+
+
 def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
     """Choose the kernels if they can compute this model here, else torch, with CUDA graphs if possible; log it.
 

@@ -59,13 +59,6 @@ class Outline:
         """The largest number of tokens of one request."""
         return int(self.num_scheduled_tokens.max())
 
-    @property
-    def mask_shape(self) -> tuple[int, int]:
-        """The size of the attention mask: one per request if all are at their start, else (tokens, longest sequence)."""
-        if self.num_computed_tokens.any():
-            return self.num_tokens, int(self.seq_lens.max())
-        return self.max_query_len, self.max_query_len
-
 
 @dataclass(frozen=True)
 class PreparedInputs(Outline):

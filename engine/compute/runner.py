@@ -17,7 +17,7 @@ from contract.layout import KVLayout
 from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.begun_step import BegunStep
-from engine.compute.forward import ForwardPass, forward_pass
+from engine.compute.forward import ForwardPass, MakeForward, forward_pass
 from engine.compute.inputs import Outline, prepare_inputs
 from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
 from engine.compute.rank_sampler import RankSampler
@@ -84,14 +84,17 @@ class ModelRunner:
         """The pool. Raises InternalError before ``initialize_from_config``."""
         return _ready(self._memory, "initialize_from_config")
 
-    def load_model(self) -> None:
-        """Read the checkpoint and put the weights on the device. Raises SettingError for a model that cannot be served."""
+    def load_model(self, make_forward: MakeForward | None = None) -> None:
+        """Read the checkpoint and put the weights on the device. Raises SettingError for a model that cannot be served.
+
+        make_forward: makes what computes with the model; None: ``forward_pass``.
+        """
         torch.set_num_threads(max(1, self._settings.num_threads // self._group.size))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         settings = self._settings
         loaded = _load(settings, self.device, self._group)
-        forward = forward_pass(loaded, settings, self.device)
+        forward = (make_forward or forward_pass)(loaded, settings, self.device)
         sampler = RankSampler(forward, self._group, self.device, loaded.info.vocab_size)
         lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
         self._loaded = _Model(loaded, forward, sampler, lists)

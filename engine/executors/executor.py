@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
+from engine.compute.forward import MakeForward
 from engine.compute.runner import ModelRunner
 from engine.connector import RanksConnector
 from engine.distributed.executor import RanksExecutor
@@ -58,11 +59,16 @@ class Executor(Protocol):
 
 
 class InProcessExecutor:
-    """One rank in this process; its model is loaded when the constructor returns."""
+    """One rank in this process; its model is loaded when the constructor returns. make_forward: see ``load_model``."""
 
-    def __init__(self, settings: EngineSettings, probe: MemoryProbe | None = None) -> None:
+    def __init__(
+        self,
+        settings: EngineSettings,
+        probe: MemoryProbe | None = None,
+        make_forward: MakeForward | None = None,
+    ) -> None:
         self.runner = ModelRunner(settings, probe)
-        self.runner.load_model()
+        self.runner.load_model(make_forward)
         self._is_shut_down = False
 
     @property

@@ -1,7 +1,7 @@
 """The one owner of KV blocks (law 1): their holders, which of them are free, and what free ones still contain."""
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from contract.block_hash import BlockHash
 from engine.scheduling.prefix_index import PrefixIndex
@@ -81,15 +81,6 @@ class BlockPool:
     def num_blocks_of(self, holder: str) -> int:
         """Return how many blocks the holder holds."""
         return len(self._tables.get(holder, ()))
-
-    def num_common_blocks(self, holders: Iterable[str]) -> int:
-        """Return how many first blocks all these tables share."""
-        num_common = 0
-        for column in zip(*map(self._tables.__getitem__, holders), strict=False):
-            if column.count(column[0]) < len(column):
-                break
-            num_common += 1
-        return num_common
 
     def enter(self, holder: str, start: int, hashes: Sequence[BlockHash]) -> None:
         """Let the holder's blocks from its ``start``-th on, which are full and computed or verified, be found by content."""

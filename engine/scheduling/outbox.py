@@ -9,6 +9,7 @@ from engine.connector import FirstToken
 from engine.scheduling.finish import Finish
 from engine.scheduling.request import Request
 from engine.scheduling.stats import Totals
+from engine.scheduling.status import RequestStatus
 
 
 class Outbox:
@@ -55,6 +56,7 @@ class Outbox:
             _add_finish(output, finish)
             self._totals.num_finished += finish.error_kind is None
             self._totals.num_failed += finish.error_kind is not None
+            self._totals.num_ignored += finish.status is RequestStatus.FINISHED_IGNORED
             for choice in request.asked.choices[1:]:
                 self.add(request.fork(choice), [], finish)
 

@@ -148,7 +148,7 @@ class Scheduler:
     def _order(self, plan: StepPlan, *, has_tokens: bool = True) -> SchedulerOutput:
         """Return the order to runner and connector for a planned step, and count it. has_tokens: they are known already."""
         self.remote_kv.publish(plan)
-        output = plan.to_output(self.pool)
+        output = plan.to_output()
         if has_tokens:
             add_bitmask(plan, output)
         output.block_copies = self._results.forking.take_copies()

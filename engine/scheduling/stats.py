@@ -48,12 +48,14 @@ class Totals(msgspec.Struct, kw_only=True):
 
     num_prefill_tokens: tokens of prompts computed here. num_cached_tokens: tokens of prompts found in the cache.
     num_received_tokens: tokens of prompts whose KV was fetched. num_generated_tokens: tokens emitted.
+    num_ignored: failed ones that could never run here (FINISHED_IGNORED).
     held_seconds: the time by which steps were delayed, or restarted, so that requests could join them.
     """
 
     num_requests: int = 0
     num_finished: int = 0
     num_failed: int = 0
+    num_ignored: int = 0
     num_corrupted: int = 0
     num_preemptions: int = 0
     num_steps: int = 0
@@ -70,6 +72,7 @@ class Totals(msgspec.Struct, kw_only=True):
             "requests_total": self.num_requests,
             "requests_finished_total": self.num_finished,
             "requests_failed_total": self.num_failed,
+            "requests_ignored_total": self.num_ignored,
             "requests_corrupted_total": self.num_corrupted,
             "num_preemptions_total": self.num_preemptions,
             "steps_total": self.num_steps,

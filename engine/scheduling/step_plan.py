@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 
 from engine.outputs import CachedRequestData, NewRequestData, SchedulerOutput
-from engine.scheduling.block_pool import BlockPool
 from engine.scheduling.request import Request
 
 
@@ -59,11 +58,9 @@ class StepPlan:
         if entry is not None:
             self.budget += entry.num_tokens
 
-    def to_output(self, pool: BlockPool) -> SchedulerOutput:
+    def to_output(self) -> SchedulerOutput:
         """Return the order to the runner, which from now on keeps every request in it."""
-        output = self.drafted_order or self._build_output()
-        output.num_common_prefix_blocks = [pool.num_common_blocks(self._entries)]
-        return output
+        return self.drafted_order or self._build_output()
 
     def _build_output(self) -> SchedulerOutput:
         output = _output_of(self._entries.values())

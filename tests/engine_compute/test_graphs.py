@@ -1,5 +1,6 @@
 """Captured and replayed decode steps: sizes, padding, and that a replay computes the newest step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,16 +11,20 @@ import torch
 from torch import Tensor
 
 from engine.compute import rank_sampler, runner
+from engine.compute.forward import ForwardPass
 from engine.compute.forward_graphs import GraphedForward, StaticLogits, capture_sizes
 from engine.compute.forward_plain import PlainForward
+from engine.compute.inputs import PreparedInputs
+from engine.connector import LayerWatch
 from engine.distributed.group import SingleRank
 from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
+from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
 from engine.sampling.sampler import Sampling, begin_sampling
 from engine.settings import EngineSettings
-from engine.testing.graphs import RerunRecorder, StaticTorchBackend, StaticTorchDecode
+from engine.testing.graphs import FakeDeviceForward, RerunRecorder, StaticTorchBackend, StaticTorchDecode
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
@@ -47,6 +52,80 @@ def test_replays_equal_eager_steps(rig: Rig) -> None:
     for num_reqs in (6, 1, 5, 2, 3, 4, 6):
         rig.compare(replace(CASE, work=CASE.work[-num_reqs:]))
     assert rig.replays() == {8: 3, 4: 2, 2: 1, 1: 1}
+
+
+class SeenModel(LanguageModel):
+    """A model that notes the token ids and positions of each pass."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        super().__init__()
+        self.model = model
+        self.seen: list[list[list[int]]] = []
+
+    def forward(self, input_ids: Tensor, positions: Tensor, *rest: Any) -> Tensor:
+        self.seen.append([input_ids.tolist(), positions.tolist()])
+        states: Tensor = self.model(input_ids, positions, *rest)
+        return states
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.model.logits(states)
+
+
+def test_columns_without_a_request_hold_zeros(rig: Rig) -> None:
+    """A36: also after a step that filled all of them, and beside tokens that are fed on the device."""
+    model = SeenModel(rig.loaded.model)
+    seen = Rig(rig.loaded, StaticTorchBackend(), model)
+    full = (*CASE.work, (5, 1), (8, 1))
+    for num_reqs in (8, 5, 6, 5):
+        inputs = replace(CASE, work=full[:num_reqs]).inputs(MAX_LEN)
+        for each in (inputs, replace(inputs, fed=torch.tensor(inputs.input_ids, dtype=torch.int64))):
+            with torch.inference_mode():
+                seen.graphed.forward(each, seen.caches[1])
+            ids, positions = model.seen[-1]
+            assert len(ids) == len(positions) == 8
+            assert ids[:num_reqs] == inputs.input_ids.tolist() != [0] * num_reqs
+            assert positions[:num_reqs] == inputs.positions.tolist()
+            assert ids[num_reqs:] == positions[num_reqs:] == [0] * (8 - num_reqs)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 6, 256])
+def test_the_profile_takes_the_memory_of_a_full_batch(tmp_path: Path, max_num_seqs: int) -> None:
+    """D8: ``max_num_seqs`` requests, all tokens of a step together; their logits are computed, and their tokens sampled."""
+    made: list[ProfiledForward] = []
+
+    def make(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> ForwardPass:
+        made.append(ProfiledForward(loaded, settings, device))
+        return made[0]
+
+    settings = EngineSettings(model=make_checkpoint(tmp_path, "llama"), max_num_seqs=max_num_seqs)
+    executor = InProcessExecutor(settings, make_forward=make)
+    executor.collective_rpc("determine_available_memory")
+    executor.shutdown()
+    (profiled,) = made[0].profiled
+    longest = executor.model_info.max_model_len
+    assert profiled.num_reqs == max_num_seqs
+    assert profiled.num_tokens == min(512, max_num_seqs * longest), "all that the host's profile runs"
+    assert made[0].num_rows == [max_num_seqs]
+
+
+class ProfiledForward(FakeDeviceForward):
+    """Notes the steps that have no place in the KV cache, and the rows of each call for logits."""
+
+    def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
+        super().__init__(loaded, settings, device)
+        self.profiled: list[PreparedInputs] = []
+        self.num_rows: list[int] = []
+
+    def forward(
+        self, inputs: PreparedInputs, caches: Sequence[Tensor] | None, watch: LayerWatch | None = None
+    ) -> Tensor:
+        if caches is None:
+            self.profiled.append(inputs)
+        return super().forward(inputs, caches, watch)
+
+    def logits(self, states: Tensor) -> Tensor:
+        self.num_rows.append(len(states))
+        return super().logits(states)
 
 
 def test_other_steps_run_eagerly(rig: Rig) -> None:

@@ -57,7 +57,7 @@ def test_a_step_has_inputs_and_attention_metadata() -> None:
     _, inputs = first_step()
     assert len(inputs.input_ids) == len(inputs.positions) == inputs.num_tokens == 10
     for name in ("query_start_loc", "seq_lens", "num_computed_tokens", "num_reqs", "num_tokens", "block_table",
-                 "max_query_len", "slot_mapping", "mask_shape"):  # fmt: skip
+                 "max_query_len", "slot_mapping"):  # fmt: skip
         assert getattr(inputs, name) is not None
 
 
@@ -118,13 +118,12 @@ def test_step_1_slot_mapping() -> None:
 
 
 def test_step_1_request_level() -> None:
-    """C11: all requests share one 5 × 5 mask when they start."""
+    """C11: at their start all requests fit into one 5 × 5 mask: that of the longest."""
     _, inputs = first_step()
     assert equal(inputs.query_start_loc, [0, 3, 5, 10])
     assert equal(inputs.seq_lens, [3, 2, 5])
     assert equal(inputs.num_computed_tokens, [0, 0, 0])
     assert (inputs.num_reqs, inputs.num_tokens, inputs.max_query_len) == (3, 10, 5)
-    assert inputs.mask_shape == (5, 5)
 
 
 def test_step_2_indices_and_sampled_tokens() -> None:
@@ -149,13 +148,13 @@ def test_step_2_slot_mapping() -> None:
 
 
 def test_step_2_request_level() -> None:
-    """C14, C15: decode rows and a chunk of a prompt are prepared in one batch by the same code; the mask is 5 × 8."""
+    """C14, C15: decode rows and a chunk of a prompt are prepared in one batch by the same code: 5 queries, up to 8 keys."""
     _, inputs = second_step()
     assert equal(inputs.query_start_loc, [0, 1, 2, 5])
     assert equal(inputs.seq_lens, [4, 3, 8])
     assert equal(inputs.num_computed_tokens, [3, 2, 5])
     assert (inputs.num_reqs, inputs.num_tokens, inputs.max_query_len) == (3, 5, 3)
-    assert inputs.mask_shape == (5, 8)
+    assert (inputs.num_tokens, inputs.seq_lens.max()) == (5, 8)
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(9 + 12, 2), (9 + 1, 1)])

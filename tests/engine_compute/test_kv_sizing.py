@@ -55,7 +55,15 @@ def test_block_bytes() -> None:
     assert make_config(QWEN_SPECS, 10**9).layout.block_bytes == 458_752
     fused = KVCacheSpec(block_size=16, num_kv_heads=1, head_size=576, dtype="bfloat16", use_mla=True)
     assert fused.block_bytes == 16 * 576 * 2
-    assert EngineSettings(model=Path("model")).block_size == 16
+
+
+def test_defaults_that_size_a_step() -> None:
+    """A12, A13, A27, A32: what a full batch holds decides about the memory that is left for the pool."""
+    settings = EngineSettings(model=Path("model"))
+    assert settings.block_size == 16
+    assert settings.max_num_seqs == 256
+    assert settings.max_num_batched_tokens == 2048
+    assert settings.gpu_memory_utilization == 0.9
 
 
 @pytest.mark.parametrize(("utilization", "workers"), [(0.9, 1), (0.5, 1), (0.9, 2)])

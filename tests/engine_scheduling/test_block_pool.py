@@ -87,7 +87,6 @@ def test_shared_blocks_are_counted_per_holder() -> None:
     fill(pool, "a", list(range(8)))
     fill(pool, "b", list(range(8)))
     assert pool.count_by_state() == {"null": 1, "free": 5, "held": 2, "quarantined": 0}
-    assert pool.num_common_blocks(["a", "b"]) == 2
     pool.free("a")
     assert pool.count_by_state()["held"] == 2
     pool.hand_over("b", "lease:b")

@@ -66,7 +66,6 @@ def plain(order: SchedulerOutput) -> dict[str, Any]:
         "new": {new.req_id: new for new in order.scheduled_new_reqs},
         "tokens": order.num_scheduled_tokens,
         "total": order.total_num_scheduled_tokens,
-        "common": order.num_common_prefix_blocks,
         "finished": order.finished_req_ids,
     }
 
@@ -95,7 +94,7 @@ def test_a_draft_is_the_next_step_while_no_request_ends_or_comes(monkeypatch: py
 
     def watched(requests: list[Request], budget: int) -> StepPlan:
         plan = draft(requests, budget)
-        drafted.append(plan.to_output(one.engine.pool))
+        drafted.append(plan.to_output())
         return plan
 
     monkeypatch.setattr(StepPlan, "drafted", watched)

@@ -45,7 +45,6 @@ def test_scheduler_output_names_what_the_step_computes() -> None:
     scheduled = engine.scheduler.schedule()
     assert scheduled.num_scheduled_tokens == {"a#0.0": 1, "b#0.0": 3}
     assert scheduled.total_num_scheduled_tokens == 4
-    assert scheduled.num_common_prefix_blocks == [0]
     assert scheduled.finished_req_ids == set()
     new = scheduled.scheduled_new_reqs[0]
     assert (new.req_id, new.prompt_token_ids, new.block_ids) == ("b#0.0", [7, 8, 9], ([3],))
@@ -134,6 +133,8 @@ def test_prompt_too_long_or_too_big_is_answered_at_once() -> None:
     end = engine.end("long#0.0")
     assert (end.finish_reason, end.error_kind) == (FinishReason.ERROR, "invalid_request")
     assert "30" in (end.error_message or "") and "29" in (end.error_message or "")
+    counters = engine.core.call("counters", [])
+    assert (counters["requests_ignored_total"], counters["requests_failed_total"]) == (1, 1)
     assert engine.end("ok#0.0").finish_reason is FinishReason.LENGTH
     assert engine.tokens("ok#0.0") == fake_answer([1] * 29, 1)
 
