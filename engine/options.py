@@ -59,6 +59,8 @@ class KVCacheOptions(Options):
     divided by the number of workers, on CUDA measured."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that all workers on it together may use."""
+    gpu_memory_reserve_bytes: int = Field(default=512 * 2**20, ge=0)
+    """Bytes of a GPU's free memory that each worker leaves free for later: the driver's part of graphs, NCCL."""
     enable_prefix_caching: bool = True
     """Reuse the KV of finished requests for prompts with the same prefix."""
     remote_kv_timeout_seconds: float = Field(default=300.0, gt=0)

@@ -12,7 +12,7 @@ class EngineSettings(EngineOptions, HostOptions, PartSettings):
     """All settings of one engine. Raises SettingError with the name, the value and the allowed range.
 
     kv_cache_bytes: None for a value that is found at start (CPU: min(1 GiB, a quarter of free memory / workers_on_host);
-    CUDA: total × gpu_memory_utilization / workers_on_host − peak). tensor_parallel_size: several ranks are processes of
+    CUDA: see ``available_kv_bytes``). tensor_parallel_size: several ranks are processes of
     their own; threads and (on the host) KV bytes are divided among them. attention_backend: see ``engine.attention.choice``.
     """
 

@@ -22,7 +22,7 @@ class RankSampler:
         self.vocab_size = vocab_size
         self._forward = forward
         self._group = group
-        self._device = device
+        self.device = device
 
     @property
     def is_first(self) -> bool:
@@ -33,7 +33,7 @@ class RankSampler:
         """Return the logits ``[len(rows), vocab_size]`` of these tokens of the step (whole on rank 0 only)."""
         if len(rows) == hidden.shape[0]:  # in order, as they always are
             return self._forward.logits(hidden)
-        (indices,) = on_device([rows], self._device)
+        (indices,) = on_device([rows], self.device)
         return self._forward.logits(hidden[indices])
 
     def begin_step(self, logits: Tensor, drawing: Drawing) -> Sampling:
@@ -47,7 +47,7 @@ class RankSampler:
             sampling = begin_sampling(logits, rows, self._forward.draw)
             self._share(sampling.drawn)
             return sampling
-        drawn = torch.empty(2, len(rows), dtype=torch.int64, device=self._device)
+        drawn = torch.empty(2, len(rows), dtype=torch.int64, device=self.device)
         self._share(drawn)
         copied = begin_copy(drawn)
         return Sampling(lambda: samples_of(zip(*copied(), strict=True)), drawn)

@@ -14,27 +14,30 @@ import torch
 
 from contract.errors import InternalError
 from contract.layout import KVLayout
-from contract.sampling import SamplingParams
 from engine.compute.batch import InputBatch
 from engine.compute.begun_step import BegunStep
 from engine.compute.forward import ForwardPass, MakeForward, forward_pass
 from engine.compute.inputs import Outline, prepare_inputs
-from engine.compute.profiling import null_layers, profile_inputs, warm_up_steps
+from engine.compute.profile_run import profile_run
+from engine.compute.profiling import warm_up_steps
 from engine.compute.rank_sampler import RankSampler
 from engine.connector import LayerWatch, RankConnector, RankConnectorPlan
 from engine.distributed.group import RankGroup, SingleRank, rank_device
 from engine.kv_cache.memory import PagedKVMemory, allocate
-from engine.kv_cache.sizing import MemoryProbe, available_kv_bytes, create_probe, profile_lengths
+from engine.kv_cache.sizing import (
+    MemoryProbe,
+    available_kv_bytes,
+    create_probe,
+    naming_memory,
+)
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec
 from engine.models.info import ModelInfo
 from engine.models.loading import LoadedModel, load
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
-from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.prompt_logprobs import PromptLogprobs
 from engine.settings import EngineSettings
 
 _T = TypeVar("_T")
-_HOST_PROFILE_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,8 @@ class ModelRunner:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         settings = self._settings
-        loaded = _load(settings, self.device, self._group)
+        with naming_memory("the model", "device"):
+            loaded = _load(settings, self.device, self._group)
         forward = (make_forward or forward_pass)(loaded, settings, self.device)
         sampler = RankSampler(forward, self._group, self.device, loaded.info.vocab_size)
         lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
@@ -122,29 +126,19 @@ class ModelRunner:
         On the host nothing is measured, so the pass is short: it touches memory and compiles kernels.
         """
         self._probe.start()  # what only loading took does not count
-        settings = self._settings
-        with torch.inference_mode():
-            self._model.forward.reserve(null_layers(self._model.loaded, settings.block_size, self.device))
-        most = self._settings.max_num_batched_tokens
-        num_tokens = min(most, _HOST_PROFILE_TOKENS) if self.device.type == "cpu" else most
-        lengths = profile_lengths(num_tokens, settings.max_num_seqs, self.model_info.max_model_len)
-        inputs = profile_inputs(lengths)
-        with torch.inference_mode():
-            hidden = _ready(self._model.forward.begin(inputs, None)(), "it has profiled")
-            if self.model_info.has_head:
-                sampler = self._model.sampler
-                logits = sampler.logits(hidden, inputs.query_start_loc[1:] - 1)
-                sampler.begin_rows(
-                    logits, [SamplingRow(SamplingParams(), (), length, 0) for length in lengths]
-                ).read()
-                del logits
-        del hidden
-        return available_kv_bytes(self._probe.read(), settings)
+        with (
+            torch.inference_mode(),
+            naming_memory("a step of max_num_batched_tokens", "max_num_batched_tokens"),
+        ):
+            model = self._model
+            profile_run(model.loaded, model.forward, model.sampler, self._settings)
+        return available_kv_bytes(self._probe.read(), self._settings)
 
     def initialize_from_config(self, config: KVCacheConfig) -> KVLayout:
         """Allocate the pool and the tables; called exactly once. Returns the layout."""
         settings = self._settings
-        self._memory = allocate(config.layout, config.num_blocks, self.device)
+        with naming_memory("the KV pool", "kv_cache_bytes"):
+            self._memory = allocate(config.layout, config.num_blocks, self.device)
         most = min(self.model_info.max_model_len, config.num_blocks * settings.block_size)
         self._batch = InputBatch(settings.max_num_seqs, most, settings.block_size)
         return config.layout
@@ -156,7 +150,8 @@ class ModelRunner:
         for scheduled in warm_up_steps(self.model_info, most, max_length):
             self.execute_model(scheduled)
         self.memory.pool[0] = 0
-        self._model.forward.capture(self.memory.layers)
+        with naming_memory("the last of the CUDA graphs", "gpu_memory_reserve_bytes"):
+            self._model.forward.capture(self.memory.layers)
 
     def set_connector(self, rank: RankConnector) -> None:
         """Set the rank's half of the connector and start it on the pool. One that does not start is closed."""

@@ -1,14 +1,19 @@
 """The memory that the KV cache may take. Measuring is a protocol, so that every formula runs on every machine."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import psutil
 import torch
 
 from contract.errors import SettingError
 from engine.settings import EngineSettings
+
+logger = logging.getLogger(__name__)
 
 HOST_LIMIT_BYTES = 1 << 30
 _HOST_SHARE = 4
@@ -19,6 +24,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 class MemoryReading:
     """Memory in bytes. peak: the most that this process held on the device since ``start``, weights included.
 
+    free: memory that is not in use, on a device beside the whole peak. Other processes, contexts and NCCL have taken theirs.
     is_host: the KV cache lives in host memory that other programs use too.
     """
 
@@ -68,20 +74,23 @@ class HostProbe:
 
 
 class CudaProbe:
-    """The memory of one CUDA device; the peak is what torch's allocator had reserved."""
+    """The memory of one CUDA device; the peak is what torch's allocator had reserved. cuda: torch's functions for it."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cuda: Any = torch.cuda) -> None:
         self._device = device
+        self._cuda = cuda
 
     def start(self) -> None:
         """See MemoryProbe."""
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._cuda.empty_cache()
+        self._cuda.reset_peak_memory_stats(self._device)
 
     def read(self) -> MemoryReading:
         """See MemoryProbe."""
-        free, total = torch.cuda.mem_get_info(self._device)
-        return MemoryReading(total, free, torch.cuda.max_memory_reserved(self._device), is_host=False)
+        free, total = self._cuda.mem_get_info(self._device)
+        peak = self._cuda.max_memory_reserved(self._device)
+        given_back = peak - self._cuda.memory_reserved(self._device)
+        return MemoryReading(total, max(0, free - given_back), peak, is_host=False)
 
 
 def create_probe(device: torch.device) -> MemoryProbe:
@@ -94,22 +103,60 @@ def available_kv_bytes(reading: MemoryReading, settings: EngineSettings) -> int:
 
     ``kv_cache_bytes`` wins. Host: min(1 GiB, a quarter of the free memory / workers on the host). Both are the whole
     worker's: its ranks share them evenly. Device (each rank has its own): total × utilisation / workers on that
-    device − peak. Raises SettingError if nothing is left on the device.
+    device − peak, and at most the free memory − reserve. Raises SettingError if nothing is left on the device, or less
+    than ``kv_cache_bytes``.
     """
-    if settings.kv_cache_bytes is not None:
-        return settings.kv_cache_bytes // settings.tensor_parallel_size
     if reading.is_host:
         share = reading.free_bytes // _HOST_SHARE // settings.workers_on_host
-        return min(HOST_LIMIT_BYTES, share) // settings.tensor_parallel_size
+        found = min(HOST_LIMIT_BYTES, share) if settings.kv_cache_bytes is None else settings.kv_cache_bytes
+        return found // settings.tensor_parallel_size
+    if settings.kv_cache_bytes is not None:
+        given = settings.kv_cache_bytes // settings.tensor_parallel_size
+        if given > reading.free_bytes:
+            raise SettingError(
+                f"kv_cache_bytes is {given} bytes on each device, and {_held(reading)}; lower it, or leave it unset",
+                param="kv_cache_bytes",
+            )
+        return given
     share = int(reading.total_bytes * settings.gpu_memory_utilization / settings.workers_on_host)
-    if share <= reading.peak_bytes:
+    of_share = share - reading.peak_bytes
+    of_free = reading.free_bytes - settings.gpu_memory_reserve_bytes
+    if min(of_share, of_free) <= 0:
+        param = "gpu_memory_utilization" if of_share <= 0 else "gpu_memory_reserve_bytes"
         raise SettingError(
-            f"gpu_memory_utilization {settings.gpu_memory_utilization} of {reading.total_bytes} bytes over "
-            f"{settings.workers_on_host} workers is {share} bytes, and the model alone needs {reading.peak_bytes}; "
-            "raise it, or run fewer workers on this device",
-            param="gpu_memory_utilization",
+            f"no memory is left for the KV cache: gpu_memory_utilization {settings.gpu_memory_utilization} of "
+            f"{reading.total_bytes} bytes over {settings.workers_on_host} workers is {share} bytes, and "
+            f"{_held(reading)}, of which gpu_memory_reserve_bytes keeps {settings.gpu_memory_reserve_bytes}; "
+            "change them, run fewer workers on this device, or end what else runs there",
+            param=param,
         )
-    return share - reading.peak_bytes
+    if of_free < of_share:
+        logger.warning(
+            "the KV cache gets %d bytes, not the %d that gpu_memory_utilization allows: %s",
+            of_free,
+            of_share,
+            _held(reading),
+        )
+    return min(of_share, of_free)
+
+
+def _held(reading: MemoryReading) -> str:
+    """Return in words who holds a device's memory."""
+    others = reading.total_bytes - reading.free_bytes - reading.peak_bytes
+    return (
+        f"of the device's {reading.total_bytes} bytes the weights and a full step take {reading.peak_bytes}, contexts, "
+        f"libraries and other processes {max(0, others)}, so {reading.free_bytes} are free"
+    )
+
+
+@contextmanager
+def naming_memory(what: str, param: str) -> Iterator[None]:
+    """Turn torch's error for a full device into a SettingError. what: what did not fit. param: the setting to change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        line = str(error).splitlines()[0]
+        raise SettingError(f"{what} does not fit into the device's memory: {line}", param=param) from error
 
 
 def profile_lengths(max_num_tokens: int, max_num_reqs: int, max_model_len: int) -> list[int]:

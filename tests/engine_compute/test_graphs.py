@@ -205,7 +205,7 @@ def test_memory_of_graphs_is_taken_before_memory_is_measured(
 
         def read(self) -> MemoryReading:
             seen.append(f"read {planned} {[len(each.output) for each in recorder.recordings]}")
-            return MemoryReading(1 << 30, 0, 0, is_host=False)
+            return MemoryReading(1 << 30, 1 << 30, 0, is_host=False)
 
     monkeypatch.setattr(StaticTorchBackend, "plan_static", plan)
     monkeypatch.setattr(runner, "forward_pass", partial(graphed_forward, recorder))

@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from contract.errors import InternalError, SettingError
 from contract.layout import KVLayout
+from engine.compute.inputs import PreparedInputs
+from engine.connector import LayerWatch
 from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import (
     HOST_LIMIT_BYTES,
+    CudaProbe,
     HostProbe,
     MemoryReading,
     available_kv_bytes,
@@ -22,7 +26,9 @@ from engine.kv_cache.sizing import (
 )
 from engine.kv_cache.specs import KVCacheConfig, KVCacheSpec, block_bytes, make_config, unify
 from engine.kv_cache.startup import initialize_kv_cache
+from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
+from engine.testing.graphs import FakeDeviceForward
 from tests.checkpoints import make_checkpoint
 
 GIB = 1 << 30
@@ -69,16 +75,115 @@ def test_defaults_that_size_a_step() -> None:
 @pytest.mark.parametrize(("utilization", "workers"), [(0.9, 1), (0.5, 1), (0.9, 2)])
 def test_device_formula(utilization: float, workers: int) -> None:
     """A12, D7: total × utilisation / workers − peak; 0.9 is a share of the total, not of the free memory."""
-    reading = MemoryReading(total_bytes=80 * GIB, free_bytes=GIB, peak_bytes=20 * GIB, is_host=False)
+    reading = MemoryReading(total_bytes=80 * GIB, free_bytes=59 * GIB, peak_bytes=20 * GIB, is_host=False)
     settings = make_settings(gpu_memory_utilization=utilization, workers_on_host=workers)
     assert available_kv_bytes(reading, settings) == int(80 * GIB * utilization / workers) - 20 * GIB
 
 
-def test_the_error_for_a_full_device_names_both_numbers() -> None:
-    reading = MemoryReading(total_bytes=10 * GIB, free_bytes=0, peak_bytes=9 * GIB, is_host=False)
-    with pytest.raises(SettingError, match=f"{9 * GIB}") as caught:
+def test_what_others_hold_is_not_given_to_the_pool(caplog: pytest.LogCaptureFixture) -> None:
+    """Contexts, NCCL and other processes: the pool gets at most what is free, less the reserve, which is logged."""
+    reading = MemoryReading(total_bytes=80 * GIB, free_bytes=30 * GIB, peak_bytes=20 * GIB, is_host=False)
+    assert available_kv_bytes(reading, make_settings(gpu_memory_reserve_bytes=GIB)) == 29 * GIB
+    assert available_kv_bytes(reading, make_settings()) == 30 * GIB - GIB // 2
+    assert f"other processes {30 * GIB}, so {30 * GIB} are free" in caplog.text
+
+
+@given(
+    total=st.integers(1, 200 * GIB),
+    held=st.integers(0, 200 * GIB),
+    peak=st.integers(0, 200 * GIB),
+    reserve=st.integers(0, GIB),
+    workers=st.integers(1, 4),
+    pool=st.none() | st.integers(1, 200 * GIB),
+)
+def test_a_pool_fits_beside_everything_else(
+    total: int, held: int, peak: int, reserve: int, workers: int, pool: int | None
+) -> None:
+    """The pool fits within its share beside everything else, or the start is refused with the numbers."""
+    held, peak = min(held, total), min(peak, max(0, total - held))
+    reading = MemoryReading(total, total - held - peak, peak, is_host=False)
+    settings = make_settings(gpu_memory_reserve_bytes=reserve, workers_on_host=workers, kv_cache_bytes=pool)
+    try:
+        found = available_kv_bytes(reading, settings)
+    except SettingError as error:
+        for number in (total, peak, held, reading.free_bytes):
+            assert str(number) in error.message
+        return
+    assert 0 < found <= total - held - peak
+    if pool is None:
+        assert found + reserve + held + peak <= total
+        assert found + peak <= total * 0.9 / workers
+
+
+@pytest.mark.parametrize(
+    ("free", "peak", "param"),
+    [(GIB, 9 * GIB, "gpu_memory_utilization"), (GIB // 2, 5 * GIB, "gpu_memory_reserve_bytes")],
+)
+def test_the_error_for_a_full_device_names_its_numbers(free: int, peak: int, param: str) -> None:
+    reading = MemoryReading(total_bytes=10 * GIB, free_bytes=free, peak_bytes=peak, is_host=False)
+    with pytest.raises(SettingError, match=f"take {peak}, .* so {free} are free") as caught:
         available_kv_bytes(reading, make_settings())
-    assert caught.value.param == "gpu_memory_utilization"
+    assert caught.value.param == param
+
+
+def test_a_given_size_that_is_not_free_is_refused() -> None:
+    reading = MemoryReading(total_bytes=10 * GIB, free_bytes=4 * GIB, peak_bytes=3 * GIB, is_host=False)
+    assert available_kv_bytes(reading, make_settings(kv_cache_bytes=4 * GIB)) == 4 * GIB
+    with pytest.raises(SettingError, match=f"other processes {3 * GIB}, so {4 * GIB} are free") as caught:
+        available_kv_bytes(reading, make_settings(kv_cache_bytes=4 * GIB + 1))
+    assert caught.value.param == "kv_cache_bytes"
+
+
+class FullDevice:
+    """torch's functions for a device of 10 GiB: 1 GiB is held by others, 4 were reserved at most, and 3 are now."""
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return 6 * GIB, 10 * GIB
+
+    def max_memory_reserved(self, device: torch.device) -> int:
+        return 4 * GIB
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 3 * GIB
+
+
+def test_what_a_step_will_take_again_is_not_free() -> None:
+    found = CudaProbe(torch.device("cuda", 0), FullDevice()).read()
+    assert found == MemoryReading(10 * GIB, 5 * GIB, 4 * GIB, is_host=False)
+
+
+class OverfullForward(FakeDeviceForward):
+    """A device without memory for a pass that is profiled, or for graphs."""
+
+    def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
+        super().__init__(loaded, settings, device)
+        self.fails_to_capture = settings.max_num_seqs > 1
+
+    def forward(self, inputs: PreparedInputs, caches: Any, watch: LayerWatch | None = None) -> torch.Tensor:
+        if caches is None and not self.fails_to_capture:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nMore.")
+        return super().forward(inputs, caches, watch)
+
+    def capture(self, caches: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.\nMore.")
+
+
+@pytest.mark.parametrize(
+    ("max_num_seqs", "param", "message"),
+    [
+        (1, "max_num_batched_tokens", r"a step of max_num_batched_tokens .*: .*7 GiB\.$"),
+        (2, "gpu_memory_reserve_bytes", r"CUDA graphs does not fit .*: .*8 GiB\.$"),
+    ],
+)
+def test_a_device_that_is_full_at_start_is_a_wrong_setting(
+    tmp_path: Path, max_num_seqs: int, param: str, message: str
+) -> None:
+    settings = make_settings(make_checkpoint(tmp_path), kv_cache_bytes=1 << 20, max_num_seqs=max_num_seqs)
+    executor = InProcessExecutor(settings, make_forward=OverfullForward)
+    with pytest.raises(SettingError, match=message) as caught:
+        initialize_kv_cache(executor)
+    assert caught.value.param == param
+    executor.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -93,7 +198,7 @@ def test_the_host_formula(free: int, workers: int, expected: int) -> None:
 
 @pytest.mark.parametrize("is_host", [True, False])
 def test_an_explicit_size_takes_precedence(is_host: bool) -> None:
-    reading = MemoryReading(GIB, 0, GIB, is_host=is_host)
+    reading = MemoryReading(2 * GIB, GIB, GIB, is_host=is_host)
     assert available_kv_bytes(reading, make_settings(kv_cache_bytes=12345)) == 12345
 
 
@@ -153,9 +258,13 @@ def test_startup_with_the_device_formula(tmp_path: Path) -> None:
     """D5, D7, D10, D11: probe → blocks → a zeroed pool of that size after the warm-up; returns (blocks, 0)."""
     folder = make_checkpoint(tmp_path)
     block = 2 * 2 * 2 * 4 * 16 * 4
-    reading = MemoryReading(total_bytes=100 * block, free_bytes=0, peak_bytes=40 * block, is_host=False)
+    reading = MemoryReading(
+        total_bytes=100 * block, free_bytes=60 * block, peak_bytes=40 * block, is_host=False
+    )
     probe = FixedProbe(reading)
-    settings = make_settings(folder, block_size=4, max_num_seqs=3, max_num_batched_tokens=10)
+    settings = make_settings(
+        folder, block_size=4, max_num_seqs=3, max_num_batched_tokens=10, gpu_memory_reserve_bytes=block
+    )
     executor = InProcessExecutor(settings, probe)
     assert initialize_kv_cache(executor) == (50, 0)
     assert probe.calls == ["start", "read"]
