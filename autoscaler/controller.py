@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from autoscaler.decision import Decision, Order, Verb
+from autoscaler.departures import Departures
 from autoscaler.launcher import Launcher
 from autoscaler.law import decide
 from autoscaler.memory import Memory
@@ -23,7 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 class Controller:
-    """Scales the pools of one service. ``run`` is called once. clock: seconds, monotonic."""
+    """Scales the pools of one service. ``decide_once`` is called every few seconds, after ``begin``.
+
+    clock: seconds, monotonic. may_order: returns False when another autoscaler may have taken over. num_restarts: the number
+    of controllers before this one, which have failed.
+    """
 
     def __init__(
         self,
@@ -32,27 +37,20 @@ class Controller:
         launcher: Launcher,
         routers: Admins,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        may_order: Callable[[], bool] = lambda: True,
+        num_restarts: int = 0,
     ) -> None:
         self._laws = (policy, timing)
         self._launcher = launcher
-        self._routers = Routers(routers)
+        self._routers = Routers(routers, num_restarts)
         self._clock = clock
         self._memory = Memory()
         self._book = PoolBook()
         self._launched: Sequence[tuple[str, Role]] = ()
-        self._draining: set[str] = set()
-        self._removals: dict[asyncio.Task[None], str] = {}
+        self._departures = Departures(launcher)
+        self._may_order = may_order
         self.last: Decision | None = None
-
-    async def run(self, interval: float) -> None:
-        """Decide every ``interval`` seconds, until cancelled."""
-        has_begun = False
-        while True:
-            if has_begun:
-                await self.decide_once()
-            else:
-                has_begun = await self.begin()
-            await asyncio.sleep(interval)
 
     async def begin(self) -> bool:
         """Read routers and launcher, so that the first decision can compare with that. Returns False if either is away.
@@ -61,7 +59,9 @@ class Controller:
         """
         if not (await self._routers.read(self._clock()) and await self._list()):
             return False
-        self._draining |= {name for name, _ in self._launched if self._routers.state_of(name) in KEEPABLE}
+        self._departures.draining |= {
+            name for name, _ in self._launched if self._routers.state_of(name) in KEEPABLE
+        }
         return True
 
     async def decide_once(self) -> Decision:
@@ -74,7 +74,7 @@ class Controller:
             now,
             self._launched,
             self._routers.workers,
-            keepable=self._draining - set(self._removals.values()),
+            keepable=self._departures.keepable,
             is_known=is_known,
         )
         signals = Signals(
@@ -93,13 +93,16 @@ class Controller:
         await self._routers.report(decision.report())
         for order in decision.orders:
             for _ in range(order.number):
+                if not self._may_order():
+                    logger.warning("the lease has ended: the rest of the orders is left to the next decision")
+                    return decision
                 await self._carry_out(order)
         self._remove_drained()
         return decision
 
     async def wait_removed(self) -> None:
         """Wait until the workers that are being removed have ended."""
-        await asyncio.gather(*self._removals)
+        await self._departures.wait()
 
     async def _list(self) -> bool:
         """Read the launcher's list. Returns False, and keeps the last one, if the launcher does not answer."""
@@ -128,13 +131,15 @@ class Controller:
     def _worker_for(self, order: Order) -> str | None:
         """Return the worker to which an order is applied; None if there is none any more."""
         workers = self._routers.workers
-        leaving = set(self._removals.values())
+        leaving = self._departures.leaving
         launched = [(name, role) for name, role in self._launched if name not in leaving]
         if order.verb is Verb.FORGET:
             return self._book.oldest_start(order.role, [name for name, _ in launched])
         if order.verb is Verb.KEEP:
             of_role = [
-                name for name in self._draining & workers.keys() if workers[name]["role"] == order.role.value
+                name
+                for name in self._departures.draining & workers.keys()
+                if workers[name]["role"] == order.role.value
             ]
             return min(of_role, default=None)
         return cheapest(workers.values(), order.role, launched)
@@ -143,34 +148,24 @@ class Controller:
         match order.verb:
             case Verb.FORGET:
                 self._book.give_up(name, self._clock())
-                self._remove(name)
+                self._departures.remove(name)
                 await asyncio.sleep(0)  # the removal begins, so that its place is free for the next order
             case Verb.DRAIN:
-                self._draining.add(name)  # also if no answer arrives: the worker may drain all the same
+                self._departures.draining.add(
+                    name
+                )  # also if no answer arrives: the worker may drain all the same
                 await self._routers.order(name, "drain")
             case Verb.KEEP:
                 await self._routers.order(name, "undrain")
-                self._draining.discard(name)
+                self._departures.draining.discard(name)
             case Verb.FLIP:
                 await self._routers.order(name, "flip", role=OTHER[order.role].value)
 
     def _remove_drained(self) -> None:
         """Remove the workers that this controller has drained and that are empty, or have gone; others may serve again."""
-        for name in self._draining - set(self._removals.values()):
+        for name in self._departures.keepable:
             state = self._routers.state_of(name)
             if state in (None, "empty", "leaving", "serving"):
-                self._draining.discard(name)
+                self._departures.draining.discard(name)
             if state in (None, "empty", "leaving"):
-                self._remove(name)
-
-    def _remove(self, name: str) -> None:
-        task = asyncio.create_task(self._removed(name), name=f"remove {name}")
-        self._removals[task] = name
-        task.add_done_callback(self._removals.pop)
-
-    async def _removed(self, name: str) -> None:
-        try:
-            await self._launcher.remove(name)
-        except KvbatonError as error:
-            logger.warning("worker %s is not removed: %s", name, error.message)
-            self._draining.add(name)  # the next decision tries again
+                self._departures.remove(name)

@@ -19,15 +19,24 @@ _SLACK_FACTOR = 2.0
 """A goal for first tokens is at least this multiple of the time of a long prompt alone: no number of workers is faster."""
 _STEP_FACTOR = 1.25
 _CORRECTION_GAIN = 0.1
+_MOST_CORRECTION = 2.0
+_MOST_OF_A_GUESS = 100.0
+"""The bound of a correction where nothing was measured: a guess may be wrong by an order of magnitude."""
 _P90_OF_NORMAL = 1.2816
 
 
 @dataclass(frozen=True)
 class Corrections:
-    """Factors by which measured times differ from the model's, as moving means between 0.5 and 2."""
+    """Factors by which measured times differ from the model's, as moving means.
+
+    A measured model is corrected between 0.5 and 2. A guess is replaced by the mean of the readings that there are, as the
+    first one is more certain than the guess. num_prefill, num_step: readings until now.
+    """
 
     prefill: float = 1.0
     step: float = 1.0
+    num_prefill: int = 0
+    num_step: int = 0
 
     def with_reading(self, timing: TimingModel, load: LoadSignals, answers_each: float) -> "Corrections":
         """Return the factors after one more reading. answers_each: answers that each decode worker continues."""
@@ -35,12 +44,13 @@ class Corrections:
         tokens = load.uncached_prompt_tokens
         if load.prefill_seconds_per_token and tokens > 0:
             predicted = timing.prefill.seconds(tokens, squared_variation(load)) / tokens
-            changed = replace(
-                changed, prefill=_moved(self.prefill, load.prefill_seconds_per_token / predicted)
-            )
+            observed = load.prefill_seconds_per_token / predicted
+            factor = _moved(timing, self.prefill, self.num_prefill, observed)
+            changed = replace(changed, prefill=factor, num_prefill=self.num_prefill + 1)
         if load.step_seconds and answers_each >= 1.0:
             predicted = timing.step_seconds(answers_each, answers_each * mean_context(load))
-            changed = replace(changed, step=_moved(self.step, load.step_seconds / predicted))
+            factor = _moved(timing, self.step, self.num_step, load.step_seconds / predicted)
+            changed = replace(changed, step=factor, num_step=self.num_step + 1)
         return changed
 
 
@@ -156,5 +166,13 @@ def squared_variation(load: LoadSignals) -> float:
     return float(min(2.0, max(0.0, excess / _P90_OF_NORMAL)) ** 2)
 
 
-def _moved(factor: float, observed: float) -> float:
-    return min(2.0, max(0.5, factor + _CORRECTION_GAIN * (min(observed, 4.0) - factor)))
+def most_correction(timing: TimingModel) -> float:
+    """Return the bound of a correction: it lies between this factor and its inverse."""
+    return _MOST_OF_A_GUESS if timing.is_guess else _MOST_CORRECTION
+
+
+def _moved(timing: TimingModel, factor: float, num_readings: int, observed: float) -> float:
+    """Return a factor after one more reading, the first of which replaces a guess."""
+    most = most_correction(timing)
+    gain = max(_CORRECTION_GAIN, 1.0 / (num_readings + 1)) if timing.is_guess else _CORRECTION_GAIN
+    return min(most, max(1.0 / most, factor + gain * (min(observed, 2.0 * most) - factor)))

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from autoscaler.arbiter import Arbiter
 from autoscaler.decision import Decision, PoolDecision
+from autoscaler.default_timing import with_sizes
 from autoscaler.demand import demand
 from autoscaler.memory import Memory
 from autoscaler.policy import ScalingPolicy
@@ -31,12 +32,13 @@ def decide(
 ) -> tuple[Decision, Memory]:
     """Decide what to do now. Returns the decision and the memory for the next call.
 
-    policy: what the operator has decided. timing: the model of the workers. The caller carries the orders out, in their
-    order, and calls again after a few seconds whether it could or not: what is present then counts.
+    policy: what the operator has decided. timing: the model of the workers, or a guess. The caller carries the orders out,
+    in their order, and calls again after a few seconds whether it could or not: what is present then counts.
     """
     load = signals.load
     if load is None:
         return _held(memory, signals)
+    timing = with_sizes(timing, signals.decode)
     start_seconds = signals.start_seconds or timing.start_seconds
     answers_each = signals.decode.num_in_flight / max(1, signals.decode.num_ready)
     forecast = memory.forecast.with_reading(signals.time, load.arrival_rate)

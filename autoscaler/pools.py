@@ -148,6 +148,7 @@ def _signals(
         num_changing=sum(one["state"] == "changing" for one in workers),
         num_in_flight=sum(one["num_legs"] if is_prefill else one["num_running"] or 0 for one in ready),
         max_in_flight=sum(one["max_requests"] for one in ready),
+        max_tokens=sum(one["max_tokens"] for one in ready),
         is_full=all(
             one["num_legs"] >= one["max_requests"] or one["num_leg_tokens"] >= one["max_tokens"]
             for one in ready

@@ -77,17 +77,27 @@ class _Span:
     after: RouterCounts
 
     def growth(self, name: str) -> float:
-        """Return how much a counter has grown; one of a router that was started again has grown from 0 on."""
-        value = self.after.sums[name]
-        former = self.before.sums[name]
-        return value - former if value >= former else value
+        """Return how much a counter has grown."""
+        return _growth(self.before, self.after, name)
 
     def num_arrived(self) -> float:
         """Return the requests that have ended, and those that are held more than before."""
-        held = ("num_requests_waiting", "num_requests_running")
-        ended = ("request_success_total", "request_errors_total")
-        more = sum(self.after.sums[name] - self.before.sums[name] for name in held)
-        return more + sum(self.growth(name) for name in ended)
+        return num_arrived(self.before, self.after)
+
+
+def num_arrived(before: RouterCounts, after: RouterCounts) -> float:
+    """Return the requests that have ended between two readings of a router, and those that it holds more than before."""
+    held = ("num_requests_waiting", "num_requests_running")
+    ended = ("request_success_total", "request_errors_total")
+    more = sum(after.sums[name] - before.sums[name] for name in held)
+    return more + sum(_growth(before, after, name) for name in ended)
+
+
+def _growth(before: RouterCounts, after: RouterCounts, name: str) -> float:
+    """Return how much a counter has grown; one of a router that was started again has grown from 0 on."""
+    value = after.sums[name]
+    former = before.sums[name]
+    return value - former if value >= former else value
 
 
 @dataclass

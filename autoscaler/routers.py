@@ -5,6 +5,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from msgspec import structs
+
 from autoscaler.pools import Facts, figures, merged
 from autoscaler.router_counts import CountHistory, RouterCounts, parse_counts
 from autoscaler.signals import LoadSignals
@@ -21,10 +23,14 @@ Admins = Callable[[], Awaitable[Sequence[RouterAdmin]]]
 
 
 class Routers:
-    """Owns what the routers have reported: their counts of the last minutes, and the last list of workers."""
+    """Owns what the routers have reported: their counts of the last minutes, and the last list of workers.
 
-    def __init__(self, admins: Admins) -> None:
+    num_restarts: of the autoscaler, which the routers publish.
+    """
+
+    def __init__(self, admins: Admins, num_restarts: int = 0) -> None:
         self._admins = admins
+        self._num_restarts = num_restarts
         self._history = CountHistory()
         self._answering: frozenset[str] = frozenset()
         self.workers: dict[str, Facts] = {}
@@ -60,6 +66,7 @@ class Routers:
 
     async def report(self, report: ScalingReport) -> None:
         """Send a decision to all routers that have answered. Another one publishes how old its last decision is."""
+        report = structs.replace(report, num_restarts=self._num_restarts)
         answering = [router for router in await self._admins() if router.address in self._answering]
         sent = (router.report_scaling(report) for router in answering)
         for error in await asyncio.gather(*sent, return_exceptions=True):

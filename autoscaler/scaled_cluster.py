@@ -1,34 +1,32 @@
 """Runs routers and workers on this machine until a signal, and scales the pools."""
 
 import asyncio
-import logging
-import time
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from autoscaler.configured_policy import configured_policy
 from autoscaler.controller import Controller
+from autoscaler.default_timing import default_timing
+from autoscaler.lease import Lease, new_holder
 from autoscaler.local import LocalLauncher
 from autoscaler.policy import ScalingPolicy
+from autoscaler.running import Autoscaler, lease_seconds
 from autoscaler.timing_model import TimingModel, read_timing
-from contract.errors import SettingError
 from contract.identity import Role
 from launch.child_settings import from_file
+from launch.devices import num_gpus
 from launch.local_cluster import WhenReady, cluster_secret, supervise
 from launch.machine_settings import UpSettings
-from launch.memory_plan import check_memory
+from launch.memory_plan import check_memory, weight_bytes
 from launch.model import find_model
 from launch.processes import local_processes, num_ranks
 from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import router_names
-from launch.settings import child_environment, variable
-from launch.spec import Facts
+from launch.settings import child_environment, variable, visible_gpus
+from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from serving.api_keys import first_key
 from serving.signals import until_stopped
-
-logger = logging.getLogger(__name__)
 
 
 def policy_of(settings: UpSettings) -> ScalingPolicy:
@@ -38,45 +36,42 @@ def policy_of(settings: UpSettings) -> ScalingPolicy:
     return configured_policy(settings, least, {role: num_ranks(settings, role) for role in least})
 
 
-Measure = Callable[[Facts, RouterAdmin, float], Awaitable[TimingModel]]
-"""(a router's facts, its admin port, seconds of a worker's start) → the times of the service, which it measures."""
+def timing_of(settings: UpSettings, model: Path) -> TimingModel:
+    """Return the times of the timing file, or a guess for the model in a folder. Raises SettingError for the file."""
+    if settings.timing is not None:
+        return read_timing(settings.timing)
+    has_gpu = settings.device.startswith("cuda") or (
+        settings.device == "auto" and num_gpus(visible_gpus()) > 0
+    )
+    return default_timing(weight_bytes(model), has_gpu=has_gpu)
 
 
-async def _refuse(_router: Facts, _admin: RouterAdmin, _start_seconds: float) -> TimingModel:
-    raise SettingError("timing is not set: `kvbaton bench --profile` writes a timing file", param="timing")
-
-
-async def run_scaled(settings: UpSettings, when_ready: WhenReady, measure: Measure = _refuse) -> None:
+async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
     """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling.
 
-    measure: called before ``when_ready``, unless there is a timing file.
+    Nothing is measured before ``when_ready``: without a timing file the law begins with a guess, which the readings of what
+    is served replace.
     """
     policy = policy_of(settings)
-    timing = None if settings.timing is None else read_timing(settings.timing)
     model = await asyncio.to_thread(find_model, settings.model)
-    begin = time.monotonic()
-
-    async def times(router: Facts, admin: RouterAdmin) -> TimingModel:
-        return timing or await measure(router, admin, time.monotonic() - begin)
-
+    timing = timing_of(settings, model)
     async with until_stopped() as stopped:
         largest = settings.with_largest_pools()
         await asyncio.to_thread(check_memory, largest, model)
         with cluster_secret(settings.secret_file) as secret_file:
-            await _serve(settings, largest, policy, times, model, secret_file, stopped, when_ready)
+            specs = local_processes(largest, model, secret_file)
+            await _serve(settings, specs, policy, timing, stopped, when_ready)
 
 
 async def _serve(
     settings: UpSettings,
-    largest: UpSettings,
+    specs: Sequence[ProcessSpec],
     policy: ScalingPolicy,
-    times: Callable[[Facts, RouterAdmin], Awaitable[TimingModel]],
-    model: Path,
-    secret_file: Path,
+    timing: TimingModel,
     stopped: asyncio.Event,
     when_ready: WhenReady,
 ) -> None:
-    specs = local_processes(largest, model, secret_file)
+    """Run the processes and the autoscaler. specs: those of the largest pools."""
     least = {Role.PREFILL: policy.prefill.least, Role.DECODE: policy.decode.least}
     initial = [
         spec
@@ -98,27 +93,29 @@ async def _serve(
                     if name in known
                 ]
 
-            admin, *_ = await routers()
-            timing = await times(facts[router_names(settings)[0]], admin)
-            controller = asyncio.create_task(
-                Controller(policy, timing, launcher, routers).run(settings.scaling_interval_seconds),
+            interval = settings.scaling_interval_seconds
+            lease = Lease(new_holder("kvbaton up"), routers, lease_seconds(interval))
+            scaling = asyncio.create_task(
+                Autoscaler(
+                    lambda num_restarts: Controller(
+                        policy,
+                        timing,
+                        launcher,
+                        routers,
+                        may_order=lambda: lease.is_valid,
+                        num_restarts=num_restarts,
+                    ),
+                    lease,
+                ).run(interval),
                 name="autoscaler",
             )
-            controller.add_done_callback(_log_end)
             try:
                 await when_ready(facts, until)
             finally:
-                controller.cancel()
-                with suppress(asyncio.CancelledError):
-                    await asyncio.wait({controller})
+                scaling.cancel()
+                await asyncio.wait({scaling})
 
     await supervise(supervisor, stopped, use)
-
-
-def _log_end(controller: asyncio.Task[None]) -> None:
-    """Log an error that has ended the controller. The service goes on with the workers that it has."""
-    if not controller.cancelled() and (error := controller.exception()):
-        logger.error("the autoscaler has ended; the pools stay as they are", exc_info=error)
 
 
 def _admin_key(settings: UpSettings) -> str | None:

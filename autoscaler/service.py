@@ -7,8 +7,11 @@ from typing import Any
 
 from autoscaler.configured_policy import configured_policy
 from autoscaler.controller import Controller
+from autoscaler.default_timing import default_timing
 from autoscaler.docker import DockerLauncher
 from autoscaler.docker_engine import open_engine
+from autoscaler.lease import Lease, new_holder
+from autoscaler.running import Autoscaler, lease_seconds
 from autoscaler.timing_model import read_timing
 from contract.identity import Role
 from launch.autoscaler_settings import AutoscalerCommand
@@ -34,7 +37,11 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
     devices = dict.fromkeys((Role.PREFILL, Role.DECODE), settings.tensor_parallel_size)
     least = {Role.PREFILL: settings.prefill, Role.DECODE: settings.decode}
     policy = configured_policy(settings, least, devices)
-    timing = read_timing(settings.timing)
+    timing = (
+        read_timing(settings.timing)
+        if settings.timing
+        else default_timing(settings.weight_bytes, has_gpu=settings.has_gpu)
+    )
     key = settings.admin_key or first_key(None, settings.admin_keys_file, ADMIN_KEYS)
     async with (
         until_stopped() as stopped,
@@ -47,42 +54,54 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
             return [RouterAdmin(address, session) for address in sorted(await addresses.resolve())]
 
         launcher = DockerLauncher(engine, settings.project)
-        controller = Controller(policy, timing, launcher, routers)
-        admin = admin_server(settings.admin, controller)
+        interval = settings.scaling_interval_seconds
+        lease = Lease(new_holder("kvbaton autoscaler"), routers, lease_seconds(interval))
+        autoscaler = Autoscaler(
+            lambda num_restarts: Controller(
+                policy,
+                timing,
+                launcher,
+                routers,
+                may_order=lambda: lease.is_valid,
+                num_restarts=num_restarts,
+            ),
+            lease,
+        )
+        admin = admin_server(settings.admin, autoscaler)
         await admin.start()
         on_ready(admin.address)
         try:
             with LoopWatch(_HANG_SECONDS):
-                await _until(stopped, controller, settings.scaling_interval_seconds)
+                await _until(stopped, autoscaler, interval)
         finally:
             await admin.stop()
 
 
-async def _until(stopped: asyncio.Event, controller: Controller, interval: float) -> None:
-    """Run the controller until the event is set. Raises the error that ends the controller before."""
-    running = asyncio.create_task(controller.run(interval), name="autoscaler")
-    waiting = asyncio.create_task(stopped.wait(), name="stop signal")
+async def _until(stopped: asyncio.Event, autoscaler: Autoscaler, interval: float) -> None:
+    """Let the autoscaler decide until the event is set, and give its lease back then."""
+    running = asyncio.create_task(autoscaler.run(interval), name="autoscaler")
     try:
-        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            await running
+        await stopped.wait()
     finally:
         running.cancel()
-        waiting.cancel()
-        await asyncio.wait({running, waiting})
+        await asyncio.wait({running})
+    await autoscaler.lease.release()
 
 
-def admin_server(address: str, controller: Controller) -> AdminServer:
-    """Return the pages about a controller: healthy while it decides."""
+def admin_server(address: str, autoscaler: Autoscaler) -> AdminServer:
+    """Return the pages about an autoscaler: healthy while it decides."""
 
     def missing() -> str | None:
-        last = controller.last
+        if (other := autoscaler.lease.other) is not None:
+            return f"another autoscaler scales this service: {other}"
+        last = autoscaler.last
         if last is None:
             return "there was no decision yet: routers or engine do not answer"
         seconds = time.monotonic() - last.time
         return f"the last decision was {seconds:.0f} s ago" if seconds > _SILENT_SECONDS else None
 
     async def state() -> dict[str, Any]:
-        return {"decision": controller.last and controller.last.as_dict()}
+        last = autoscaler.last
+        return {"decision": last and last.as_dict(), "restarts": autoscaler.num_restarts}
 
     return AdminServer(address, missing=missing, state=state)

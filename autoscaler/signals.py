@@ -25,7 +25,8 @@ class PoolSignals:
     num_draining: workers that end their work and leave. num_keepable: those of them that the autoscaler has drained, which
     may serve again; the others are those of operators. num_changing: workers that were ordered to take another role and
     have not taken it. num_in_flight: prompts that are bound to the ready workers, or answers that they decode.
-    max_in_flight: those that they take at once. is_full: none of them takes another one.
+    max_in_flight: those that they take at once. max_tokens: tokens that their KV pools hold. is_full: none of them takes
+    another one.
     """
 
     num_ready: int = 0
@@ -35,6 +36,7 @@ class PoolSignals:
     num_changing: int = 0
     num_in_flight: float = 0.0
     max_in_flight: int = 0
+    max_tokens: int = 0
     is_full: bool = False
 
     @property

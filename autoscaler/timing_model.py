@@ -60,12 +60,13 @@ class TimingModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The times of one model on one kind of worker.
 
     kv_tokens: tokens that the KV pool of a worker holds. max_answers: answers that it decodes at once. start_seconds: from
-    the order to start a worker to its first credit. origin: how the figures were obtained. description: free text about the
-    model, the device and the load of the measurement.
+    the order to start a worker to its first credit. origin: how the figures were obtained; "default" ones are a guess by the
+    size of the model, which the law corrects without narrow bounds. description: free text about the model, the device and
+    the load of the measurement.
     """
 
     format: Literal["kvbaton-timing/1"] = "kvbaton-timing/1"
-    origin: Literal["measured", "modelled"] = "modelled"
+    origin: Literal["measured", "modelled", "default"] = "modelled"
     description: str = ""
     prefill: PrefillTiming
     decode: Annotated[tuple[StepTiming, ...], Meta(min_length=1)]
@@ -73,6 +74,11 @@ class TimingModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     kv_tokens: Count
     max_answers: Count
     start_seconds: Annotated[float, Meta(gt=0.0)]
+
+    @property
+    def is_guess(self) -> bool:
+        """True if nothing was measured, and only readings of the running service show the times."""
+        return self.origin == "default"
 
     def step_seconds(self, num_answers: float, context_tokens: float) -> float:
         """Return the time of a step over answers that have ``context_tokens`` together; 0 without answers."""

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import aiohttp
 
 from autoscaler.fitting import PromptSample, StepSample, fit_prefill, fit_step, fit_transfer
+from autoscaler.router_counts import num_arrived, parse_counts
 from autoscaler.timing_model import TimingModel
 from cli.answer_stream import error_of, events
 from cli.ask import served_length
@@ -32,6 +33,7 @@ _PROMPTS_IN_ROUND = 5
 _LARGEST_BATCH = 64
 _READY_SECONDS = 30.0
 _PAUSE_SECONDS = 0.1
+_AGAIN = "measure again when nothing else uses it"
 
 S = TypeVar("S", PromptSample, StepSample)
 Note = Callable[[str], None]
@@ -48,10 +50,24 @@ async def profile(
     rounds: int = 1,
     seed: int = 0,
 ) -> TimingModel:
-    """Measure a service that nothing else uses; see ``Profiler.measure``. admin: of one of its routers."""
+    """Measure a service that nothing else uses; see ``Profiler.measure``. admin: of one of its routers.
+
+    Raises UnavailableError if that router has had requests of others: they and the measurement slow each other down.
+    """
     pool = await _ready_pool(admin)
+    before = parse_counts(await admin.metrics())
+    if num_held := int(before.sums["num_requests_running"] + before.sums["num_requests_waiting"]):
+        raise UnavailableError(f"the service answers {num_held} requests of others: {_AGAIN}")
     async with endpoint.open_session(max_connections=0) as session:
-        return await Profiler(endpoint, session, pool, seed).measure(start_seconds, longest, rounds, note)
+        profiler = Profiler(endpoint, session, pool, seed)
+        measured = await profiler.measure(start_seconds, longest, rounds, note)
+    after = parse_counts(await admin.metrics())
+    num_others = int(num_arrived(before, after)) - profiler.num_asked
+    if num_others > 0:
+        raise UnavailableError(
+            f"the service has answered {num_others} requests of others meanwhile: {_AGAIN}"
+        )
+    return measured
 
 
 @dataclass(frozen=True)
@@ -81,6 +97,8 @@ class Profiler:
         self._random = random.Random(seed)
         self._tokens_per_word = 1.0
         self._model = ""
+        self.num_asked = 0
+        """Prompts that were sent."""
 
     async def measure(self, start_seconds: float, longest: int, rounds: int, note: Note) -> TimingModel:
         """Measure prompts and batches, and return the model that fits them. start_seconds: taken over as it is.
@@ -171,6 +189,7 @@ class Profiler:
 
     async def _ask(self, num_words: int, num_answer_tokens: int) -> _Measured:
         """Stream the answer to a prompt of random words, which no cache has."""
+        self.num_asked += 1
         url = self._endpoint.url
         body = {
             "model": self._model,

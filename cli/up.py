@@ -3,24 +3,19 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from functools import partial
 from importlib.metadata import version
 
 from autoscaler.scaled_cluster import run_scaled
-from autoscaler.timing_model import TimingModel
 from cli.endpoint import local_endpoint
-from cli.profile import profile
 from launch.arguments import parse
 from launch.local_cluster import run_local
 from launch.machine_settings import RoutersSettings, ServeSettings, UpSettings
 from launch.memory_plan import planned
-from launch.router_admin import RouterAdmin
 from launch.router_processes import router_names
 from launch.spec import Facts
 from serving.logs import configure_logs, log_settings
 
 logger = logging.getLogger(__name__)
-_LONGEST_PROMPT = 1024
 
 
 def up(arguments: Sequence[str]) -> None:
@@ -51,15 +46,6 @@ def _serve_until_stopped(settings: RoutersSettings) -> None:
         await stopped.wait()
 
     if isinstance(settings, UpSettings) and settings.autoscale:
-        asyncio.run(run_scaled(settings, announce, partial(measured, settings)))
+        asyncio.run(run_scaled(settings, announce))
     else:
         asyncio.run(run_local(settings, announce))
-
-
-async def measured(
-    settings: UpSettings, router: Facts, admin: RouterAdmin, start_seconds: float
-) -> TimingModel:
-    """Measure the service before it is announced. Raises KvbatonError."""
-    print("measuring the service for its autoscaler; --timing FILE makes that unnecessary", flush=True)
-    endpoint = local_endpoint(settings, router)
-    return await profile(endpoint, admin, start_seconds, _LONGEST_PROMPT, logger.info)

@@ -58,7 +58,19 @@ class PoolScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScalingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One decision of an autoscaler."""
+    """One decision of an autoscaler. num_restarts: how often it has failed and begun again."""
 
     prefill: PoolScaling
     decode: PoolScaling
+    num_restarts: Annotated[int, Meta(ge=0)] = 0
+
+
+class ScalingLease(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The right to scale a service, which one autoscaler has at a time.
+
+    holder: its name. seconds: for which it asks; 0 gives the lease back. In a router's answer: who has it, and how much of
+    the time is left.
+    """
+
+    holder: Annotated[str, Meta(min_length=1, max_length=200)]
+    seconds: Annotated[float, Meta(ge=0.0, le=600.0)]

@@ -18,15 +18,17 @@ class AutoscalerCommand(RankOptions, ScalingSettings, CommandSettings):
     `kvbaton compose --autoscale` writes a file with such services and with this command. A process that can use
     the engine's socket can become root on the machine; so this is a service of its own, without ports for clients.
 
-    Example: kvbaton autoscaler --prefill 1:2 --decode 1:6 --timing timing.json --project kvbaton --router-admin router:9101
+    Example: kvbaton autoscaler --prefill 1:2 --decode 1:6 --project kvbaton --router-admin router:9101
     """
 
     prefill: Annotated[int, Field(ge=0, le=64)] = 1
     """Least number of prefill workers; 1:4 stands for least and greatest."""
     decode: Annotated[int, Field(ge=0, le=64)] = 1
     """Least number of decode workers; 1:4 stands for least and greatest."""
-    timing: Path
-    """Timing file of `kvbaton bench --profile`."""
+    weight_bytes: int = Field(default=0, ge=0)
+    """Bytes of the model's weights, from which its times are guessed at first if there is no timing file; 0: not known."""
+    has_gpu: bool = False
+    """Guess the times of workers on GPUs."""
     project: str = "kvbaton"
     """Name of the Compose project."""
     docker_socket: Path = Path("/var/run/docker.sock")

@@ -13,6 +13,7 @@ from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import to_arguments
 from launch.compose_settings import ComposeSettings
+from launch.memory_plan import weight_bytes
 from launch.model import find_model
 from launch.settings import DEMO
 
@@ -34,13 +35,13 @@ class GpuWorker(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """The autoscaler's service. flags: of its command. timing: path of the timing file. places: of each role on GPUs.
+    """The autoscaler's service. flags: of its command. timing: path of the timing file, if any. places: by role, on GPUs.
 
     group: that of the engine's socket on this machine.
     """
 
     flags: list[str]
-    timing: str
+    timing: str | None
     places: dict[str, str]
     group: int
 
@@ -82,18 +83,16 @@ def compose_text(settings: ComposeSettings) -> str:
 
 def _scaling(settings: ComposeSettings, places: dict[Role, list[int]]) -> Scaling:
     """Return what the template needs of an autoscaler. Raises SettingError for a timing file that containers cannot read."""
-    if settings.timing is None:
-        raise SettingError(
-            "timing is not set: `kvbaton bench --profile` writes a timing file", param="timing"
-        )
-    if not settings.timing.is_file():
-        raise SettingError(f"timing {settings.timing} is not a file", param="timing")
     least = {Role.PREFILL: settings.least_prefill, Role.DECODE: settings.least_decode}
     flags = [f"--{role.value}={least[role]}:{len(taken)}" for role, taken in places.items()]
     given = [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in _changed(settings, _LAW)]
+    if settings.timing is None:
+        given.append(f"--weight-bytes={weight_bytes(find_model(settings.model))}")
+        if settings.prefill_devices:
+            given.append("--has-gpu")
     return Scaling(
         flags=[*flags, *given],
-        timing=_checked(str(settings.timing.resolve()), "timing"),
+        timing=_checked(str(settings.timing.resolve()), "timing") if settings.timing else None,
         places={role.value: ",".join(map(str, taken)) for role, taken in places.items()},
         group=_SOCKET.stat().st_gid if _SOCKET.is_socket() else 0,
     )

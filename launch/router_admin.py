@@ -9,9 +9,11 @@ import aiohttp
 import msgspec
 
 from contract.errors import KvbatonError, NotFoundError, UnauthenticatedError, UnavailableError
-from contract.scaling import ScalingReport
+from contract.scaling import ScalingLease, ScalingReport
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
+_LEASE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
+"""A frozen router must not hold up the decision about the others for longer."""
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY or --admin-key"
 
 
@@ -53,6 +55,15 @@ class RouterAdmin:
         """Send a decision of the autoscaler, which the router publishes. Raises what ``pool`` raises."""
         await self._request("PUT", "/admin/scaling", body=msgspec.json.encode(report))
 
+    async def lease_scaling(self, lease: ScalingLease) -> ScalingLease:
+        """Ask for the right to scale the service, or give it back; return who has it. Raises what ``pool`` raises."""
+        path = "/admin/scaling/lease"
+        reply = await self._request("PUT", path, body=msgspec.json.encode(lease), limit=_LEASE_TIMEOUT)
+        try:
+            return msgspec.convert(reply, ScalingLease)
+        except msgspec.ValidationError as error:
+            raise UnavailableError(f"router {self.address} answers PUT {path} with {reply}") from error
+
     async def metrics(self) -> str:
         """Return the router's metrics in Prometheus' text format. Raises UnavailableError if it does not answer."""
         url = f"http://{self.address}/metrics"
@@ -66,13 +77,16 @@ class RouterAdmin:
         return text
 
     async def _request(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, body: bytes | None = None
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: bytes | None = None,
+        limit: aiohttp.ClientTimeout = _TIMEOUT,
     ) -> dict[str, Any]:
         url = f"http://{self.address}{path}"
         try:
-            async with self._session.request(
-                method, url, params=query, data=body, timeout=_TIMEOUT
-            ) as response:
+            async with self._session.request(method, url, params=query, data=body, timeout=limit) as response:
                 status = response.status
                 reply = _parsed(await response.text(errors="replace"))
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
@@ -103,7 +117,9 @@ def _parsed(text: str) -> dict[str, Any] | None:
         reply = json.loads(text)
     except ValueError:
         return None
-    is_ours = isinstance(reply, dict) and any(name in reply for name in ("workers", "id", "pools", "error"))
+    is_ours = isinstance(reply, dict) and any(
+        name in reply for name in ("workers", "id", "pools", "holder", "error")
+    )
     return reply if is_ours else None
 
 

@@ -21,7 +21,7 @@ class ScalingSettings(Settings):
     budget: int | None = Field(default=None, ge=2)
     """Most devices that the scaled pools use together, each rank of a worker one; unset: no limit."""
     timing: Path | None = None
-    """Timing file of `kvbaton bench --profile`, for autoscaling; `kvbaton up` measures its service without one."""
+    """Timing file of `kvbaton bench --profile`, for autoscaling; unset: the times follow from what is served."""
     ttft_goal_ms: float = Field(default=1000.0, gt=0, le=600_000)
     """Goal for the time to the first token, also for the routers' metrics of goals."""
     itl_goal_ms: float = Field(default=100.0, gt=0, le=600_000)

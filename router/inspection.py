@@ -10,14 +10,14 @@ from router.batches.service import BatchService
 from router.metrics import SAMPLE_SECONDS, RouterMetrics
 from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
-from router.scaling import ScalingReports
+from router.scaling import ScalingLeases, ScalingReports
 from serving.metric_aliases import Alias, AliasCollector
 
 
 class Inspection:
     """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics.
 
-    scaling: the reports of the autoscaler.
+    scaling: the reports of the autoscaler. scaling_leases: which autoscaler may scale the service.
     """
 
     def __init__(
@@ -28,6 +28,7 @@ class Inspection:
         aliases: Sequence[Alias],
     ) -> None:
         self.scaling = ScalingReports(metrics.scaling)
+        self.scaling_leases = ScalingLeases(metrics.scaling)
         self._aliases = aliases
         self._path = path
         self._metrics = metrics

@@ -258,13 +258,24 @@ class ScalingMetrics:
         self._held = _gauge(registry, "scaling_held_workers")
         self._age = _optional_gauge(registry, "scaling_decision_age_seconds")
         self._decisions = _counter(registry, "scaling_decisions_total")
+        self._restarts = _optional_gauge(registry, "autoscaler_restarts")
+        self._refusals = _counter(registry, "autoscaler_lease_refusals_total")
 
     def decided(self, role: Role, decision: PoolScaling) -> None:
         """Count a decision for one pool."""
         self._decisions.labels(role.value, decision.direction.value, decision.reason.value).inc()
 
-    def set(self, pools: Mapping[Role, PoolScaling], age_seconds: float | None) -> None:
-        """Set the gauges. pools: the last decision; empty if it is too old. age_seconds: None if there is none."""
+    def refused(self) -> None:
+        """Count a lease that another autoscaler has asked for in vain."""
+        self._refusals.inc()
+
+    def set(
+        self, pools: Mapping[Role, PoolScaling], age_seconds: float | None, num_restarts: int | None
+    ) -> None:
+        """Set the gauges. pools: the last decision; empty if it is too old. age_seconds: None if there is none.
+
+        num_restarts: of the autoscaler; None without a decision.
+        """
         for gauge in (self._desired, self._held):
             gauge.clear()
         for role, decision in pools.items():
@@ -273,6 +284,7 @@ class ScalingMetrics:
                 held = decision.held if decision.held_by is reason else 0
                 self._held.labels(role.value, reason.value).set(held)
         self._age.value = age_seconds
+        self._restarts.value = num_restarts
 
 
 class BatchMetrics:

@@ -1,11 +1,11 @@
-"""The last decision of the autoscaler, which every router publishes beside the workers that there are."""
+"""The last decision of the autoscaler, which every router publishes, and the lease of the one that may decide."""
 
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from contract.identity import Role
-from contract.scaling import PoolScaling, ScalingReport
+from contract.scaling import PoolScaling, ScalingLease, ScalingReport
 from router.metrics import ScalingMetrics
 
 _VALID_SECONDS = 60.0
@@ -30,7 +30,9 @@ class ScalingReports:
 
     def publish(self) -> None:
         """Set the gauges to the values of this moment."""
-        self._metrics.set(self._pools(), self._age())
+        is_valid = self._last is not None and bool(self._pools())
+        num_restarts = self._last[1].num_restarts if self._last is not None and is_valid else None
+        self._metrics.set(self._pools(), self._age(), num_restarts)
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return the decision as plain data, by role; empty if there is none, or only an old one."""
@@ -55,6 +57,31 @@ class ScalingReports:
             return None
         age = self._clock() - self._last[0]
         return age if age <= _GONE_SECONDS else None
+
+
+class ScalingLeases:
+    """Owns the lease of the one autoscaler that may scale the service. metrics: counts the refusals of others.
+
+    clock: seconds, monotonic. For one thread.
+    """
+
+    def __init__(self, metrics: ScalingMetrics, clock: Callable[[], float] = time.monotonic) -> None:
+        self._metrics = metrics
+        self._clock = clock
+        self._holder: str | None = None
+        self._until = float("-inf")
+
+    def ask(self, wanted: ScalingLease) -> ScalingLease:
+        """Grant the lease, prolong it or take it back; return who has it. It is refused while another one has it."""
+        now = self._clock()
+        is_free = self._holder is None or now >= self._until
+        if not is_free and self._holder is not None and self._holder != wanted.holder:
+            if wanted.seconds:
+                self._metrics.refused()
+            return ScalingLease(holder=self._holder, seconds=self._until - now)
+        self._holder = wanted.holder if wanted.seconds else None
+        self._until = now + wanted.seconds
+        return wanted
 
 
 def _pools(report: ScalingReport) -> Mapping[Role, PoolScaling]:

@@ -90,7 +90,9 @@ class RouterService:
             allowed_hosts=listed_hosts(settings.allowed_hosts),
             routes=[
                 *WorkerAdmin(self._path, access, pools).routes(),
-                *ScalingAdmin(self._inspection.scaling, access, pools).routes(),
+                *ScalingAdmin(
+                    self._inspection.scaling, self._inspection.scaling_leases, access, pools
+                ).routes(),
             ],
         )
         self._watchers: list[asyncio.Task[None]] = []

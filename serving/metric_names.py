@@ -126,6 +126,13 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "scaling_decision_age_seconds": Metric(
         "Seconds since a decision of the autoscaler last reached this router; not published if that is an hour ago."
     ),
+    "autoscaler_restarts": Metric(
+        "How often the autoscaler has failed and begun again, by its last decision; not published if that is older than 60 "
+        "s."
+    ),
+    "autoscaler_lease_refusals_total": Metric(
+        "Calls of a further autoscaler for the right to scale the service, which another one has."
+    ),
     "slo_attainment": Metric(
         "Share of the requests that ended in the last 60 seconds and met a goal: ttft, itl, or all of them.",
         ("slo",),

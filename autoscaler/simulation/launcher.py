@@ -78,6 +78,7 @@ class SimulatedLauncher:
             num_keepable=len(workers) - len(ready),
             num_in_flight=sum(one.num_legs if is_prefill else one.decode.num_answers for one in ready),
             max_in_flight=len(ready) * timing.max_answers,
+            max_tokens=len(ready) * timing.kv_tokens,
             is_full=all(
                 one.num_legs >= timing.max_answers or one.num_tokens >= _FULL * timing.kv_tokens
                 for one in ready

@@ -120,12 +120,20 @@ async def until(is_so: Callable[[], bool], otherwise: Callable[[], str]) -> None
 
 
 @asynccontextmanager
-async def running_scaled(folder: Path, timing: TimingModel, *flags: str) -> AsyncIterator[ScaledService]:
-    """Run a service with these bounds, which begins with the least workers and decides twice a second."""
-    write_timing(folder / "timing.json", timing)
+async def running_scaled(
+    folder: Path, timing: TimingModel | None, *flags: str
+) -> AsyncIterator[ScaledService]:
+    """Run a service with these bounds, which begins with the least workers and decides twice a second.
+
+    timing: of its timing file; None: it has none.
+    """
+    file: tuple[str, ...] = ()
+    if timing is not None:
+        write_timing(folder / "timing.json", timing)
+        file = ("--timing", str(folder / "timing.json"))
     model = make_scripted_checkpoint(folder / "model")
     given = ("--model", str(model), "--dtype", "float32", "--num-threads", "1", "--drain-seconds", "20")
-    scaled = ("--autoscale", "--timing", str(folder / "timing.json"), *_PACE, *NO_GOALS)
+    scaled = ("--autoscale", *file, *_PACE, *NO_GOALS)
     async with running_service(folder, *given, *scaled, *flags) as service:
         yield ScaledService(service, folder)
     assert not [line for line in (folder / "service.log").read_text().splitlines() if "Traceback" in line]

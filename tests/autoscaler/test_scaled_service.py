@@ -95,6 +95,28 @@ async def test_with_a_fixed_total_a_worker_changes_its_role_where_that_helps_and
     assert chats.num_right > 20
 
 
+async def test_without_a_timing_file_it_decides_from_the_first_second_and_sends_no_request(
+    tmp_path: Path,
+) -> None:
+    """The load comes when the ready file is there. A goal of a millisecond needs every worker that is allowed."""
+    bounds = ("--prefill", "1:2", "--decode", "1:2", "--ttft-goal-ms", "1", "--itl-goal-ms", "1")
+    async with (
+        running_scaled(tmp_path, None, *bounds) as scaled,
+        chatting(scaled.service.http, 6.0, length=100) as chats,
+    ):
+        await scaled.after_decisions(4)
+        counted = await scaled.metric("kvbaton_request_success_total")
+        held = await scaled.metric("kvbaton_num_requests_running")
+        assert counted <= chats.num_right + len(chats.wrong) + held
+        await scaled.until_line(r"(prefill|decode) 1→2 \(")
+        chats.rate = 0.0
+        async with asyncio.timeout(100):
+            while await scaled.metric("kvbaton_num_requests_running"):
+                await asyncio.sleep(0.1)
+    assert chats.wrong == []
+    assert chats.num_right > 0
+
+
 async def test_while_the_router_does_not_answer_nothing_changes_and_that_is_logged(tmp_path: Path) -> None:
     """Requests pile up in the frozen router. They are no spike when it goes on, and a restarted router is none."""
     timing = on_paper(prompt=0.35, step=0.05)

@@ -96,5 +96,5 @@ async def test_it_does_not_start_without_an_engine_or_with_contradictory_setting
         await serve(settings(tmp_path, "--decode", "3:2"), print)
     with pytest.raises(SettingError, match="budget is 2"):
         await serve(settings(tmp_path, "--tensor-parallel-size", "2", "--budget", "2"), print)
-    with pytest.raises(SettingError, match="timing"):
-        parse(AutoscalerCommand, "kvbaton autoscaler", [])
+    with pytest.raises(SettingError, match=r"timing file missing\.json"):
+        await serve(settings(tmp_path, "--timing", "missing.json"), print)

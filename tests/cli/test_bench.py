@@ -1,5 +1,6 @@
 """``kvbaton bench --profile``, against a real router with scripted workers, and once against a real service."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from protos import worker_pb2 as pb
 from router.testing.script import Script
 from tests.cli.test_operate import kvbaton
 from tests.router.cluster import PAIR, Cluster, running_cluster
+from tests.text.tiny_model import END
 
 PREFILL_SECONDS = 1e-4
 STEP_SECONDS = 0.002
@@ -102,6 +104,37 @@ async def test_an_error_of_the_service_is_one_line(beside: bool, tmp_path: Path)
         code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json"))
     assert code != 0
     assert "an error of the script" in errors and len(errors.splitlines()) == 1
+    assert not (tmp_path / "timing.json").exists()
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+async def test_a_service_that_others_use_is_not_measured(is_before: bool, tmp_path: Path) -> None:
+    """A request of another client runs before the measurement, or comes with its first prompt."""
+    other: list[asyncio.Task[object]] = []
+
+    def played(task: pb.Task) -> Script:
+        if task.sampling.max_tokens == 7:
+            return Script(tokens=[65] * 4, stall_at=1) if is_before else Script(tokens=[END])
+        if not is_before and not other:
+            other.append(
+                asyncio.create_task(cluster.post("/v1/completions", {"prompt": "other", "max_tokens": 7}))
+            )
+        return answer(task)
+
+    async with running_cluster(played, ()) as cluster:
+        for role in PAIR:
+            await cluster.add(role, f"{role.value}-0", max_model_len=4096)
+        if is_before:
+            other.append(
+                asyncio.create_task(cluster.post("/v1/completions", {"prompt": "other", "max_tokens": 7}))
+            )
+            await cluster.until(lambda state: any(worker["num_legs"] for worker in state["workers"]))
+        code, _, errors = await kvbaton(*arguments(cluster, tmp_path / "timing.json", "--rounds", "1"))
+        if is_before:
+            other[0].cancel()
+        await asyncio.wait(other)
+    assert code != 0
+    assert "requests of others" in errors and len(errors.splitlines()) == 1
     assert not (tmp_path / "timing.json").exists()
 
 

@@ -154,13 +154,27 @@ def test_the_groups_of_the_socket_can_be_given(timing: Path, tmp_path: Path) -> 
     assert "/run/rootless.sock" in [v["source"] for v in services["autoscaler"]["volumes"]]
 
 
+@pytest.mark.parametrize(("flags", "has_gpu"), [(RANGES, False), (GPUS, True)])
+def test_without_a_timing_file_the_autoscaler_guesses_by_the_size_of_the_model(
+    flags: tuple[str, ...], has_gpu: bool, tmp_path: Path
+) -> None:
+    services = by_hand("gpu" if has_gpu else "cpu", {}, written(tmp_path, "--autoscale", *flags))
+    settings = command_of(services)
+    assert settings.timing is None
+    assert (
+        settings.weight_bytes == (SHIPPED.parents[1] / "kvbaton/demo_model/model.safetensors").stat().st_size
+    )
+    assert settings.has_gpu is has_gpu
+    targets = [v["target"] for v in services["autoscaler"]["volumes"]]
+    assert "/etc/kvbaton/timing.json" not in targets
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--autoscale",), "timing is not set"),
         (("--timing", "timing.json"), "timing has no effect without autoscale"),
         (("--prefill", "1:2"), "max_prefill has no effect without autoscale"),
-        (("--autoscale", "--timing", "missing.json"), "timing missing.json is not a file"),
+        (("--autoscale", "--timing", "missing.json"), "timing file missing.json cannot be read"),
         (("--autoscale", "--timing", "TIMING", "--prefill", "3:2"), "max_prefill is 2"),
         (("--autoscale", "--timing", "TIMING", "--prefill", "0:2"), "prefill is 0"),
         (
