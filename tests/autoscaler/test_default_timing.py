@@ -80,7 +80,8 @@ def test_the_first_reading_replaces_the_guess_and_later_ones_its_mean(prefill: f
         prefill_seconds_per_token=2 * (load.prefill_seconds_per_token or 0),
     )
     first = Corrections().with_reading(timing, load, 8.0)
-    assert (first.prefill, first.step) == (pytest.approx(prefill), pytest.approx(step))
+    assert first.prefill == pytest.approx(prefill)
+    assert first.step == pytest.approx(step)
     corrections = Corrections().with_reading(timing, slow, 8.0)
     for _ in range(60):
         corrections = corrections.with_reading(timing, load, 8.0)
