@@ -42,6 +42,10 @@ else
 	$(PIP) install $(TORCH) --constraint $(CONSTRAINTS)
 endif
 	$(PIP) install --quiet --editable clients/python --editable '.[worker,dev]' --constraint $(CONSTRAINTS)
+ifeq ($(shell command -v cc 2>/dev/null),)
+	@echo "kvbaton: no C compiler here; Zig's is installed for the code that is compiled at first use"
+	$(PIP) install --quiet --requirement constraints/compiler.txt
+endif
 	@touch $(STAMP)
 
 demo: install ## start 1 prefill + 1 decode worker on the demo model, ask it twice, keep serving until Ctrl-C

@@ -5,9 +5,12 @@ A library beside the sources is used instead, for images without a compiler.
 
 import ctypes
 import hashlib
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +19,17 @@ from native.settings import cache_folder
 _COMPILER = "cc"
 _ALWAYS = ("-fPIC", "-shared")
 _COMPILER_SECONDS = 120.0
+
+
+def compiler_command(compiler: str = _COMPILER) -> tuple[str, ...]:
+    """Return the command that runs a C compiler.
+
+    On a machine without ``cc``, it is the compiler of PyPI's package ``ziglang`` if that is installed.
+    """
+    is_missing = compiler == _COMPILER and shutil.which(compiler) is None
+    if is_missing and importlib.util.find_spec("ziglang") is not None:
+        return sys.executable, "-m", "ziglang", "cc"
+    return (compiler,)
 
 
 class NotCompiledError(Exception):
@@ -51,7 +65,7 @@ class CLibrary:
         unready = target.with_suffix(f".{os.getpid()}.new")
         sources = map(str, sorted(self.folder.glob("*.c")))
         try:
-            command = (compiler, *self.options, *_ALWAYS, "-o", str(unready), *sources)
+            command = (*compiler_command(compiler), *self.options, *_ALWAYS, "-o", str(unready), *sources)
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILER_SECONDS)
             unready.replace(target)
         finally:
@@ -77,7 +91,7 @@ class CLibrary:
 
 def _why(error: Exception, compiler: str) -> str:
     if isinstance(error, FileNotFoundError) and error.filename == compiler:
-        return f"there is no C compiler ({compiler})"
+        return f"there is no C compiler ({compiler}); install one, or PyPI's package ziglang"
     if isinstance(error, subprocess.CalledProcessError):
         return f"the C compiler failed: {error.stderr.strip()}"
     return str(error)

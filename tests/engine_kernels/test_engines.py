@@ -25,6 +25,9 @@ PROMPTS = {f"r{length}": [random.Random(length).randrange(250) for _ in range(le
 
 TokensWithLogprobs = list[tuple[int, TokenLogprobs]]
 
+needs_kernels = pytest.mark.usefixtures("kernels")
+"""torch computes a row differently in another batch, and its steps are never interrupted."""
+
 
 def tokens_with_logprobs(*legs: list[EngineOutput]) -> TokensWithLogprobs:
     """Return every token with its candidates and their exact log probabilities."""
@@ -56,6 +59,7 @@ async def one_engine(
         await client.shutdown()
 
 
+@needs_kernels
 async def test_batches_chunks_preemption_and_the_hand_over_change_no_bit(checkpoint: MakeCheckpoint) -> None:
     model = checkpoint("qwen3", head_dim=64)
     alone, _ = await one_engine(model, at_once=False, enable_prefix_caching=False)
@@ -130,6 +134,7 @@ def stepped(model: Path, *, cut_share: float) -> tuple[dict[str, TokensWithLogpr
     return {name: tokens_with_logprobs(outputs) for name, outputs in found.items()}, num_interrupted
 
 
+@needs_kernels
 def test_interrupted_steps_change_no_bit(checkpoint: MakeCheckpoint) -> None:
     model = checkpoint("qwen3", head_dim=64)
     whole, _ = stepped(model, cut_share=0.0)
@@ -138,6 +143,7 @@ def test_interrupted_steps_change_no_bit(checkpoint: MakeCheckpoint) -> None:
     assert num_interrupted > 20
 
 
+@needs_kernels
 @pytest.mark.parametrize(
     ("num_tokens", "orders", "may_be_interrupted"), [(1, None, True), (2, None, False), (1, [], False)]
 )

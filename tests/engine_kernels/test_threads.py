@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from native.compiling import compiler_command
+
 COUNTING = "int num_yields; int sched_yield(void) { return num_yields++, 0; }\n"
 PROGRAM = """
 import ctypes, sys, torch
@@ -31,7 +33,8 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counter")
     (folder / "counter.c").write_text(COUNTING)
     library = folder / "counter.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, folder / "counter.c"], check=True)
+    command = (*compiler_command(), "-O2", "-shared", "-fPIC", "-o", library, folder / "counter.c")
+    subprocess.run(command, check=True)
     return library
 
 

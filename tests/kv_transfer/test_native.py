@@ -1,11 +1,13 @@
 """The compiled copy loop: compiled once and kept, safe from others, and replaced where it cannot be compiled."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
 
 from kv_transfer.native.compiling import BLOCKS, last_cache_bytes, load_copy_blocks
+from native.compiling import compiler_command
 
 MISSING = Path("no such library")
 
@@ -73,3 +75,17 @@ def test_a_compiler_that_fails_leaves_nothing_behind(
         assert load_copy_blocks(MISSING, tmp_path, compiler="false") is None
     assert "the C compiler failed" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_cc_compiles_with_zig_if_it_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ziglang").mkdir()
+    (tmp_path / "ziglang" / "__init__.py").touch()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert compiler_command() == (sys.executable, "-m", "ziglang", "cc")
+    assert compiler_command("gcc-12") == ("gcc-12",), "a compiler that is named is used"
+    cc = tmp_path / "cc"
+    cc.touch(mode=0o755)
+    assert compiler_command() == ("cc",)

@@ -66,6 +66,13 @@ def test_the_rest_is_installed_after_torch_under_the_same_constraints(programs: 
     assert rest.endswith(f"'.[worker,dev]' --constraint constraints/{'cuda' if gpu else 'cpu'}.txt")
 
 
+def test_a_machine_without_a_c_compiler_gets_one(programs: Path) -> None:
+    wanted = "--requirement constraints/compiler.txt"
+    assert any(line.endswith(wanted) for line in planned(programs, "install"))
+    fake(programs, "cc", "exit 0")
+    assert not any(line.endswith(wanted) for line in planned(programs, "install"))
+
+
 ANYWHERE = "not explore and not gpu and not docker and not sdk and not triton and not system"
 
 
