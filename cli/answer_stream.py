@@ -71,11 +71,12 @@ async def _collect(url: str, response: aiohttp.ClientResponse, on_text: OnText) 
 async def events(url: str, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     """Yield the events of the stream. Raises KvbatonError for an error event, UnavailableError when it ends too early."""
     async for line in response.content:
-        data = line.decode().strip().removeprefix("data:").strip()
+        name, _, value = line.decode().partition(":")
+        data = value.strip()
+        if name != "data" or not data:
+            continue  # a comment, or the end of an event
         if data == "[DONE]":
             return
-        if not data:
-            continue
         event: dict[str, Any] = json.loads(data)
         if "error" in event:
             raise KvbatonError(f"{url}: the answer was interrupted: {event['error']['message']}")

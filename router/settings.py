@@ -132,6 +132,9 @@ class RouterSettings(DrainOptions, MetricsOptions, Settings):
     cancelled."""
     client_stall_seconds: float = Field(default=60.0, gt=0)
     """Time for which a client may read nothing of an answer; then its connection is closed and its request cancelled."""
+    stream_keep_alive_seconds: float = Field(default=15.0, ge=0)
+    """Silence after which a stream gets its headers and a comment (/v1/messages: a ping), so that proxies do not end it; a
+    gRPC connection with an open call gets a ping (at the latest after 30 s). 0: no comments, and pings after 30 s."""
     peer_timeout_seconds: float = Field(default=3.0, gt=0)
     """Silence on a worker's connection after which it counts as dead."""
     files_dir: Path | None = None

@@ -80,15 +80,18 @@ def public_server_options(
     handshake_seconds: float,
     idle_seconds: float,
     call_seconds: float,
+    ping_seconds: float = 0.0,
     is_shared: bool = False,
 ) -> Options:
     """Return the options of a public server, which limit what a client can use, with or without a key.
 
     max_body_bytes: size of a request. handshake_seconds: time for TLS and HTTP/2. idle_seconds: time after which a
     connection without a call is closed. call_seconds: time for a call to end when its connection has its maximum age. The
-    connection of a client whose system acknowledges nothing for a keepalive period is closed. is_shared: other processes of
+    connection of a client whose system acknowledges nothing for a keepalive period is closed. ping_seconds: silence of a
+    connection with an open call after which it gets a ping; a keepalive period if 0 or longer. is_shared: other processes of
     this user may listen on the same port; otherwise none can.
     """
+    keepalive_ms = min(_ms(ping_seconds) or _PUBLIC_KEEPALIVE_MS, _PUBLIC_KEEPALIVE_MS)
     return [
         ("grpc.so_reuseport", int(is_shared)),
         ("grpc.max_receive_message_length", max_body_bytes),
@@ -105,7 +108,7 @@ def public_server_options(
         ),  # it would grow windows to megabytes per call, also without a key
         ("grpc.max_metadata_size", _MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", _MAX_METADATA_BYTES),
-        ("grpc.keepalive_time_ms", _PUBLIC_KEEPALIVE_MS),
+        ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", _PUBLIC_KEEPALIVE_MS),
         ("grpc.http2.ping_timeout_ms", _PUBLIC_KEEPALIVE_MS),
     ]

@@ -45,6 +45,7 @@ class GrpcPort:
                 handshake_seconds=settings.header_timeout_seconds,
                 idle_seconds=settings.idle_timeout_seconds,
                 call_seconds=settings.request_timeout_seconds,
+                ping_seconds=settings.stream_keep_alive_seconds,
                 is_shared=settings.reuse_port,
             ),
         )

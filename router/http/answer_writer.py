@@ -8,6 +8,7 @@ from router.answer import Delta
 from router.http.boundary import STREAM, request_id_header
 from router.http.exchange import Exchange
 from router.http.formatter import AnswerFormatter
+from router.http.keep_alive import KeepAlive
 from router.http.lifetime import let_client_cancel
 from router.http.streaming import EventStream
 from router.http.timing_header import server_timing
@@ -17,12 +18,13 @@ from router.pipeline import Pipeline
 class AnswerWriter:
     """Sends the requests of exchanges through the pipeline and writes their answers.
 
-    stall_seconds: how long a client may read nothing of a stream.
+    stall_seconds: how long a client may read nothing of a stream. keep_alive_seconds: see ``KeepAlive``.
     """
 
-    def __init__(self, pipeline: Pipeline, stall_seconds: float) -> None:
+    def __init__(self, pipeline: Pipeline, stall_seconds: float, keep_alive_seconds: float) -> None:
         self._pipeline = pipeline
         self._stall_seconds = stall_seconds
+        self._keep_alive_seconds = keep_alive_seconds
 
     async def write(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         """Answer ``request``; its client can cancel it meanwhile. Raises KvbatonError."""
@@ -41,12 +43,13 @@ class AnswerWriter:
     async def _write_events(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
         sink = _Sent(stream, exchange.formatter)
-        async with self._pipeline.generate(*exchange.requests, sink=sink) as deltas:
-            request[STREAM] = stream
-            async for delta in deltas:
-                if chunks := exchange.formatter.chunks(delta):
-                    await stream.send(chunks)
-            await stream.done()
+        request[STREAM] = stream
+        with KeepAlive(stream, self._keep_alive_seconds):
+            async with self._pipeline.generate(*exchange.requests, sink=sink) as deltas:
+                async for delta in deltas:
+                    if chunks := exchange.formatter.chunks(delta):
+                        await stream.send(chunks)
+                await stream.done()
         del request[STREAM]  # a cycle of references would wait for the search for garbage
         return stream.response
 

@@ -39,7 +39,7 @@ def all_routes(
     models = path.models
     registry = path.registry
     bodies = JsonBodyReader(models, clients.held, settings)
-    answers = AnswerWriter(path.pipeline, settings.client_stall_seconds)
+    answers = AnswerWriter(path.pipeline, settings.client_stall_seconds, settings.stream_keep_alive_seconds)
     api = document(
         version("kvbaton"),
         needs_key=clients.keys.are_required,

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,13 +23,27 @@ def _is_empty(transport: asyncio.Transport) -> bool:
 
 
 class EventStream:
-    """The events of one response. Headers are sent with the first event, so an earlier error can still set the status."""
+    """The events of one response. Headers are sent with the first event, so an earlier error can still set the status.
 
-    def __init__(self, request: web.Request, headers: dict[str, str], stall_seconds: float) -> None:
+    keep_alive: bytes that readers of events skip. last_write: time (monotonic) of the last write; before the first one, of
+    the stream's making.
+    """
+
+    def __init__(
+        self,
+        request: web.Request,
+        headers: dict[str, str],
+        stall_seconds: float,
+        *,
+        keep_alive: bytes = b": keep-alive\n\n",
+    ) -> None:
         self._request = request
         self._stall_seconds = stall_seconds
         self._transport: asyncio.Transport | None = None
         self._is_chunked = False
+        self._preparing = asyncio.Lock()
+        self._keep_alive = keep_alive
+        self.last_write = time.monotonic()
         self.response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -46,9 +61,21 @@ class EventStream:
 
     def send_now(self, chunks: Sequence[Event]) -> None:
         """Write chunks while there is room, past aiohttp's writer: every token of every stream passes here."""
-        payload = self._events(chunks)
+        self._write_now(self._events(chunks))
+
+    def write_keep_alive(self) -> None:
+        """Write what readers skip, while there is room."""
+        self._write_now(self._keep_alive)
+
+    def _write_now(self, payload: bytes) -> None:
         assert self._transport is not None, "there is room only when the headers were sent"
         self._transport.write(b"%x\r\n%b\r\n" % (len(payload), payload) if self._is_chunked else payload)
+        self.last_write = time.monotonic()
+
+    async def open(self) -> None:
+        """Send the headers before there is an event. Does nothing if the client disconnected."""
+        with contextlib.suppress(ConnectionResetError):
+            await self._put(self._keep_alive, is_last=False)
 
     async def send(self, chunks: Sequence[Event]) -> None:
         """Write chunks. Raises CancelledError when the client has read nothing for too long."""
@@ -89,8 +116,10 @@ class EventStream:
         return len(payload) <= _SMALL_BYTES and transport is not None and _is_empty(transport)
 
     async def _put(self, payload: bytes, *, is_last: bool) -> None:
-        if not self.response.prepared:
-            await self.response.prepare(self._request)
+        async with self._preparing:  # the first event may come while ``open`` sends the headers
+            if not self.response.prepared:
+                await self.response.prepare(self._request)
+        self.last_write = time.monotonic()
         if is_last:
             await self.response.write_eof(payload)
         elif payload:
@@ -108,8 +137,9 @@ class NamedEventStream(EventStream):
         request: web.Request,
         headers: dict[str, str],
         stall_seconds: float,
+        **options: bytes,
     ) -> None:
-        super().__init__(request, headers, stall_seconds)
+        super().__init__(request, headers, stall_seconds, **options)
         self._failed = failed
 
     async def done(self) -> None:

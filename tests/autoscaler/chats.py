@@ -55,7 +55,7 @@ async def _answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
     ending = None
     async with session.post(url, json=body) as response:
         async for line in response.content:
-            event = line.removeprefix(b"data: ").strip()
+            event = line.removeprefix(b"data: ").strip() if line.startswith(b"data: ") else b""
             if event == b"[DONE]":
                 return found if ending in ("stop", "length") else f"{found} (ended by {ending})"
             if event:

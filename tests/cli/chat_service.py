@@ -41,6 +41,7 @@ class ChatService:
             return web.json_response({"error": {"message": "that is no question"}}, status=400)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        await response.write(b": keep-alive\n\n")
         await self._answer(response, asked)
         return response
 

@@ -72,7 +72,8 @@ class Cluster:
             assert response.content_type == "text/event-stream"
             text = await response.text()
         assert text.endswith("\n\n")
-        events = [event.removeprefix("data: ") for event in text.removesuffix("\n\n").split("\n\n")]
+        blocks = [block for block in text.removesuffix("\n\n").split("\n\n") if not block.startswith(":")]
+        events = [event.removeprefix("data: ") for event in blocks]
         return [event if event == "[DONE]" else json.loads(event) for event in events]
 
     def inference(self, channel: grpc.aio.Channel) -> Any:

@@ -25,6 +25,8 @@ from router.model_source import ModelSource
 from router.request import GenerationRequest
 from text.chat import Chat
 
+_PING = b'event: ping\ndata: {"type": "ping"}\n\n'
+
 
 class MessageParser:
     """Parses messages for the model of ``models``."""
@@ -61,7 +63,7 @@ class MessageParser:
             requests=[request],
             options=options,
             formatter=MessageFormatter(options, max_tokens),
-            open_stream=partial(NamedEventStream, lambda error: [error]),
+            open_stream=partial(NamedEventStream, lambda error: [error], keep_alive=_PING),
         )
 
     def count(self, body: Body, origin: Origin) -> GenerationRequest:

@@ -91,7 +91,7 @@ async def ask(
 async def _read_stream(answer: MixedAnswer, response: aiohttp.ClientResponse) -> None:
     is_done = False
     async for line in response.content:
-        if not line.strip():
+        if not line.startswith(b"data: "):
             continue
         payload = line.removeprefix(b"data: ").strip()
         is_done = payload == b"[DONE]"
