@@ -62,8 +62,8 @@ test-slow: install ## run the tests that take minutes, in TEST_PROCESSES process
 test-docker: install ## build the images and run the compose stack; needs a Docker engine with Compose v2
 	$(BIN)/python -m pytest -m docker $(or $(ARGS),tests/docker)
 
-# promtool and prometheus are Debian's package `prometheus`, nginx is `nginx-light`; .ci/run installs both.
-test-system: install ## run the tests that need programs of the system: Prometheus and nginx
+# promtool and prometheus are Debian's package `prometheus`, nginx is `nginx-light`, Caddy is `caddy`; .ci/run installs them.
+test-system: install ## run the tests that need programs of the system: Prometheus, nginx and Caddy
 	$(BIN)/python -m pytest -m system --durations=5 $(ARGS)
 
 test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own

@@ -48,13 +48,14 @@ class Reading:
         """Read until two more silences are seen: one alone may belong to an earlier wait."""
         target = self.num_silences + 2
         while self.num_silences < target:
-            assert await self._read_line(), "the stream ended"
+            assert await self.read_line(), "the stream ended"
 
     async def to_the_end(self) -> None:
-        while await self._read_line():
+        while await self.read_line():
             pass
 
-    async def _read_line(self) -> bool:
+    async def read_line(self) -> bool:
+        """Read a line; return False at the end."""
         async with asyncio.timeout(20):
             line = (await self.response.content.readline()).decode()
         if line.startswith(":"):
