@@ -12,6 +12,7 @@ from autoscaler.local import LocalLauncher
 from autoscaler.policy import ScalingPolicy
 from autoscaler.running import Autoscaler, lease_seconds
 from autoscaler.timing_model import TimingModel, read_timing
+from contract.addresses import local_address
 from contract.identity import Role
 from launch.child_settings import from_file
 from launch.devices import num_gpus
@@ -88,7 +89,7 @@ async def _serve(
             async def routers() -> list[RouterAdmin]:
                 known = supervisor.facts
                 return [
-                    RouterAdmin(known[name]["admin"], session)
+                    RouterAdmin(local_address(known[name]["admin"]), session)
                     for name in router_names(settings)
                     if name in known
                 ]

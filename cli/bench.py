@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from autoscaler.timing_model import write_timing
 from cli.endpoint import Endpoint, endpoint_at, local_endpoint
 from cli.profile import profile
+from contract.addresses import local_address
 from launch.arguments import parse
 from launch.client_settings import BenchSettings
 from launch.local_cluster import run_local
@@ -29,7 +30,9 @@ async def _run(settings: BenchSettings) -> None:
         return
 
     async def use(facts: dict[str, Facts], _: asyncio.Event) -> None:
-        await _profile(settings, local_endpoint(settings, facts[ROUTER]), facts[ROUTER]["admin"])
+        await _profile(
+            settings, local_endpoint(settings, facts[ROUTER]), local_address(facts[ROUTER]["admin"])
+        )
 
     await run_local(settings, use)
 

@@ -16,6 +16,7 @@ from rich.table import Table
 from cli.ask import TIMING_NAMES, Answer, ask_grpc, ask_http, served_model
 from cli.endpoint import Endpoint, local_endpoint
 from cli.terminal import printable
+from contract.addresses import local_address, split_address
 from launch.arguments import parse
 from launch.kept_process import ProcessState
 from launch.local_cluster import run_local
@@ -25,7 +26,6 @@ from launch.settings import DEMO
 from launch.spec import Facts, ProcessSpec
 from protos import inference_pb2 as pb
 from serving.logs import configure_logs
-from serving.settings import split_address
 
 QUESTION = """lamp: fox
 bread: violin
@@ -79,14 +79,14 @@ class Demo:
                 self._status.update(f"{spec.name}: {doing}")
             case ProcessState.READY:
                 self._console.print(
-                    f"  {spec.name:<10} ready, debug page at http://{facts['admin']}/debug/state"
+                    f"  {spec.name:<10} ready, debug page at http://{local_address(facts['admin'])}/debug/state"
                 )
             case ProcessState.ENDED:
                 self._console.print(f"  {spec.name:<10} ended")
 
     async def _show(self, facts: dict[str, Facts], stopped: asyncio.Event) -> None:
         endpoint = local_endpoint(self._settings, facts[ROUTER])
-        grpc_address = facts[ROUTER]["grpc"]
+        grpc_address = local_address(facts[ROUTER]["grpc"])
         url = endpoint.url
         self._console.print(f"\nOpenAI API  {url}/v1\ngRPC        {grpc_address}  (kvbaton.v1.Inference)")
         self._status.update("waiting for the answers")

@@ -10,6 +10,7 @@ import aiohttp
 import grpc
 import grpc.aio
 
+from contract.addresses import local_address
 from contract.errors import SettingError, UnavailableError
 from contract.identity import Role
 from launch.child_settings import from_file
@@ -89,9 +90,10 @@ def local_endpoint(settings: LocalSettings, facts: Facts) -> Endpoint:
     file = environment.get(variable("api_keys_file"))
     key = first_key(environment.get(variable("api_keys")), Path(file) if file else None)
     certificate = environment.get(variable("tls_certificate_file"))
+    address = local_address(facts["http"])
     if not certificate:
-        return Endpoint(f"http://{facts['http']}", key)
-    return Endpoint(f"https://{facts['http']}", key, _pinned(Path(certificate)), Path(certificate))
+        return Endpoint(f"http://{address}", key)
+    return Endpoint(f"https://{address}", key, _pinned(Path(certificate)), Path(certificate))
 
 
 def _trusting(ca_file: Path) -> ssl.SSLContext:

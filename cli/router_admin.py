@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from contract.addresses import local_address
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.operator_settings import OperatorSettings
@@ -35,7 +36,9 @@ def _address_in(ready_file: Path) -> str:
     """Return the admin address of the first router in a ready file."""
     try:
         processes = json.loads(ready_file.read_text())["processes"]
-        routers = [process["admin"] for process in processes if process["role"] == Role.ROUTER.value]
+        routers = [
+            local_address(process["admin"]) for process in processes if process["role"] == Role.ROUTER.value
+        ]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise SettingError(
             f"ready_file {ready_file} cannot be used: {error}; is `kvbaton up` running?", param="ready_file"

@@ -1,9 +1,9 @@
 """The groups of a connector's settings (see ``contract.options``). Imports nothing that moves KV."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from contract.identity import Role
 from contract.options import Options, PartSettings, PeerOptions
@@ -23,12 +23,20 @@ class TransferOptions(Options):
     """Seconds that computed KV stays lent to a decode worker from which nothing is received."""
 
 
+def _without_brackets(host: str) -> str:
+    return host.strip("[]")
+
+
+Host = Annotated[str, AfterValidator(_without_brackets)]
+"""A host name or an IP address; brackets around one of IPv6 are removed."""
+
+
 class PortOptions(Options):
     """The addresses at which other workers reach a worker."""
 
-    host: str = Field(default="127.0.0.1", min_length=1)
+    host: Host = Field(default="127.0.0.1", min_length=1)
     """Interface to which the worker's internal ports are bound; other workers and the router must be able to reach it."""
-    advertise_host: str | None = None
+    advertise_host: Host | None = None
     """Host name or address that the router and other workers connect to; required if host is a wildcard such as 0.0.0.0."""
     control_port: int = Field(default=0, ge=0, le=65535)
     """Port of the control link to other workers; 0 picks a free one."""

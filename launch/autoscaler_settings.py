@@ -8,7 +8,7 @@ from pydantic import Field
 from engine.options import RankOptions
 from launch.scaling_settings import ScalingSettings
 from launch.settings import CommandSettings
-from serving.settings import Address
+from serving.settings import Address, ListenAddress
 
 
 class AutoscalerCommand(RankOptions, ScalingSettings, CommandSettings):
@@ -39,5 +39,5 @@ class AutoscalerCommand(RankOptions, ScalingSettings, CommandSettings):
     """Admin key of the routers; prefer the variable or a file: other users of this machine can see a flag."""
     admin_keys_file: Path | None = None
     """File with the admin keys of the routers, the first of which is used if admin_key is unset."""
-    admin: Address = "127.0.0.1:9102"
+    admin: ListenAddress = "127.0.0.1:9102"
     """HOST:PORT of /health and /debug/state."""

@@ -9,7 +9,7 @@ from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from contract.errors import SettingError
 from contract.options import MAX_SECONDS
 from launch.settings import DEMO, CommandSettings, LocalSettings, LogLevel
-from serving.settings import FLAG, Address
+from serving.settings import FLAG, Address, ListenAddress
 
 
 def _as_url(value: str) -> str:
@@ -33,9 +33,9 @@ class ClientSettings(LocalSettings):
     """API key for the service at --url; prefer the variable: other users of this machine can see a flag."""
     ca_file: Path | None = None
     """File of CA certificates (PEM) to trust for an https service at --url; unset: those of this machine."""
-    http: Address = "127.0.0.1:0"
+    http: ListenAddress = "127.0.0.1:0"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
-    grpc: Address = "127.0.0.1:0"
+    grpc: ListenAddress = "127.0.0.1:0"
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
     log_level: LogLevel = "error"
     """Lowest level of the log records that are written."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from contract.addresses import local_address
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import to_arguments
@@ -60,8 +61,10 @@ def local_processes(
         given.pop("files_dir", None)
     routers = router_names(settings)
     specs = _routers(settings, shared, given)
+    # Operators of the routers are those of the workers: without this, a worker would ask for no key.
+    of_all = {name: given[name] for name in ("admin_keys_file",) if name in given}
     for role, count in pools.items():
-        given = from_file(settings, role) if count else {}
+        given = of_all | from_file(settings, role) if count else {}
         flags = _without({**worker_flags, "nice": _nice(role, settings)}, given)
         for index in range(count):
             worker = f"{role.value}-{index}"
@@ -220,7 +223,7 @@ def _worker_command(
     role: Role, routers: Sequence[str], flags: Mapping[str, Any]
 ) -> Callable[[Mapping[str, Facts]], list[str]]:
     def command(known: Mapping[str, Facts]) -> list[str]:
-        addresses = ",".join(known[name]["internal"] for name in routers)
+        addresses = ",".join(local_address(known[name]["internal"]) for name in routers)
         return _python(role, {**flags, "router": addresses})
 
     return command

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from contract.addresses import join_address, split_address
 from launch.settings import LocalSettings
 from launch.spec import Facts
-from serving.settings import split_address
 
 ROUTER = "router"
 """The name of the first router; the others are router-1, router-2, ..."""
@@ -51,6 +51,5 @@ class RouterPorts:
 
 
 def _counted_up(address: str, number: int) -> str:
-    host, _, _ = address.rpartition(":")
-    _, port = split_address(address)
-    return f"{host}:{port + number if port else 0}"
+    host, port = split_address(address)
+    return join_address(host, port + number if port else 0)

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, model_validator
 from launch.model import model_folder, with_served_name
 from launch.settings import ServiceSettings
 from router.settings import RouterSettings
-from serving.settings import Address
+from serving.settings import ListenAddress
 
 
 class RouterCommand(ServiceSettings, RouterSettings):
@@ -19,7 +19,7 @@ class RouterCommand(ServiceSettings, RouterSettings):
     Example: kvbaton router --secret-file secret --internal 0.0.0.0:9100
     """
 
-    internal: Address = "127.0.0.1:9100"
+    internal: ListenAddress = "127.0.0.1:9100"
     """HOST:PORT at which workers register; they need the cluster secret."""
     model: Annotated[Path | None, BeforeValidator(model_folder)] = None
     """Folder or Hugging Face id of the model, "demo" for the demo model; unset: fetched from the first worker."""

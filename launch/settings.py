@@ -12,7 +12,7 @@ from pydantic_settings import CliSuppress
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.devices import parse_devices
-from serving.settings import Address, Settings
+from serving.settings import ListenAddress, Settings
 from serving.settings_file import is_secret, nearest
 from worker.options import WorkerOptions
 
@@ -96,9 +96,9 @@ class LocalSettings(WorkerOptions, PoolSettings):
 
     Unset: 5, or 0 with autoscale, whose workers change their roles.
     """
-    http: Address = "127.0.0.1:8000"
+    http: ListenAddress = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI API; port 0 picks a free one."""
-    grpc: Address = "127.0.0.1:9000"
+    grpc: ListenAddress = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API; port 0 picks a free one."""
     ready_file: Annotated[Path | None, AfterValidator(_check_ready_file)] = None
     """JSON file with all addresses, written when the service is ready."""

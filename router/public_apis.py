@@ -6,6 +6,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
+from contract.addresses import is_loopback
 from router.batches.service import BatchService
 from router.client_access import ClientAccess
 from router.draining import Drain
@@ -16,7 +17,6 @@ from router.http.routes import all_routes
 from router.request_path import RequestPath
 from router.settings import RouterSettings
 from serving.descriptors import ConnectionCaps
-from serving.settings import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from aiohttp import web
 from contract.decoding import decode_outside, json_decoder
 from contract.errors import InvalidRequestError
 from contract.scaling import ScalingLease, ScalingReport
-from router.admin_access import AdminAccess
+from router.admin_access import answering
 from router.scaling import ScalingLeases, ScalingReports
 
 _DECODER: msgspec.json.Decoder[ScalingReport] = json_decoder(ScalingReport)
@@ -23,23 +23,17 @@ class ScalingAdmin:
     """Serves the API on a router's admin port. pools: returns the load of each pool, with the decision about it."""
 
     def __init__(
-        self,
-        reports: ScalingReports,
-        leases: ScalingLeases,
-        access: AdminAccess,
-        pools: Callable[[], Mapping[str, Any]],
+        self, reports: ScalingReports, leases: ScalingLeases, pools: Callable[[], Mapping[str, Any]]
     ) -> None:
         self._reports = reports
         self._leases = leases
-        self._access = access
         self._pools = pools
 
     def routes(self) -> list[web.RouteDef]:
         """Return all paths."""
-        guard = self._access.guard
         return [
-            web.put("/admin/scaling", guard(self._put)),
-            web.put("/admin/scaling/lease", guard(self._lease)),
+            web.put("/admin/scaling", answering(self._put)),
+            web.put("/admin/scaling/lease", answering(self._lease)),
         ]
 
     async def _put(self, request: web.Request) -> web.Response:

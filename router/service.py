@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from router.admin_access import AdminAccess
+from router.admin_access import admin_access
 from router.batch_setup import build_batches
 from router.client_access import client_access
 from router.draining import Drain
@@ -79,7 +79,7 @@ class RouterService:
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
         )
-        access = AdminAccess(settings, clients)
+        access = admin_access(settings, clients)
         pools = self._inspection.pools
         self._admin = AdminServer(
             settings.admin,
@@ -88,11 +88,10 @@ class RouterService:
             state=self._debug_state,
             metrics=self._inspection.collector,
             allowed_hosts=listed_hosts(settings.allowed_hosts),
+            access=access,
             routes=[
                 *WorkerAdmin(self._path, access, pools).routes(),
-                *ScalingAdmin(
-                    self._inspection.scaling, self._inspection.scaling_leases, access, pools
-                ).routes(),
+                *ScalingAdmin(self._inspection.scaling, self._inspection.scaling_leases, pools).routes(),
             ],
         )
         self._watchers: list[asyncio.Task[None]] = []

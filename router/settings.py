@@ -11,9 +11,10 @@ from contract.options import DrainOptions
 from router.batches.quota import FolderLimits
 from router.goals import Goals
 from router.limits import MAX_PROMPTS
+from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
 from serving.metric_aliases import MetricsOptions
-from serving.settings import Address, Settings, check_secret, listed, read_secret_file
+from serving.settings import ListenAddress, Settings, check_secret, listed, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
 
@@ -34,18 +35,18 @@ def _check_origins(value: str) -> str:
     return value
 
 
-class RouterSettings(DrainOptions, MetricsOptions, Settings):
+class RouterSettings(AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
     """The addresses, the model and the limits of a router."""
 
-    http: Address = "127.0.0.1:8000"
+    http: ListenAddress = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI HTTP API; port 0 picks a free one."""
-    grpc: Address = "127.0.0.1:9000"
+    grpc: ListenAddress = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""
     reuse_port: bool = False
     """Let other routers of the same user listen on the same HTTP and gRPC ports; the system distributes the connections."""
-    internal: Address = "127.0.0.1:0"
+    internal: ListenAddress = "127.0.0.1:0"
     """HOST:PORT where workers register with the cluster secret."""
-    admin: Address = "127.0.0.1:0"
+    admin: ListenAddress = "127.0.0.1:0"
     """HOST:PORT of /health, /ready, /metrics, /debug/state and /admin for operators; plain HTTP, without API keys."""
     model: Path | None = None
     """Folder of the model (its small files are enough); unset: loaded from the first worker."""
@@ -59,11 +60,6 @@ class RouterSettings(DrainOptions, MetricsOptions, Settings):
     """API keys of clients, separated by commas; prefer the file. Without any key, every client is accepted."""
     api_keys_file: Path | None = None
     """File with API keys, one per line; # begins a comment. It is read again when it changes."""
-    admin_keys: str | None = Field(default=None, repr=False)
-    """Keys of operators for /admin on the admin port, separated by commas; prefer the file. If unset, /admin is open to
-    this machine only, and closed if API keys are set."""
-    admin_keys_file: Path | None = None
-    """File with admin keys, one per line; # begins a comment. It is read again when it changes."""
     metrics_need_key: bool = False
     """Require an API key for /metrics too, if there are keys."""
     ttft_goal_ms: float = Field(default=1000.0, gt=0, le=600_000)

@@ -1,6 +1,7 @@
 """The admin API about workers: ``GET /admin/workers``, and ``POST /admin/workers/ID/drain``, ``/undrain``, ``/flip``."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -12,19 +13,25 @@ from aiohttp import web
 from contract.errors import InvalidRequestError, NotFoundError, UnavailableError
 from contract.identity import Role, worker_role
 from contract.membership import DrainOrder, RoleOrder
-from router.admin_access import AdminAccess
+from router.admin_access import answering
 from router.attached_worker import AttachedWorker
 from router.registry import Registry
 from router.request_path import RequestPath
 from router.worker_facts import worker_facts
+from serving.admin_access import AdminAccess
 from serving.query import seconds_in
+
+logger = logging.getLogger(__name__)
 
 _ANSWER_SECONDS = 5.0
 """The time in which a worker answers an order with its credit."""
 
 
 class WorkerAdmin:
-    """Serves the API on a router's admin port. access: checks every request. pools: returns the load of each pool."""
+    """Serves the API on a router's admin port, which checks the access.
+
+    access: names operators in the log. pools: returns the load of each pool.
+    """
 
     def __init__(
         self, path: RequestPath, access: AdminAccess, pools: Callable[[], Mapping[str, Any]]
@@ -35,12 +42,11 @@ class WorkerAdmin:
 
     def routes(self) -> list[web.RouteDef]:
         """Return all paths."""
-        guard = self._access.guard
         return [
-            web.get("/admin/workers", guard(self._list)),
-            web.post("/admin/workers/{id}/drain", guard(self._drain)),
-            web.post("/admin/workers/{id}/undrain", guard(self._undrain)),
-            web.post("/admin/workers/{id}/flip", guard(self._flip)),
+            web.get("/admin/workers", answering(self._list)),
+            web.post("/admin/workers/{id}/drain", answering(self._drain)),
+            web.post("/admin/workers/{id}/undrain", answering(self._undrain)),
+            web.post("/admin/workers/{id}/flip", answering(self._flip)),
         ]
 
     async def _list(self, _: web.Request) -> web.Response:
@@ -51,6 +57,7 @@ class WorkerAdmin:
         worker = self._worker_of(request)
         deadline = seconds_in(request, "deadline")
         wait = seconds_in(request, "wait") or 0.0
+        logger.info("worker %s is drained by %s", worker.name, self._access.requester(request))
         worker.drain(DrainOrder(deadline_seconds=deadline))
         capacity = worker.capacity
         await self._until_answered(worker, lambda: capacity.credit.is_draining)
@@ -60,6 +67,7 @@ class WorkerAdmin:
     async def _undrain(self, request: web.Request) -> web.Response:
         """Send the order to serve again: 200 once the worker does. Raises UnavailableError if it is stopping."""
         worker = self._worker_of(request)
+        logger.info("the drain of worker %s is cancelled by %s", worker.name, self._access.requester(request))
         worker.undrain()
         await self._until_answered(worker, lambda: not worker.capacity.credit.is_draining)
         return web.json_response(worker_facts(worker))
@@ -73,6 +81,9 @@ class WorkerAdmin:
         role = worker_role(request.query.get("role", ""))
         wait = seconds_in(request, "wait") or 0.0
         _check_flip(self._path.registry, worker, role)
+        logger.info(
+            "worker %s is made a %s worker by %s", worker.name, role.value, self._access.requester(request)
+        )
         worker.flip(RoleOrder(role=role.value, epoch=time.time_ns() // 1000))
         capacity = worker.capacity
 

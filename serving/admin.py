@@ -1,20 +1,27 @@
 """The admin port of a process: ``/health``, ``/ready``, ``/metrics``, ``/debug/state``; plain HTTP, no API key.
 
-A process may add routes, which check the access themselves.
+A process may add routes. A request that changes something, or that is for a route below ``/admin``, is checked.
 """
 
 import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Middleware
 from prometheus_client.registry import Collector
 
+from contract.errors import KvbatonError, UnauthenticatedError
+from serving.admin_access import SAFE_METHODS, AdminAccess
+from serving.errors import http_status, openai_error
 from serving.health import health_response
 from serving.http_hosts import HostCheck
 from serving.http_server import HttpServer, start_http
 from serving.metrics import CONTENT_TYPE, render
 from serving.process_facts import process_facts
+
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_OPERATORS = "/admin"
 
 
 class AdminServer:
@@ -23,7 +30,8 @@ class AdminServer:
     missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. not_ready: returns
     another reason why it accepts no new work; shown by ``/ready`` only. state: returns plain data for ``/debug/state``, to
     which the process's own facts are added as ``process``. metrics: returns a collector of the current values; None: no
-    such page. allowed_hosts: valid names in the Host header beside localhost. routes: further paths.
+    such page. allowed_hosts: valid names in the Host header beside localhost. access: decides who may use an action (any
+    method but GET and HEAD) and the paths below ``/admin``; None: no one. routes: further paths.
     """
 
     def __init__(
@@ -35,6 +43,7 @@ class AdminServer:
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]] | None = None,
         allowed_hosts: tuple[str, ...] = (),
+        access: AdminAccess | None = None,
         routes: Iterable[web.RouteDef] = (),
     ) -> None:
         self._asked_address = address
@@ -42,6 +51,7 @@ class AdminServer:
         self._not_ready = not_ready
         self._state = state
         self._metrics = metrics
+        self._access = access
         self._routes = tuple(routes)
         self._hosts = HostCheck(address, allowed_hosts, refuses_origins=True)
         self._server: HttpServer | None = None
@@ -53,7 +63,7 @@ class AdminServer:
 
     async def start(self) -> None:
         """Start to listen. Raises SettingError when the address cannot be bound."""
-        app = web.Application(middlewares=[self._hosts.middleware])
+        app = web.Application(middlewares=[self._hosts.middleware, self._access_middleware])
         app.router.add_get("/health", self._get_health)
         app.router.add_get("/ready", self._get_ready)
         if self._metrics:
@@ -68,6 +78,34 @@ class AdminServer:
             server = self._server
             self._server = None
             await server.close()
+
+    @property
+    def _access_middleware(self) -> Middleware:
+        """A middleware that checks the access, and answers errors with their reason.
+
+        Actions are recognized by their method, not by a list of paths: a route that is added later is closed, too.
+        """
+
+        @web.middleware
+        async def check(request: web.Request, handler: _Handler) -> web.StreamResponse:
+            try:
+                if _is_for_operators(request):
+                    self._check(request)
+                return await handler(request)
+            except KvbatonError as error:
+                response = web.json_response(openai_error(error), status=http_status(error.kind))
+                if isinstance(error, UnauthenticatedError):
+                    response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
+                return response
+            except web.HTTPForbidden as error:
+                return web.json_response({"error": {"message": error.reason}}, status=error.status)
+
+        return check
+
+    def _check(self, request: web.Request) -> None:
+        if self._access is None:
+            raise web.HTTPForbidden(reason="this port has no actions")
+        self._access.check(request)
 
     async def _get_health(self, _: web.Request) -> web.Response:
         return health_response(self._missing())
@@ -86,3 +124,10 @@ class AdminServer:
             return web.Response(body=render(await metrics()), headers={"Content-Type": CONTENT_TYPE})
 
         return get_metrics
+
+
+def _is_for_operators(request: web.Request) -> bool:
+    """Return True for an action, and for a page below ``/admin``, by the route that matches and not by the path as sent."""
+    resource = request.match_info.route.resource
+    path = request.path if resource is None else resource.canonical
+    return request.method not in SAFE_METHODS or path.startswith(_OPERATORS)

@@ -3,8 +3,8 @@
 import grpc
 import grpc.aio
 
+from contract.addresses import join_address, split_address
 from contract.errors import SettingError
-from serving.settings import split_address
 
 
 async def start_grpc(
@@ -23,4 +23,4 @@ async def start_grpc(
     except RuntimeError as error:
         raise SettingError(f"{param} is {address}: cannot listen there, {error}", param=param) from error
     await server.start()
-    return f"{split_address(address)[0]}:{port}"
+    return join_address(split_address(address)[0], port)

@@ -8,6 +8,7 @@ import ssl
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from contract.addresses import ALL
 from serving.http_connection import HttpConnection
 from serving.http_connections import EVICTION_AGE_SECONDS, Connections, HttpLimits, address_of
 
@@ -42,14 +43,18 @@ class PlainSocket(socket.socket):
 async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socket.socket]:
     """Return listening sockets for every address of ``host``, all on one port. Raises OSError.
 
+    ``ALL`` stands for the addresses of both families, or of the one that this machine has.
     is_shared: other processes of this user may listen there too; the system distributes connections among them.
     """
     found = await asyncio.get_running_loop().getaddrinfo(
-        host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        None if host == ALL else host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
+            bound_port = sockets[0].getsockname()[1] if sockets else port
+            if not _has(family, host):
+                continue
             opened = PlainSocket(family, kind, protocol)
             sockets.append(opened)
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -58,7 +63,6 @@ async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socke
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # its connections inherit this
             if family == socket.AF_INET6:
                 opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            bound_port = sockets[0].getsockname()[1] or port
             opened.bind((address[0], bound_port, *address[2:]))
             opened.setblocking(False)
             opened.listen(_BACKLOG)
@@ -67,6 +71,18 @@ async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socke
             each.close()
         raise
     return sockets
+
+
+def _has(family: socket.AddressFamily, host: str) -> bool:
+    """Return False for IPv6 on a machine that has none, where ``host`` stands for all of its addresses."""
+    if host != ALL or family != socket.AF_INET6:
+        return True
+    try:
+        with socket.socket(family) as probe:
+            probe.bind((ALL, 0))
+    except OSError:
+        return False
+    return True
 
 
 class Listening(Protocol):

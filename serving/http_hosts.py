@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
-from serving.settings import is_loopback, split_address
+from contract.addresses import is_loopback, split_address
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from aiohttp import web
 
+from contract.addresses import join_address, split_address
 from contract.errors import SettingError
 from serving.http_acceptor import HttpAcceptor, listen
 from serving.http_connection import HttpConnection
 from serving.http_connections import Connections, HttpLimits
-from serving.settings import split_address
 
 _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -80,7 +80,7 @@ async def start_http(
 
     acceptor = HttpAcceptor(sockets, make, book, limits, tls)
     acceptor.start()
-    return HttpServer(f"{host}:{acceptor.port}", runner, acceptor, book)
+    return HttpServer(join_address(host, acceptor.port), runner, acceptor, book)
 
 
 def _noting_begin(handler: _Handler) -> _Handler:

@@ -4,7 +4,6 @@
 value and the allowed range. Only modules named ``settings`` read the environment.
 """
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, PrivateAttr
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
+from contract.addresses import check_address, check_listen_address
 from contract.errors import SettingError
 from contract.identity import MIN_SECRET_CHARACTERS
 from contract.options import Options
@@ -23,36 +23,15 @@ FLAG = "flag"
 """The origin of a value from the command line."""
 
 
-def check_address(value: str) -> str:
-    """Return a "host:port" unchanged. Raises ValueError if it is none."""
-    host, colon, port = value.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"{value!r} is not HOST:PORT (port 0..65535; 0 picks a free one)")
-    return value
-
-
 Address = Annotated[str, AfterValidator(check_address)]
-"""A "host:port"; port 0 means any free port."""
+"""The "host:port" of another process."""
+ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
+"""A "host:port" to listen on; port 0 means any free port, an empty host all addresses of this machine."""
 
 
 def listed(value: str) -> tuple[str, ...]:
     """Split a setting of several values, which commas separate."""
     return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
-def split_address(address: str) -> tuple[str, int]:
-    """Split a checked "host:port"; brackets of an IPv6 host are removed."""
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """Return True if only this machine can reach a "host:port"; a name other than localhost counts as reachable."""
-    host, _ = split_address(address)
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_secret_file(path: Path | None) -> str:

@@ -7,7 +7,7 @@
 3. The worker is empty when it holds no leg and lends no KV. The routers receive a credit with ``is_empty``, and report that
    no leg is bound (``worker/emptiness.py``).
 4. After a signal the process ends then, or a moment after the deadline, or at a second signal. Otherwise it stays until
-   ``undo``, which lets it serve again, or until a signal.
+   ``undo``, which lets it serve again, or until a signal. A drain that is forgotten undoes itself after ``hold_seconds``.
 """
 
 import asyncio
@@ -32,7 +32,8 @@ TAKEN_AWAY_SECONDS = 5.0
 class Drain:
     """Drains one worker. Owns the deadline.
 
-    announce: called when the credit has changed. default_seconds: the time for legs if none is given.
+    announce: called when the credit has changed. default_seconds: the time for legs if none is given. hold_seconds: the
+    time after the deadline until the worker serves again.
     """
 
     def __init__(
@@ -42,13 +43,16 @@ class Drain:
         settling: Settling,
         announce: Callable[[], None],
         default_seconds: float,
+        hold_seconds: float,
     ) -> None:
         self._lifecycle = lifecycle
         self._emptiness = emptiness
         self._settling = settling
         self._announce = announce
         self._default_seconds = default_seconds
+        self._hold_seconds = hold_seconds
         self._deadline = 0.0
+        self._release: asyncio.TimerHandle | None = None
 
     @property
     def reason(self) -> str | None:
@@ -72,10 +76,11 @@ class Drain:
             return credit
         return replace(credit, drain_seconds=self.seconds_left, is_empty=self.is_empty)
 
-    def begin(self, seconds: float | None = None) -> None:
+    def begin(self, seconds: float | None = None, *, by: str) -> None:
         """Take no new legs; those that are bound have ``seconds``, or less if an earlier deadline is set.
 
-        Raises UnavailableError if the worker has left.
+        The worker serves again ``hold_seconds`` after the deadline, counted anew from each call, unless its process is to
+        end. by: who asks for it, for the log. Raises UnavailableError if the worker has left.
         """
         deadline = time.monotonic() + (self._default_seconds if seconds is None else seconds)
         if self._lifecycle.is_draining:
@@ -84,15 +89,18 @@ class Drain:
             self._lifecycle.drain()
             self._deadline = deadline
             self._emptiness.watch()
-        logger.info("draining: legs have up to %.1f s", self.seconds_left)
+        logger.info("draining, ordered by %s: legs have up to %.1f s", by, self.seconds_left)
+        self._hold()
         self._announce()
         self._settling.watch()
 
-    def undo(self) -> None:
-        """Serve again. Raises UnavailableError if the process is to end."""
+    def undo(self, *, by: str) -> None:
+        """Serve again. by: who asks for it, for the log. Raises UnavailableError if the process is to end."""
+        was_draining = self._lifecycle.is_draining
         self._lifecycle.undrain()
         self.close()
-        logger.info("the drain is undone")
+        if was_draining:
+            logger.info("the drain was cancelled by %s; serving again", by)
         self._announce()
 
     def leg_accepted(self) -> None:
@@ -108,11 +116,27 @@ class Drain:
     async def stop(self, at_once: asyncio.Event) -> None:
         """Drain for good; return when no leg is bound, or the legs had their time, or at ``at_once``."""
         self._lifecycle.is_stopping = True
-        self.begin()
+        self.begin(by="a signal")
         seconds = self.seconds_left + TAKEN_AWAY_SECONDS
         if not await ends_within(self._emptiness.wait_unbound(), seconds, at_once):
             logger.warning("legs are left to other workers: the worker had to end now")
 
     def close(self) -> None:
-        """Stop watching for emptiness. Does nothing the second time."""
+        """Stop watching for emptiness, and for the end of the hold. Does nothing the second time."""
         self._emptiness.close()
+        self._cancel_release()
+
+    def _hold(self) -> None:
+        """Set the moment at which the worker serves again; none if its process is to end."""
+        self._cancel_release()
+        if not self._lifecycle.is_stopping:
+            seconds = self.seconds_left + self._hold_seconds
+            self._release = asyncio.get_running_loop().call_later(seconds, self._serve_again)
+
+    def _serve_again(self) -> None:
+        self.undo(by=f"its deadline: nobody renewed it for {self._hold_seconds:g} s (drain_hold_seconds)")
+
+    def _cancel_release(self) -> None:
+        if self._release:
+            self._release.cancel()
+            self._release = None

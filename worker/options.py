@@ -32,3 +32,6 @@ class WorkerOptions(DrainOptions, TransferOptions, EngineOptions, DeviceOptions)
 
     max_queued_tokens: int | None = Field(default=None, ge=1)
     """Limit of prompt tokens queued at a prefill worker; unset: enough for two steps."""
+    drain_hold_seconds: float = Field(default=3600.0, gt=0)
+    """Time for which a worker that an operator drains stays out of service after the drain's deadline; then it serves again.
+    Each order to drain sets it anew."""

@@ -56,9 +56,9 @@ class Orders:
                 case "orders":
                     return await self._carry_out_all(message.orders, session)
                 case "drain":
-                    self._drain.begin(drain_from_proto(message.drain).deadline_seconds)
+                    self._drain.begin(drain_from_proto(message.drain).deadline_seconds, by="a router")
                 case "undrain":
-                    self._drain.undo()
+                    self._drain.undo(by="a router")
                 case "role_change":
                     self._flip.begin(role_change_from_proto(message.role_change))
         except KvbatonError as error:

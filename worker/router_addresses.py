@@ -6,7 +6,7 @@ import logging
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 
-from serving.settings import split_address
+from contract.addresses import join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +18,7 @@ LookUp = Callable[[str, int], Awaitable[frozenset[str]]]
 async def look_up(host: str, port: int) -> frozenset[str]:
     """Ask the system's resolver."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return frozenset(
-        f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
-        for family, _, _, _, address in found
-    )
+    return frozenset(join_address(str(address[0]), port) for *_, address in found)
 
 
 class RouterAddresses:

@@ -12,18 +12,19 @@ from typing import Any
 import grpc.aio
 from prometheus_client.registry import Collector
 
+from contract.addresses import join_address, split_address
 from contract.identity import Role, new_boot_id
 from engine.client import EngineClient, ProcessClient
 from kv_transfer.connector import TransferFactory
 from protos import worker_pb2_grpc
 from serving.admin import AdminServer
+from serving.admin_access import AdminAccess
 from serving.descriptors import internal_connections, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
 from serving.logs import configure_logs, log_settings
 from serving.metric_aliases import AliasCollector
 from serving.metrics import EngineCollector
-from serving.settings import split_address
 from serving.signals import until_stopped
 from worker.cores import run_on
 from worker.drain_admin import DrainAdmin
@@ -112,18 +113,20 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
     most = internal_connections(raise_descriptor_limit(), num_open_descriptors())
     server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds, most))
     worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker), server)
+    access = AdminAccess(settings)
     admin = AdminServer(
         settings.admin,
         missing=worker.missing,
         not_ready=lambda: worker.drain.reason,
         state=worker.debug_state,
         metrics=_metrics(worker, settings),
-        routes=DrainAdmin(worker).routes(),
+        access=access,
+        routes=DrainAdmin(worker, access).routes(),
     )
     async with AsyncExitStack() as stack:
         bound = await start_grpc(
             server,
-            f"{settings.host}:{settings.port}",
+            join_address(settings.host, settings.port),
             param="port",
             credentials=worker.tls.server_credentials,
         )
@@ -132,7 +135,7 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
         stack.push_async_callback(admin.stop)
         stack.push_async_callback(worker.abort_all)
         host, port = split_address(bound)
-        yield {"grpc": f"{settings.advertise_host or host}:{port}", "admin": admin.address}
+        yield {"grpc": join_address(settings.advertise_host or host, port), "admin": admin.address}
 
 
 async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> EngineClient:

@@ -5,12 +5,14 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from contract.addresses import check_address
 from contract.identity import Role
 from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
+from serving.admin_access import AdminKeyOptions
 from serving.metric_aliases import MetricsOptions
-from serving.settings import Address, Settings, check_address, listed, read_secret_file
+from serving.settings import ListenAddress, Settings, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
 
@@ -22,12 +24,10 @@ def _check_routers(value: str) -> str:
     names = listed(value)
     if not names:
         raise ValueError("it names no router; write HOST:PORT, or several of them separated by commas")
-    for name in names:
-        check_address(name)
-    return value
+    return ",".join(map(check_address, names))
 
 
-class PlaceSettings(Settings):
+class PlaceSettings(AdminKeyOptions, Settings):
     """The settings that identify a worker and its addresses."""
 
     model: Path
@@ -43,7 +43,7 @@ class PlaceSettings(Settings):
     """Model name for clients; unset: the folder's name."""
     port: int = Field(default=0, ge=0, le=65535)
     """Port of the worker's gRPC service; 0 picks a free one."""
-    admin: Address = "127.0.0.1:0"
+    admin: ListenAddress = "127.0.0.1:0"
     """HOST:PORT of /health, /ready, /metrics and /debug/state."""
 
 

@@ -53,7 +53,12 @@ class Worker:
             self.lifecycle, lambda: self._sessions, lambda: _has_mixed_kv(self.lifecycle.role, engine.stats)
         )
         self.drain = Drain(
-            self.lifecycle, emptiness, settling, lambda: self._sessions.send_credit(), settings.drain_seconds
+            self.lifecycle,
+            emptiness,
+            settling,
+            lambda: self._sessions.send_credit(),
+            settings.drain_seconds,
+            settings.drain_hold_seconds,
         )
         self.flip = Flip(
             self.lifecycle,

@@ -154,8 +154,3 @@ def parse_address(address: str) -> tuple[str, int]:
     if not is_host or not is_port:
         raise TransferError(f"invalid address {shown(address)!r}; it must read host:port")
     return host.strip("[]"), int(port)
-
-
-def format_address(host: str, port: int) -> str:
-    """Return "host:port", with brackets around an IPv6 host; the inverse of ``parse_address``."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

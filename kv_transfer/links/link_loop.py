@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from contract.addresses import join_address
 from contract.errors import KvbatonError
 from kv_transfer.counters import Counters
-from kv_transfer.links.framing import format_address
 from kv_transfer.links.link import LinkEvents, PeerRef
 from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.links.open_links import Dialer, OpenLinks, Outcome, resolve
@@ -107,7 +107,7 @@ class LinkLoop:
         lookup: Callable[[str, int], Outcome] = resolve,
     ) -> None:
         self._listener = Listener(listen_on(settings.host, settings.control_port))
-        self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
+        self.address = join_address(settings.advertise_host or settings.host, self._listener.port)
         self._selector = selectors.DefaultSelector()
         self._commands = CommandQueue(self._selector)
         self._links = OpenLinks(self._selector, self._commands.add, settings, counters)

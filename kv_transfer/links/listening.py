@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
+from contract.addresses import ALL
+
 logger = logging.getLogger(__name__)
 MAX_UNAUTHENTICATED = 256
 _MIN_UNAUTHENTICATED = 8
@@ -28,10 +30,12 @@ _REST = 3
 
 
 def listen_on(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket. Raises OSError."""
+    """Open a listening TCP socket; ``ALL`` listens on the addresses of both families. Raises OSError."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if host == ALL:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((host, port))
         listener.listen(_BACKLOG)
     except BaseException:

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 
+from contract.addresses import join_address
 from contract.errors import TransferError, UnauthenticatedError
-from kv_transfer.links.framing import format_address
 from kv_transfer.links.listening import Listener, listen_on
 from kv_transfer.transports.data_handshake import (
     UNKNOWN_SESSION,
@@ -171,7 +171,7 @@ class DataPort:
         self._sends_reply = listener is None
         self._serve = serve
         self._listener = Listener(listener or listen_on(settings.host, settings.data_port))
-        self.address = format_address(settings.advertise_host or settings.host, self._listener.port)
+        self.address = join_address(settings.advertise_host or settings.host, self._listener.port)
         self._served = _ServedConnections(name, context.sessions, self._serve_peer)
         self._thread = threading.Thread(target=self._run, name=f"{name}-accept", daemon=True)
         with ExitStack() as undo:

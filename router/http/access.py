@@ -6,13 +6,13 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from contract.errors import UnauthenticatedError
+from serving.admin_access import authorization_of
 from serving.api_keys import ApiKeys
 from serving.http_hosts import HostCheck
 from serving.wrong_keys import WrongKeys
 
 _OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 _METRICS = "/metrics"
-_API_KEY = "x-api-key"
 _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"
 _TENANT = web.RequestKey("tenant", str)
@@ -49,19 +49,6 @@ def key_check(keys: ApiKeys, wrong: WrongKeys, *, metrics_need_key: bool) -> Che
         request[_TENANT] = keys.tenant(authorization)
 
     return check
-
-
-def authorization_of(request: web.Request) -> str:
-    """Return the credentials of a request in the form of ``Authorization``, or "".
-
-    A key in ``x-api-key``, where Anthropic's clients send it, counts unless ``Authorization`` holds a key too. It may hold
-    something else: a proxy's Basic credentials, for example.
-    """
-    given = request.headers.get(hdrs.AUTHORIZATION, "")
-    key = request.headers.get(_API_KEY)
-    scheme, _, token = given.partition(" ")
-    is_key = scheme.lower() == "bearer" and token.strip()
-    return f"Bearer {key}" if key and not is_key else given
 
 
 def tenant_of(request: web.Request) -> str:

@@ -7,8 +7,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from router.cancellation import CancellableRequests, OpenRequest
-from router.http.access import authorization_of
 from router.http.boundary import REQUEST_ID, name_of
+from serving.admin_access import authorization_of
 
 _OPEN = web.RequestKey("open", OpenRequest)
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

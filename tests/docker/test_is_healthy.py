@@ -5,9 +5,9 @@ from pathlib import Path
 
 import trustme
 
+from contract.addresses import split_address
 from contract.identity import Role
 from router.testing.script import Script
-from serving.settings import split_address
 from tests.certificates import write_certificate
 from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END

@@ -9,10 +9,11 @@ from typing import Any, get_args
 
 import pytest
 
+from contract.addresses import join_address
 from contract.errors import SettingError, TransferError
 from contract.identity import Role
 from kv_transfer.connector import TransferFactory
-from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, format_address, parse_address
+from kv_transfer.links.framing import HEADER, FrameBuffer, encode_frame, parse_address
 from kv_transfer.options import TransportName
 from kv_transfer.protocol.reads import LeaseName, ReadRequest
 from kv_transfer.settings import TransferSettings
@@ -115,7 +116,7 @@ def test_no_damaged_frame_is_understood(bit: int) -> None:
 )
 def test_addresses_survive_a_round_trip(text: str, parts: tuple[str, int]) -> None:
     assert parse_address(text) == parts
-    assert format_address(*parts) == text
+    assert join_address(*parts) == text
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:99999", "host:1x"])

@@ -136,6 +136,16 @@ def test_up_passes_settings_to_each_process_but_not_the_file(
     assert "--admin" not in argv
 
 
+def test_workers_ask_for_the_admin_keys_of_their_routers(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file names them for the routers only. A variable is passed to both anyhow."""
+    file.write_text("[router]\nadmin_keys_file = '/keys'\n[decode]\nadmin_keys_file = '/own'\n")
+    for process, keys in (("router", "/keys"), ("prefill-0", "/keys"), ("decode-0", "/own")):
+        assert child(up(file), process)[1] == {"KVBATON_ADMIN_KEYS_FILE": keys}
+    monkeypatch.setenv("KVBATON_ADMIN_KEYS_FILE", "/mine")
+    for process in ("router", "prefill-0", "decode-0"):
+        assert child(up(file), process)[1] == {"KVBATON_ADMIN_KEYS_FILE": "/mine"}
+
+
 def test_flags_and_variables_of_up_win_over_the_table_of_a_worker(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from contract.addresses import join_address, split_address
 from contract.errors import SettingError
 from contract.identity import Role
 from router.service import RouterService
@@ -23,7 +24,7 @@ from router.testing.script import Script
 from router.testing.worker import ScriptedWorker
 from serving.metric_names import ROUTER_METRICS
 from tests.private_files import write_private
-from tests.router.cluster import SECRET, running_cluster
+from tests.router.cluster import SECRET, Cluster, running_cluster
 from tests.text.tiny_model import END, byte_ids, model_files
 
 HELLO = Script(tokens=[*byte_ids(b"abc"), END])
@@ -208,3 +209,38 @@ async def test_a_router_without_public_ports_listens_for_workers_and_operators_o
         }
     finally:
         await service.stop()
+
+
+PORTS = ("http", "grpc", "internal", "admin")
+
+
+async def asks(cluster: Cluster, host: str) -> None:
+    """Ask the HTTP API and the gRPC health service at ``host``."""
+    addresses = cluster.service.addresses
+    http, grpc_address = (
+        join_address(host, split_address(one)[1]) for one in (addresses.http, addresses.grpc)
+    )
+    async with cluster.session.post(f"http://{http}/v1/completions", json={"prompt": "x"}) as response:
+        assert response.status == 200
+    async with grpc.aio.insecure_channel(grpc_address) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=10)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_ipv6_addresses_are_printed_as_urls_take_them() -> None:
+    """The worker dials the printed one, too."""
+    async with running_cluster(HELLO, (Role.AGGREGATED,), **dict.fromkeys(PORTS, "[::1]:0")) as cluster:
+        for address in cluster.service.addresses.as_dict().values():
+            assert address.startswith("[::1]:") and not address.endswith(":0")
+        await asks(cluster, "::1")
+        async with cluster.session.get(f"http://{cluster.service.addresses.admin}/ready") as response:
+            assert response.status == 200
+
+
+@pytest.mark.parametrize("address", [":0", "[::]:0"])
+async def test_all_addresses_are_those_of_both_families(address: str) -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,), http=address, grpc=address) as cluster:
+        assert cluster.service.addresses.http.startswith("[::]:")
+        for host in ("127.0.0.1", "::1"):
+            await asks(cluster, host)

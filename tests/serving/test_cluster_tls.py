@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 import trustme
 
+from contract.addresses import split_address
 from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import (
@@ -24,7 +25,6 @@ from serving.cluster_tls import (
     worker_tls,
 )
 from serving.grpc_options import Options, internal_server_options
-from serving.settings import split_address
 
 SECRET, OTHER = "the secret of this cluster, 32+ chars", "the secret of another cluster, 32+"
 WORKER = worker_name("w", "boot")

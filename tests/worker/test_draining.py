@@ -1,10 +1,9 @@
 """The drain of one worker between a real router and a fake engine, by each of its triggers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -22,7 +21,6 @@ from router.attached_worker import AttachedWorker
 from router.capacity import CreditHold
 from tests.engine_scheduling.stepping import fake_settings
 from tests.worker.test_worker import Running, running, task, until_accepted, waiting_leg, worker_settings
-from worker.drain_admin import _is_local
 from worker.lifecycle import WorkerState
 
 
@@ -49,7 +47,7 @@ async def stopped_with_a_bound_leg(it: Running) -> tuple[AttachedWorker, CreditH
 
 
 async def by_code(it: Running) -> None:
-    it.worker.drain.begin()
+    it.worker.drain.begin(by="a test")
 
 
 async def by_router(it: Running) -> None:
@@ -61,10 +59,10 @@ async def by_admin_port(it: Running) -> None:
     assert (status, state["state"]) == (202, "draining")
 
 
-async def post(it: Running, path: str) -> tuple[int, Any]:
+async def post(it: Running, path: str, headers: Mapping[str, str] | None = None) -> tuple[int, Any]:
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"http://{await admin_of(it)}{path}") as response,
+        session.post(f"http://{await admin_of(it)}{path}", headers=headers) as response,
     ):
         return response.status, await response.json()
 
@@ -101,7 +99,7 @@ async def test_a_draining_worker_gets_nothing_new_and_ends_what_it_has(tmp_path:
         await it.order(pb.CancelRequest(request_id="r"))
         await until(lambda: view.capacity.credit.is_empty)
         assert it.worker.lifecycle.state is WorkerState.DRAINING
-        it.worker.drain.undo()
+        it.worker.drain.undo(by="a test")
         await until(lambda: replace(view.capacity.credit, number=full.number) == full)
         assert (await get(it, "/ready"))[0] == 200
         await it.order(waiting_leg("other"))
@@ -112,7 +110,7 @@ async def test_the_router_and_the_admin_port_can_undo_a_drain(tmp_path: Path) ->
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
         for undo in (lambda: view.undrain(), None):
-            it.worker.drain.begin()
+            it.worker.drain.begin(by="a test")
             await until(lambda: view.capacity.credit.is_empty)
             if undo:
                 undo()
@@ -129,7 +127,7 @@ async def test_a_worker_that_attaches_while_it_drains_gets_nothing(tmp_path: Pat
     """A router that comes back must not bind legs to it."""
     async with running(Role.DECODE, tmp_path) as it:
         first = await attached(it)
-        it.worker.drain.begin()
+        it.worker.drain.begin(by="a test")
         await until(lambda: first.capacity.credit.is_empty)
         first.gone.set()
         await until(lambda: it.router._path.registry.workers not in ([], [first]))
@@ -142,7 +140,7 @@ async def test_a_leg_that_was_sent_before_the_drain_was_known_is_served(tmp_path
     """It is accepted, and the worker is empty again only when it has ended."""
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached(it)
-        it.worker.drain.begin()
+        it.worker.drain.begin(by="a test")
         await until(lambda: view.capacity.credit.is_empty)
         await it.order(waiting_leg())
         await until(lambda: not view.capacity.credit.is_empty)
@@ -154,13 +152,13 @@ async def test_a_leg_that_was_sent_before_the_drain_was_known_is_served(tmp_path
 async def test_the_earliest_deadline_counts(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
         drain = it.worker.drain
-        drain.begin(8.0)
-        drain.begin(20.0)
+        drain.begin(8.0, by="a test")
+        drain.begin(20.0, by="a test")
         assert 7 < drain.seconds_left <= 8
-        drain.begin(3.0)
+        drain.begin(3.0, by="a test")
         assert 2 < drain.seconds_left <= 3
-        drain.undo()
-        drain.begin(20.0)
+        drain.undo(by="a test")
+        drain.begin(20.0, by="a test")
         assert 19 < drain.seconds_left <= 20
 
 
@@ -172,7 +170,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
         stopping = asyncio.create_task(it.worker.stop(asyncio.Event()))
         await until(lambda: view.capacity.credit.is_draining)
         with pytest.raises(UnavailableError, match="cannot be undone"):
-            it.worker.drain.undo()
+            it.worker.drain.undo(by="a test")
         assert (await post(it, "/undrain"))[0] == 503
         view.undrain()
         await asyncio.sleep(0.1)
@@ -182,7 +180,7 @@ async def test_a_stopped_worker_leaves_when_its_last_leg_has_ended(tmp_path: Pat
             await stopping
         assert view.is_leaving and it.worker.lifecycle.state is WorkerState.LEFT
         with pytest.raises(UnavailableError, match="stopping"):
-            it.worker.drain.begin()
+            it.worker.drain.begin(by="a test")
 
 
 async def test_a_second_signal_ends_the_drain_at_once(tmp_path: Path) -> None:
@@ -232,22 +230,51 @@ async def test_a_time_that_is_none_is_refused_and_drains_nothing(tmp_path: Path,
         assert it.worker.drain.reason is None
 
 
-@pytest.mark.parametrize(
-    ("client", "called", "is_local"),
-    [
-        ("127.0.0.1", "127.0.0.1", True),
-        ("127.0.0.9", "127.0.0.1", True),
-        ("::1", "::1", True),
-        ("10.0.0.5", "10.0.0.5", True),
-        ("10.0.0.5", "10.0.0.6", False),
-        ("2001:db8::1", "2001:db8::2", False),
-    ],
-)
-def test_other_machines_cannot_drain_a_worker(client: str, called: str, is_local: bool) -> None:
-    """The admin port of a container may be reachable for others, and has no key."""
-    names = {"peername": (client, 1), "sockname": (called, 2)}
-    request: Any = SimpleNamespace(transport=SimpleNamespace(get_extra_info=names.get))
-    assert _is_local(request) is is_local
+ADMIN = "admin-key-of-more-than-32-characters"
+
+
+async def test_a_drain_needs_an_admin_key_if_there_are_any(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Every user of the machine can connect to the port."""
+    caplog.set_level("INFO")
+    async with running(Role.DECODE, tmp_path, changes={"admin_keys": ADMIN}) as it:
+        for path in ("/drain", "/undrain", "/undrain?wait=1"):
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                status, body = await post(it, path, headers)
+                assert (status, "admin key" in body["error"]["message"]) == (401, True)
+        assert it.worker.drain.reason is None
+        status, _ = await post(it, "/drain?wait=5", {"Authorization": f"Bearer {ADMIN}"})
+        assert (status, it.worker.drain.is_empty) == (200, True)
+        status, state = await post(it, "/undrain", {"Authorization": f"Bearer {ADMIN}"})
+        assert (status, state["state"]) == (200, "serving")
+    assert "draining, ordered by the admin port for 127.0.0.1 with admin key" in caplog.text
+    assert "the drain was cancelled by the admin port for 127.0.0.1 with admin key" in caplog.text
+    assert ADMIN not in caplog.text
+
+
+@pytest.mark.parametrize("begin", [by_code, by_router, by_admin_port])
+async def test_a_worker_that_is_forgotten_serves_again(
+    tmp_path: Path, begin: Callable[[Running], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    changes = {"drain_seconds": 0.05, "drain_hold_seconds": 0.05}
+    async with running(Role.DECODE, tmp_path, changes=changes) as it:
+        view = await attached(it)
+        await begin(it)
+        await until(lambda: "drain_hold_seconds" in caplog.text)
+        await until(lambda: it.worker.lifecycle.state is WorkerState.SERVING)
+        await until(lambda: view.capacity.credit.max_requests and not view.capacity.credit.is_draining)
+
+
+async def test_a_worker_that_is_to_stop_does_not_serve_again(tmp_path: Path) -> None:
+    """Its drain was begun by an operator before the signal."""
+    changes = {"drain_seconds": 0.05, "drain_hold_seconds": 0.05}
+    async with running(Role.DECODE, tmp_path, changes=changes) as it:
+        it.worker.drain.begin(by="a test")
+        await it.worker.stop(asyncio.Event())
+        await asyncio.sleep(0.15)
+        assert it.worker.lifecycle.state is not WorkerState.SERVING
 
 
 @asynccontextmanager
@@ -275,7 +302,7 @@ async def test_a_prefill_worker_is_empty_when_nobody_can_read_its_kv_any_more(tm
         view = await attached(it)
         await it.order(pb.PrefillRequest(task=task(), transfer_id="t"))
         await until_accepted(it, 0)
-        it.worker.drain.begin()
+        it.worker.drain.begin(by="a test")
         await until(lambda: view.capacity.credit.is_draining)
         leases = (await it.worker.debug_state())["leases"]
         assert leases and not it.worker.drain.is_empty

@@ -206,12 +206,12 @@ async def test_a_drain_ends_a_change_that_was_not_made(tmp_path: Path) -> None:
     """Neither at once nor when the drain is undone; and a draining worker takes no order."""
     async with running(Role.DECODE, tmp_path) as it:
         view, answers = await closing(it)
-        it.worker.drain.begin()
+        it.worker.drain.begin(by="a test")
         view.flip(RoleOrder(role="prefill", epoch=2))
         await until(lambda: view.capacity.credit.is_draining)
         answers.release()
         await until(lambda: view.capacity.credit.is_unsettled)
-        it.worker.drain.undo()
+        it.worker.drain.undo(by="a test")
         await until(lambda: view.capacity.credit.max_requests and not view.capacity.credit.is_unsettled)
         assert (it.worker.lifecycle.role, view.role) == (Role.DECODE, Role.DECODE)
         view.flip(RoleOrder(role="prefill", epoch=3))
@@ -222,8 +222,8 @@ async def test_a_worker_whose_change_was_ended_by_a_drain_offers_its_credit_agai
     """The drain is undone before a router has answered that nothing is bound any more."""
     async with running(Role.DECODE, tmp_path) as it:
         view, answers = await closing(it)
-        it.worker.drain.begin()
-        it.worker.drain.undo()
+        it.worker.drain.begin(by="a test")
+        it.worker.drain.undo(by="a test")
         await until(lambda: view.capacity.credit.number >= 4)
         answers.release()
         await until(lambda: view.capacity.credit.max_requests and not view.capacity.credit.is_draining)
@@ -235,7 +235,7 @@ async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tm
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_with_credit(it)
         answers = Silenced(view)
-        it.worker.drain.begin()
+        it.worker.drain.begin(by="a test")
         await until(lambda: view.capacity.credit.is_draining)
         await asyncio.sleep(0.05)
         assert not view.capacity.credit.is_unsettled
@@ -246,8 +246,8 @@ async def test_answers_leave_a_draining_worker_when_every_router_has_answered(tm
 async def test_a_drain_that_is_undone_at_once_leaves_the_worker_settled(tmp_path: Path) -> None:
     async with running(Role.DECODE, tmp_path) as it:
         view = await attached_with_credit(it)
-        it.worker.drain.begin()
-        it.worker.drain.undo()
+        it.worker.drain.begin(by="a test")
+        it.worker.drain.undo(by="a test")
         await until(lambda: view.capacity.credit.number >= 3)
         await asyncio.sleep(0.05)
         assert not it.worker.lifecycle.is_unsettled and not view.capacity.credit.is_unsettled

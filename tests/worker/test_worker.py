@@ -1,7 +1,7 @@
 """A worker between a real router and a fake engine."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,13 +64,15 @@ async def running(
     role: Role,
     folder: Path,
     client: type[InProcessClient | ProcessClient] = InProcessClient,
+    changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Running]:
+    """Run a worker between a router and a fake engine. changes: of the settings. options: of the engine's client."""
     async with AsyncExitStack() as stack:
         router = RouterService(RouterSettings(**FREE, secret=SECRET))
         await router.start()
         stack.push_async_callback(router.stop)
-        settings = worker_settings(folder, router.addresses.internal)
+        settings = worker_settings(folder, router.addresses.internal).model_copy(update=dict(changes or {}))
         engine = await client.start(
             fake_settings(), fake_connector_factory, start=start_fake_executor, **options
         )

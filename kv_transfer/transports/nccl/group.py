@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from contract.addresses import join_address
 from contract.errors import PeerUnreachableError, TransferError
 from engine.connector import KVMemory, LandsDirectly
-from kv_transfer.links.framing import format_address, parse_address
+from kv_transfer.links.framing import parse_address
 from kv_transfer.links.listening import listen_on
 from kv_transfer.protocol.reads import BlockPart, PeerSilentError
 from kv_transfer.transports.block_views import BlockIds, LandingViews, block_span, read_views
@@ -40,7 +41,7 @@ def meet(settings: TransportSettings) -> tuple[str, Any]:
         timeout=timedelta(seconds=settings.read_timeout_seconds),
         master_listen_fd=listener.detach(),
     )
-    return format_address(settings.advertise_host or settings.host, port), store
+    return join_address(settings.advertise_host or settings.host, port), store
 
 
 def join(address: str, settings: TransportSettings) -> Any:
