@@ -22,6 +22,8 @@ _CORRECTION_GAIN = 0.1
 _MOST_CORRECTION = 2.0
 _MOST_OF_A_GUESS = 100.0
 """The bound of a correction where nothing was measured: a guess may be wrong by an order of magnitude."""
+_PLAUSIBLE = 10.0
+"""A worker's time lies within 1/10 to 10 times that of a measured model."""
 _P90_OF_NORMAL = 1.2816
 
 
@@ -39,18 +41,25 @@ class Corrections:
     num_step: int = 0
 
     def with_reading(self, timing: TimingModel, load: LoadSignals, answers_each: float) -> "Corrections":
-        """Return the factors after one more reading. answers_each: answers that each decode worker continues."""
+        """Return the factors after one more reading. answers_each: answers that each decode worker continues.
+
+        A reading is dropped that lies outside 1/10 to 10 times the time of a measured model, since no worker is that fast
+        or slow; outside 1/1000 to 1000 times where the model is a guess.
+        """
         changed = self
         tokens = load.uncached_prompt_tokens
         if load.prefill_seconds_per_token and tokens > 0:
             predicted = timing.prefill.seconds(tokens, squared_variation(load)) / tokens
-            observed = load.prefill_seconds_per_token / predicted
-            factor = _moved(timing, self.prefill, self.num_prefill, observed)
-            changed = replace(changed, prefill=factor, num_prefill=self.num_prefill + 1)
+            observed = load.prefill_seconds_per_token / predicted if predicted else math.inf
+            if _is_plausible(timing, observed):
+                factor = _moved(timing, self.prefill, self.num_prefill, observed)
+                changed = replace(changed, prefill=factor, num_prefill=self.num_prefill + 1)
         if load.step_seconds and answers_each >= 1.0:
             predicted = timing.step_seconds(answers_each, answers_each * mean_context(load))
-            factor = _moved(timing, self.step, self.num_step, load.step_seconds / predicted)
-            changed = replace(changed, step=factor, num_step=self.num_step + 1)
+            observed = load.step_seconds / predicted if predicted else math.inf
+            if _is_plausible(timing, observed):
+                factor = _moved(timing, self.step, self.num_step, observed)
+                changed = replace(changed, step=factor, num_step=self.num_step + 1)
         return changed
 
 
@@ -169,6 +178,12 @@ def squared_variation(load: LoadSignals) -> float:
 def most_correction(timing: TimingModel) -> float:
     """Return the bound of a correction: it lies between this factor and its inverse."""
     return _MOST_OF_A_GUESS if timing.is_guess else _MOST_CORRECTION
+
+
+def _is_plausible(timing: TimingModel, observed: float) -> bool:
+    """Return False for a time that differs so much from the model's that its worker is at fault."""
+    most = _PLAUSIBLE * (_MOST_OF_A_GUESS if timing.is_guess else 1.0)
+    return 1.0 / most <= observed <= most
 
 
 def _moved(timing: TimingModel, factor: float, num_readings: int, observed: float) -> float:

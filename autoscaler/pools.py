@@ -2,11 +2,14 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
-from typing import Any
+from statistics import median
+from typing import Annotated, Any
+
+import msgspec
 
 from autoscaler.router_counts import WorkerFigures
 from autoscaler.signals import PoolSignals
+from contract.decoding import converter
 from contract.identity import Role
 
 KEEPABLE = ("draining", "empty")
@@ -16,6 +19,29 @@ _STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
 """States of a worker, in the order in which those of several routers count."""
 _NUM_STARTS = 9
 Facts = Mapping[str, Any]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+
+
+class _Numbers(msgspec.Struct):
+    """The numbers of a worker's facts that are calculated with."""
+
+    num_legs: _Count
+    max_requests: _Count
+    num_leg_tokens: _Count
+    max_tokens: _Count
+    num_running: _Count | None = None
+    step_seconds: _Seconds | None = None
+    prefill_seconds_per_token: _Seconds | None = None
+
+
+def check_facts(workers: Sequence[Facts]) -> None:
+    """Check the numbers in a router's list of workers. Raises ValueError that names the field."""
+    for worker in workers:
+        _numbers(worker)
+
+
+_numbers = converter(_Numbers)
 
 
 def merged(lists: Iterable[Sequence[Facts]]) -> dict[str, dict[str, Any]]:
@@ -113,13 +139,13 @@ class PoolBook:
 
 
 def figures(workers: Mapping[str, Facts]) -> WorkerFigures:
-    """Return what the workers report together."""
+    """Return what the workers report together: the medians, since a single worker may report anything."""
     prefill = [one for one in workers.values() if one["role"] == Role.PREFILL.value]
     decode = [one for one in workers.values() if one["role"] == Role.DECODE.value]
     return WorkerFigures(
         num_prefill_legs=sum(one["num_legs"] for one in prefill),
-        step_seconds=_mean(decode, "step_seconds"),
-        prefill_seconds_per_token=_mean(prefill, "prefill_seconds_per_token"),
+        step_seconds=_median(decode, "step_seconds"),
+        prefill_seconds_per_token=_median(prefill, "prefill_seconds_per_token"),
     )
 
 
@@ -156,6 +182,6 @@ def _signals(
     )
 
 
-def _mean(workers: Sequence[Facts], name: str) -> float | None:
+def _median(workers: Sequence[Facts], name: str) -> float | None:
     values = [one[name] for one in workers if one[name] is not None]
-    return fmean(values) if values else None
+    return median(values) if values else None

@@ -18,6 +18,8 @@ from autoscaler.signals import (
 _PREFIX = "kvbaton_"
 _FORGOTTEN_SECONDS = 3600.0
 """The time after which a router that does not answer is taken for one that is gone."""
+_MOST = 1e15
+"""More than a router counts in years."""
 _UNCACHED = "request_uncached_prompt_tokens"
 _SUMS = (
     "prompt_tokens_total",
@@ -42,13 +44,19 @@ class RouterCounts:
 
 
 def parse_counts(text: str) -> RouterCounts:
-    """Read the metrics of a router. Raises ValueError for a text that is none of Prometheus'."""
+    """Read the metrics of a router.
+
+    Raises ValueError for a text that is none of Prometheus', and for a count that is negative or not finite.
+    """
     sums = dict.fromkeys(_SUMS, 0.0)
     buckets: dict[str, dict[float, float]] = {name: {} for name in _HISTOGRAMS}
     queue_seconds = 0.0
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix(_PREFIX)
+            is_read = name in sums or name == "queue_seconds" or name.removesuffix("_bucket") in buckets
+            if is_read and not 0.0 <= sample.value <= _MOST:
+                raise ValueError(f"{sample.name} is {sample.value}")
             histogram = name.removesuffix("_bucket")
             if name in sums:
                 sums[name] += sample.value

@@ -7,7 +7,7 @@ from typing import Any
 
 from msgspec import structs
 
-from autoscaler.pools import Facts, figures, merged
+from autoscaler.pools import Facts, check_facts, figures, merged
 from autoscaler.router_counts import CountHistory, RouterCounts, parse_counts
 from autoscaler.signals import LoadSignals
 from contract.errors import KvbatonError
@@ -81,9 +81,10 @@ class Routers:
 
 
 async def _read(router: RouterAdmin) -> _Reading | None:
-    """Read one router; log an error, and return None then."""
+    """Read one router; log an error, also a number out of its range, and return None then."""
     try:
         workers = (await router.pool())["workers"]
+        check_facts(workers)
         return router.address, workers, parse_counts(await router.metrics())
     except (KvbatonError, ValueError) as error:
         logger.warning("router %s is not read: %s", router.address, error)

@@ -11,7 +11,7 @@ import struct
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -25,6 +25,10 @@ DECODING_ERRORS: tuple[type[Exception], ...] = (
     MemoryError,
     struct.error,
 )
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+Unsigned = Annotated[int, msgspec.Meta(ge=0)]
+"""Numbers in what is decoded: one out of its range is refused with the field's name. An ``Unsigned`` has up to 64 bits."""
 _D = TypeVar("_D")
 _T = TypeVar("_T")
 DecHook = Callable[[type, Any], Any] | None

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import msgspec
 
+from contract.decoding import Positive
 from contract.model_folder import read_bytes
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,10 +22,10 @@ _MAX_HEADER_BYTES = 100_000_000
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The shape of one KV block: ``[num_layers, 2, num_kv_heads, block_size, head_dim]`` of ``dtype``, contiguous."""
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
+    num_layers: Positive
+    num_kv_heads: Positive
+    head_dim: Positive
+    block_size: Positive
     dtype: str
 
     @property

@@ -27,7 +27,7 @@ from router.delivery import TokenBatch
 from router.inbox import Event, Take
 from router.leg_failure import Failure, PostponedFailure, deadline_error
 from router.leg_report import LegReport
-from router.leg_requests import AttemptTask, error_of, leg_request, transfers_of
+from router.leg_requests import AttemptTask, check_output, error_of, leg_request, transfers_of
 from router.legs import Result
 from router.reservation import Reservation
 from wire.tokens import output_from_proto
@@ -245,7 +245,7 @@ class Attempt:
 
     def _take(self, leg: Leg, entry: pb.TokenEntry) -> None:
         """Take an entry of a leg: its tokens, what it reports, and its end."""
-        output = output_from_proto(entry)
+        output = _read(entry, leg.worker.name)
         if output.finish_reason in _FAILED:
             leg.may_hold = False
             raise error_of(output, leg.worker.name)
@@ -253,6 +253,8 @@ class Attempt:
             raise WorkerLostError(
                 f"worker {leg.worker.name} sent token {output.first_index} after token {leg.next_index - 1}"
             )
+        request = self.task.request
+        check_output(output, request, self.legs.end_of(leg, request.sampling.max_tokens), leg.worker.name)
         if output.handed_over:
             self.move.handed_over(self, output.first_index)
             return
@@ -276,6 +278,14 @@ class Attempt:
         if leg.kind.result is not Result.NONE:
             self._output.end_with(output, leg.next_index)
         leg.done()
+
+
+def _read(entry: pb.TokenEntry, worker: str) -> EngineOutput:
+    """Return what a worker has sent. Raises WorkerLostError for an entry that no healthy worker sends."""
+    try:
+        return output_from_proto(entry)
+    except KvbatonError as error:
+        raise WorkerLostError(f"worker {worker} is at fault: {error.message}") from error
 
 
 def begin(attempts: Sequence[Attempt], reservation: Reservation) -> None:

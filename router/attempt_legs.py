@@ -56,6 +56,10 @@ class AttemptLegs:
         """Return True if the answer cannot end before this leg: no token of an earlier leg is still to come."""
         return not any(each.is_awaited for each in self._before(leg))
 
+    def end_of(self, leg: Leg, max_tokens: int) -> int:
+        """Return how many tokens an answer of ``max_tokens`` at most may have when this leg ends."""
+        return max_tokens if leg is self.last else self._legs[self._legs.index(leg) + 1].first_index
+
     def take_over(self, leg: Leg) -> None:
         """Record that ``leg`` emits its first token: it has read what earlier legs computed, and their lease has ended."""
         for earlier in self._before(leg):

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterable
 from functools import cached_property
+from typing import NoReturn
 
 import msgspec
 from msgspec import structs
@@ -102,6 +103,36 @@ def receiving(sender: Leg, sent: SendTransfer) -> ReceiveTransfer:
         peer_boot_id=peer.boot_id,
         peer_control=peer.control_address,
     )
+
+
+def check_output(output: EngineOutput, request: PreparedRequest, most: int, worker: str) -> None:
+    """Compare what a worker has sent for a leg with what it was asked for. most: tokens of the answer when the leg ends.
+
+    Raises WorkerLostError, since another worker may compute the answer rightly.
+    """
+    token_ids = output.token_ids
+    if token_ids:
+        if max(token_ids) >= request.vocab_size:
+            _raise_wrong(worker, f"token {max(token_ids)}; the vocabulary has {request.vocab_size}")
+        if output.first_index + len(token_ids) > most and request.plan.emits_tokens:
+            _raise_wrong(
+                worker, f"{output.first_index + len(token_ids)} tokens of an answer that has {most} at most"
+            )
+        if request.sampling.logprobs is not None and len(output.logprobs or ()) != len(token_ids):
+            _raise_wrong(worker, f"{len(output.logprobs or ())} log probabilities of {len(token_ids)} tokens")
+    if output.num_cached_tokens is not None:
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if output.first_index == 0 and output.num_cached_tokens > num_prompt_tokens:
+            _raise_wrong(worker, f"{output.num_cached_tokens} cached tokens of {num_prompt_tokens}")
+    for each in (*(output.logprobs or ()), *(output.prompt_logprobs or ())):
+        if max((each.token_id, *each.top_token_ids)) >= request.vocab_size:
+            _raise_wrong(
+                worker, f"log probabilities of a token that the vocabulary of {request.vocab_size} lacks"
+            )
+
+
+def _raise_wrong(worker: str, what: str) -> NoReturn:
+    raise WorkerLostError(f"worker {worker} is at fault: it sent {what}")
 
 
 def error_of(output: EngineOutput, worker: str) -> KvbatonError:

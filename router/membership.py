@@ -26,6 +26,7 @@ from wire.membership import (
     role_taken_from_proto,
     welcome_to_proto,
 )
+from wire.numbers import BadNumberError
 
 logger = logging.getLogger(__name__)
 
@@ -60,9 +61,14 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
 
         A worker that does not fit is rejected with FAILED_PRECONDITION and the reason, one whose id another living process
         has with ALREADY_EXISTS. If that process is dead, because its machine or network failed and the worker was started
-        again, the router notices that within the peer's time-out, and waits for it.
+        again, the router notices that within the peer's time-out, and waits for it. A number out of its range ends the
+        stream with INVALID_ARGUMENT and the field's name: what else the worker reports is not to be trusted either.
         """
-        registration = await _first_message(request_iterator)
+        try:
+            registration = await _first_message(request_iterator)
+        except BadNumberError as error:
+            logger.warning("refused a worker: %s", error.message)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
         await _check_identity(registration, context)
         async with open_worker_calls(registration, self._tls, self._accept_timeout) as calls:
             orders = OrderStream(registration.worker_id, self._accept_timeout)
@@ -76,6 +82,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
             except KvbatonError as error:
                 logger.warning("refused a worker: %s", error.message)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, error.message)
+            reason = "its stream closed"
             try:
                 await self._connect(worker, context)
                 protocol = min(WORKER_PROTOCOL_MAX, registration.protocol_max)
@@ -85,9 +92,12 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
                     yield message
                 if worker.is_leaving:
                     yield pb.RouterMessage(goodbye=pb.Goodbye())
+            except BadNumberError as error:
+                reason = error.message
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, error.message)
             finally:
                 self._evacuation.worker_gone(worker)
-                self._registry.detach(worker, "its stream closed")
+                self._registry.detach(worker, reason)
 
     async def _orders(
         self, worker: AttachedWorker, messages: AsyncIterator[pb.WorkerMessage]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from contract.errors import DeadlineError, KvbatonError
 from protos import worker_pb2 as pb
+from wire.numbers import BadNumberError
 
 _MAX_BYTES = 2**20
 """Size of the starts in one message beyond which further ones are sent in the next message."""
@@ -84,7 +85,13 @@ class OrderStream:
         self._wake.set()
 
     def carried_out(self, num_orders: int) -> None:
-        """Record that the worker has carried out so many orders since its stream was opened."""
+        """Record that the worker has carried out so many orders since its stream was opened.
+
+        Raises BadNumberError for more than were sent.
+        """
+        if num_orders > self.counts.sent:
+            field = "WorkerMessage.num_orders"
+            raise BadNumberError(f"{field} is {num_orders}; {self.counts.sent} were sent", param=field)
         self.counts.carried_out = max(self.counts.carried_out, num_orders)
         awaited = self._awaited
         while awaited and 0 < awaited[0].number <= num_orders:

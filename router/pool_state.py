@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from contract.identity import WORKER_ROLES, Role
 from router.attached_worker import AttachedWorker
@@ -24,7 +25,7 @@ class RecentLatency:
 
 @dataclass
 class PoolState:
-    """One pool. utilization: 0..1; None without a serving worker. backlog_seconds: of the prompts queued at its workers.
+    """One pool. utilization: 0..1; None without a serving worker. backlog_seconds: median of its workers' queued prompts.
 
     has_room: a worker accepts another leg. wait_seconds: for which the oldest request has waited at the router for this
     pool to have room.
@@ -132,7 +133,7 @@ def _state(role: Role, workers: Iterable[AttachedWorker]) -> PoolState:
             pool.has_room = pool.has_room or _has_room(worker)
     if used:
         pool.utilization = sum(used) / len(used)
-        pool.backlog_seconds = sum(backlogs) / len(backlogs)
+        pool.backlog_seconds = median(backlogs)  # a single worker may report anything
     return pool
 
 

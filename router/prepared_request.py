@@ -28,7 +28,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     tenant: the client, "" without API keys. family: id of the client's request, which may hold several prompts.
     fills_model: the answer may be as long as the model allows. chat: the conversation that the prompt was rendered from;
     None for a text. choice: which answer to the prompt it is; ``sampling`` has that one's seed. deadline: when it ends with
-    an error at the latest, on the router's monotonic clock.
+    an error at the latest, on the router's monotonic clock. vocab_size: the token ids of an answer are below it.
     """
 
     request_id: str
@@ -44,6 +44,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParams = msgspec.field(default_factory=SamplingParams)
     stop: StopAutomaton = NO_STOPS
     eos_token_ids: tuple[int, ...] = ()
+    vocab_size: int = 2**32
     chat: Chat | None = None
     choice: int = 0
     include_stop_str_in_output: bool = False
@@ -119,6 +120,7 @@ def prepare(
         sampling=sampling,
         stop=stop,
         eos_token_ids=card.eos_token_ids,
+        vocab_size=card.vocab_size,
         fills_model=request.max_tokens is None and request.default_max_tokens is None,
         chat=request.prompt if isinstance(request.prompt, Chat) else None,
         include_stop_str_in_output=request.include_stop_str_in_output,

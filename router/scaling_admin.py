@@ -14,6 +14,7 @@ from contract.errors import InvalidRequestError
 from contract.scaling import ScalingLease, ScalingReport
 from router.admin_access import answering
 from router.scaling import ScalingLeases, ScalingReports
+from serving.admin import json_answer
 
 _DECODER: msgspec.json.Decoder[ScalingReport] = json_decoder(ScalingReport)
 _LEASE_DECODER: msgspec.json.Decoder[ScalingLease] = json_decoder(ScalingLease)
@@ -44,7 +45,7 @@ class ScalingAdmin:
             lambda reason: InvalidRequestError(f"no decision: {reason}"),
         )
         self._reports.take(report)
-        return web.json_response({"pools": self._pools()})
+        return json_answer({"pools": self._pools()})
 
     async def _lease(self, request: web.Request) -> web.Response:
         """Grant, prolong, refuse or take back the lease; answer with who has it. Raises InvalidRequestError."""
@@ -53,4 +54,4 @@ class ScalingAdmin:
             await request.read(),
             lambda reason: InvalidRequestError(f"no lease: {reason}"),
         )
-        return web.json_response(msgspec.to_builtins(self._leases.ask(wanted)))
+        return json_answer(msgspec.to_builtins(self._leases.ask(wanted)))

@@ -18,6 +18,7 @@ from router.attached_worker import AttachedWorker
 from router.registry import Registry
 from router.request_path import RequestPath
 from router.worker_facts import worker_facts
+from serving.admin import json_answer
 from serving.admin_access import AdminAccess
 from serving.query import seconds_in
 
@@ -50,7 +51,7 @@ class WorkerAdmin:
         ]
 
     async def _list(self, _: web.Request) -> web.Response:
-        return web.json_response(self._facts())
+        return json_answer(self._facts())
 
     async def _drain(self, request: web.Request) -> web.Response:
         """Send the order to drain: 200 once the worker is empty or gone, 202 if it is not within ``wait`` seconds."""
@@ -62,7 +63,7 @@ class WorkerAdmin:
         capacity = worker.capacity
         await self._until_answered(worker, lambda: capacity.credit.is_draining)
         is_empty = await self._within(wait, lambda: worker.is_empty or worker.gone.is_set())
-        return web.json_response(worker_facts(worker), status=200 if is_empty else 202)
+        return json_answer(worker_facts(worker), status=200 if is_empty else 202)
 
     async def _undrain(self, request: web.Request) -> web.Response:
         """Send the order to serve again: 200 once the worker does. Raises UnavailableError if it is stopping."""
@@ -70,7 +71,7 @@ class WorkerAdmin:
         logger.info("the drain of worker %s is cancelled by %s", worker.name, self._access.requester(request))
         worker.undrain()
         await self._until_answered(worker, lambda: not worker.capacity.credit.is_draining)
-        return web.json_response(worker_facts(worker))
+        return json_answer(worker_facts(worker))
 
     async def _flip(self, request: web.Request) -> web.Response:
         """Send the order to take a role: 200 once the worker has it, 202 if it has not within ``wait`` seconds.
@@ -97,7 +98,7 @@ class WorkerAdmin:
                 f"worker {worker.name} keeps the role {worker.role.value}: it drains, has received another order, "
                 "or is needed, because others change their roles too"
             )
-        return web.json_response(worker_facts(worker), status=200 if is_taken else 202)
+        return json_answer(worker_facts(worker), status=200 if is_taken else 202)
 
     def _worker_of(self, request: web.Request) -> AttachedWorker:
         name = request.match_info["id"]

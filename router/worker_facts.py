@@ -79,7 +79,7 @@ def hit_rate(load: Load) -> float | None:
     """Return the share of looked-up prompt tokens that the worker's prefix cache had; None if none was looked up."""
     if not load.prefix_cache_queries or load.prefix_cache_hits is None:
         return None
-    return load.prefix_cache_hits / load.prefix_cache_queries
+    return min(1.0, load.prefix_cache_hits / load.prefix_cache_queries)
 
 
 def _latency_facts(worker: AttachedWorker) -> dict[str, Any]:

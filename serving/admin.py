@@ -3,10 +3,10 @@
 A process may add routes. A request that changes something, or that is for a route below ``/admin``, is checked.
 """
 
-import json
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 from prometheus_client.registry import Collector
@@ -115,7 +115,7 @@ class AdminServer:
 
     async def _get_state(self, _: web.Request) -> web.Response:
         state = {**await self._state(), "process": process_facts()}
-        return web.json_response(state, dumps=lambda data: json.dumps(data, default=str))
+        return json_answer(state)
 
     def _metrics_page(
         self, metrics: Callable[[], Awaitable[Collector]]
@@ -131,3 +131,8 @@ def _is_for_operators(request: web.Request) -> bool:
     resource = request.match_info.route.resource
     path = request.path if resource is None else resource.canonical
     return request.method not in SAFE_METHODS or path.startswith(_OPERATORS)
+
+
+def json_answer(data: Any, *, status: int = 200) -> web.Response:
+    """Return plain data as JSON that every parser reads: a number that is not finite is null, another type its text."""
+    return web.json_response(body=msgspec.json.encode(data, enc_hook=str), status=status)

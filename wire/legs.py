@@ -7,6 +7,7 @@ to fill, if it is a part of another one (``task_to_proto``).
 from contract.errors import InvalidRequestError
 from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
 from protos import worker_pb2 as pb
+from wire.numbers import check_numbers
 from wire.tasks import task_from_proto, task_to_proto
 
 
@@ -98,6 +99,7 @@ def hand_off_from_proto(message: pb.HandOffRequest) -> tuple[HandOff, float]:
 
     Raises InvalidRequestError without a ``transfer_id``, or if the next attempt is not newer.
     """
+    check_numbers(message)
     if not message.transfer_id or message.next_attempt <= message.attempt:
         raise InvalidRequestError("a hand-off needs a transfer_id and a next_attempt above the attempt")
     order = HandOff(
@@ -117,4 +119,5 @@ def cancel_to_proto(request_id: str, attempt: int, choice: int | None) -> pb.Can
 
 def cancel_from_proto(message: pb.CancelRequest) -> tuple[str, int, int | None]:
     """Translate a cancel. Return the request id, the last attempt, and the choice or None for all."""
+    check_numbers(message)
     return message.request_id, message.attempt, message.choice if message.HasField("choice") else None

@@ -5,6 +5,7 @@ from typing import Literal, get_args
 from contract.layout import KVLayout
 from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from protos import worker_pb2 as pb
+from wire.numbers import check_numbers
 
 _LoadFigure = Literal[
     "queued_prompt_tokens",
@@ -44,6 +45,7 @@ def registration_to_proto(registration: Registration) -> pb.Registration:
 
 def registration_from_proto(message: pb.Registration) -> Registration:
     """Translate a worker's registration, complete or not: the registry checks it."""
+    check_numbers(message)
     return Registration(
         protocol_min=message.protocol_min,
         protocol_max=message.protocol_max,
@@ -78,6 +80,7 @@ def layout_to_proto(layout: KVLayout) -> pb.KvLayout:
 
 def layout_from_proto(message: pb.KvLayout) -> KVLayout:
     """Translate the shape of a KV block."""
+    check_numbers(message)
     return KVLayout(
         num_layers=message.num_layers,
         num_kv_heads=message.num_kv_heads,
@@ -94,6 +97,7 @@ def welcome_to_proto(welcome: Welcome) -> pb.Welcome:
 
 def welcome_from_proto(message: pb.Welcome) -> Welcome:
     """Translate the answer to a registration."""
+    check_numbers(message)
     return Welcome(protocol=message.protocol, router_id=message.router_id, session=message.session)
 
 
@@ -116,6 +120,7 @@ def load_to_proto(load: Load) -> pb.Load:
 
 def load_from_proto(message: pb.Load) -> Load:
     """Translate the load of a worker."""
+    check_numbers(message)
     given = {name: getattr(message, name) for name in _OPTIONAL_LOAD if message.HasField(name)}
     return Load(
         num_running=message.num_running,
@@ -141,6 +146,7 @@ def credit_to_proto(credit: Credit) -> pb.Credit:
 
 def credit_from_proto(message: pb.Credit) -> Credit:
     """Translate the credit of a worker."""
+    check_numbers(message)
     return Credit(
         max_requests=message.max_requests,
         max_tokens=message.max_tokens,
@@ -160,6 +166,7 @@ def role_change_to_proto(order: RoleOrder) -> pb.RoleChange:
 
 def role_change_from_proto(message: pb.RoleChange) -> RoleOrder:
     """Translate the request to take another role."""
+    check_numbers(message)
     return RoleOrder(role=message.role, epoch=message.epoch)
 
 
@@ -170,6 +177,7 @@ def role_taken_to_proto(taken: RoleOrder) -> pb.RoleTaken:
 
 def role_taken_from_proto(message: pb.RoleTaken) -> RoleOrder:
     """Translate the report of a worker's role."""
+    check_numbers(message)
     return RoleOrder(role=message.role, epoch=message.epoch)
 
 
@@ -180,6 +188,7 @@ def drain_to_proto(order: DrainOrder) -> pb.Drain:
 
 def drain_from_proto(message: pb.Drain) -> DrainOrder:
     """Translate the request to drain."""
+    check_numbers(message)
     return DrainOrder(
         deadline_seconds=message.deadline_seconds if message.HasField("deadline_seconds") else None
     )
@@ -198,6 +207,7 @@ def credit_use_to_proto(use: CreditUse) -> pb.CreditUse:
 
 def credit_use_from_proto(message: pb.CreditUse) -> CreditUse:
     """Translate a router's report of what it holds."""
+    check_numbers(message)
     return CreditUse(
         number=message.number,
         num_requests=message.num_requests,

@@ -6,6 +6,7 @@ from contract.decoding import converter
 from contract.errors import InvalidRequestError
 from contract.sampling import Grammar, SamplingParams
 from protos import worker_pb2 as pb
+from wire.numbers import check_numbers
 
 _grammar = converter(Grammar)
 
@@ -35,10 +36,15 @@ def sampling_to_proto(sampling: SamplingParams) -> pb.EngineSampling:
 
 
 def sampling_from_proto(message: pb.EngineSampling) -> SamplingParams:
-    """Translate sampling parameters. Ranges are not checked here: ``SamplingParams.check`` does that.
+    """Translate sampling parameters. ``SamplingParams.check`` compares them with each other.
 
-    Raises InvalidRequestError for an unknown kind of grammar.
+    Raises BadNumberError, and InvalidRequestError for biases without tokens or an unknown kind of grammar.
     """
+    check_numbers(message)
+    if len(message.biased_token_ids) != len(message.biases):
+        raise InvalidRequestError(
+            f"{len(message.biases)} biases are for {len(message.biased_token_ids)} tokens", param="logit_bias"
+        )
     return SamplingParams(
         temperature=message.temperature,
         top_k=message.top_k,

@@ -4,6 +4,7 @@ from contract.errors import InvalidRequestError
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
 from contract.sampling import SamplingParams
 from protos import worker_pb2 as pb
+from wire.numbers import check_numbers
 from wire.sampling import sampling_from_proto, sampling_to_proto
 
 
@@ -42,6 +43,7 @@ def task_from_proto(
 
     Raises InvalidRequestError for a task without id or prompt, or with an unknown kind of grammar.
     """
+    check_numbers(task)
     if not task.request_id or not task.prompt_token_ids:
         raise InvalidRequestError("a task needs a request id and a prompt")
     return EngineRequest(

@@ -2,10 +2,13 @@
 
 from collections.abc import Iterable
 
+from contract.decoding import shown
+from contract.errors import InternalError
 from contract.membership import Load
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
 from protos import worker_pb2 as pb
 from wire.membership import load_to_proto
+from wire.numbers import check_numbers
 
 
 def step_to_proto(outputs: Iterable[EngineOutput], load: Load | None) -> pb.StepOutput:
@@ -45,8 +48,9 @@ def output_to_proto(output: EngineOutput) -> pb.TokenEntry:
 def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
     """Translate one choice's new tokens of one step; empty fields become None.
 
-    Raises ValueError for an unknown finish reason.
+    Raises BadNumberError, and InternalError for an unknown finish reason or log probabilities without their tokens.
     """
+    check_numbers(entry)
     return EngineOutput(
         request_id=entry.request_id,
         choice=entry.choice,
@@ -55,7 +59,7 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         token_ids=entry.token_ids[:],
         logprobs=_all_logprobs(entry.logprobs) if entry.logprobs else None,
         prompt_logprobs=_all_logprobs(entry.prompt_logprobs) if entry.prompt_logprobs else None,
-        finish_reason=FinishReason(entry.finish_reason) if entry.finish_reason else None,
+        finish_reason=_finish_reason(entry.finish_reason) if entry.finish_reason else None,
         stop_reason=entry.stop_reason if entry.HasField("stop_reason") else None,
         num_cached_tokens=entry.num_cached_tokens if entry.HasField("num_cached_tokens") else None,
         timings=timings_from_proto(entry.timings) if entry.HasField("timings") else None,
@@ -66,6 +70,13 @@ def output_from_proto(entry: pb.TokenEntry) -> EngineOutput:
         handed_over=entry.handed_over,
         is_rejected=entry.is_rejected,
     )
+
+
+def _finish_reason(name: str) -> FinishReason:
+    try:
+        return FinishReason(name)
+    except ValueError:
+        raise InternalError(f"{shown(name)!r} is no finish reason") from None
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.PositionLogprobs:
@@ -80,7 +91,15 @@ def logprobs_to_proto(logprobs: TokenLogprobs) -> pb.PositionLogprobs:
 
 
 def logprobs_from_proto(message: pb.PositionLogprobs) -> TokenLogprobs:
-    """Translate the log probabilities at one position."""
+    """Translate the log probabilities at one position.
+
+    Raises BadNumberError, and InternalError for log probabilities without their tokens.
+    """
+    check_numbers(message)
+    if len(message.top_token_ids) != len(message.top_logprobs):
+        raise InternalError(
+            f"{len(message.top_logprobs)} log probabilities are for {len(message.top_token_ids)} tokens"
+        )
     return TokenLogprobs(
         token_id=message.token_id,
         logprob=message.logprob,
@@ -110,6 +129,7 @@ def timings_to_proto(timings: RequestTimings) -> pb.LegTimings:
 
 def timings_from_proto(message: pb.LegTimings) -> RequestTimings:
     """Translate one worker's timings of a request."""
+    check_numbers(message)
     return RequestTimings(
         queue_seconds=message.queue_seconds,
         prefill_seconds=message.prefill_seconds,

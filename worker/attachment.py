@@ -18,6 +18,7 @@ class Attachment:
     """One Attach call. Owns the messages that the router has not read yet.
 
     accepted: the router's acceptance; empty until then. has_router_left: the router has sent goodbye.
+    has_bad_number: one side has ended the call because of a number that the other one has sent.
     num_unread_bytes: size of the unread messages; above ``max_unread_bytes`` the call is cancelled.
     Every message carries the number of the router's orders that were carried out.
     """
@@ -25,6 +26,7 @@ class Attachment:
     def __init__(self, registration: pb.Registration, max_unread_bytes: int) -> None:
         self.accepted = Welcome()
         self.has_router_left = False
+        self.has_bad_number = False
         self.num_unread_bytes = 0
         self._registration = registration
         self._max_unread_bytes = max_unread_bytes

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import msgspec
 
 from contract.membership import Credit, CreditUse
+from wire.numbers import BadNumberError
 from worker.divided_limit import DividedLimit
 
 
@@ -93,7 +94,15 @@ class CreditShares:
         return self._planned(used, always=frozenset(asked))
 
     def report(self, session: str, use: CreditUse) -> dict[str, Credit]:
-        """Take a router's report of what it holds; return the credits to send, now that more may be free."""
+        """Take a router's report of what it holds; return the credits to send, now that more may be free.
+
+        Raises BadNumberError if it answers a credit that was not sent.
+        """
+        if use.number > self._numbers[session]:
+            raise BadNumberError(
+                f"CreditUse.number is {use.number}; the last credit has {self._numbers[session]}",
+                param="CreditUse.number",
+            )
         self._seen[session] = max(self._seen[session], use.number)
         self._reports[session] = use
         self.num_overdrawn += use.num_requests > self._requests.most_of(session)

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 from contract.errors import InternalError, KvbatonError
 from contract.outputs import EngineOutput, FinishReason
-from contract.requests import EngineRequest
+from contract.requests import MAX_CHOICES, EngineRequest
 from protos import worker_pb2 as pb
 from wire.legs import cancel_from_proto, decode_from_proto, embed_from_proto, prefill_from_proto
 from wire.membership import drain_from_proto, role_change_from_proto
+from wire.numbers import BadNumberError
 from worker.draining import Drain
 from worker.flipping import Flip
 from worker.lifecycle import LegCall, Lifecycle
@@ -49,7 +50,8 @@ class Orders:
     async def carry_out(self, message: pb.RouterMessage, session: str) -> list[EngineOutput]:
         """Carry out a message that came on this session's stream, and return an output for each choice that is rejected.
 
-        A message of a later version is ignored, and so is one about the worker itself that comes too late.
+        A message of a later version is ignored, and so is one about the worker itself that comes too late. Raises
+        BadNumberError for a number out of its range, but for one of a leg, which is rejected.
         """
         try:
             match message.WhichOneof("message"):
@@ -61,6 +63,8 @@ class Orders:
                     self._drain.undo(by="a router")
                 case "role_change":
                     self._flip.begin(role_change_from_proto(message.role_change))
+        except BadNumberError:
+            raise
         except KvbatonError as error:
             logger.info("ignored an order of the router: %s", error.message)
         return []
@@ -106,7 +110,7 @@ class Orders:
 
 
 def rejections(task: pb.Task, error: KvbatonError) -> list[EngineOutput]:
-    """Return the outputs with which a leg is rejected, one for each of its choices."""
+    """Return the outputs with which a leg is rejected: one for each of its choices, up to ``MAX_CHOICES``."""
     return [
         EngineOutput(
             request_id=task.request_id,
@@ -118,5 +122,5 @@ def rejections(task: pb.Task, error: KvbatonError) -> list[EngineOutput]:
             error_param=error.param,
             is_rejected=True,
         )
-        for choice in range(task.choice, task.choice + max(1, task.num_choices))
+        for choice in range(task.choice, task.choice + max(1, min(task.num_choices, MAX_CHOICES)))
     ]

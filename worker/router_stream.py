@@ -19,6 +19,7 @@ from protos import worker_pb2 as pb
 from serving.cluster_tls import ROUTER_NAME, ClusterTls
 from serving.grpc_options import internal_stream_options
 from serving.waiting import is_being_cancelled
+from wire.numbers import BadNumberError
 from worker.attachment import Attachment
 
 logger = logging.getLogger(__name__)
@@ -148,7 +149,8 @@ class RouterStream:
             reason = await self._attach_once()
             self._tried.set()
             if self._attached.is_set():
-                delay = FIRST_RETRY_SECONDS
+                if not self._attachment.has_bad_number:
+                    delay = FIRST_RETRY_SECONDS
                 await self._end(reason)
             else:
                 self._log_failure(reason, is_new=reason != last_reason)
@@ -178,8 +180,12 @@ class RouterStream:
             if not self._attachment.is_overfull or is_being_cancelled():
                 raise
             return f"it leaves more than {self._max_unread_bytes} bytes unread"
+        except BadNumberError as error:
+            self._attachment.has_bad_number = True
+            return error.message
         except grpc.aio.AioRpcError as error:
             self._check_refusal(error)
+            self._attachment.has_bad_number = error.code() is grpc.StatusCode.INVALID_ARGUMENT
             return _reason(error)
         return "the router closed the stream"
 

@@ -12,9 +12,10 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from contract.decoding import decode_outside, msgpack_decoder
+from contract.decoding import Count, Positive, Unsigned, decode_outside, msgpack_decoder
 from contract.errors import TransferError
 from contract.layout import KVLayout
+from contract.options import MAX_SECONDS
 from contract.proofs import derive_key, make_proof
 from engine.connector import FirstToken
 from kv_transfer.protocol.digests import XXH3_64
@@ -24,7 +25,10 @@ TRANSFER_PROTOCOL_MIN = 9
 """Proofs up to version 7 could be forged, and version 8 names no digest: such a peer is refused with its version."""
 TRANSFER_PROTOCOL_MAX = 9
 MAX_HANDSHAKE_BYTES = 65536
-NumRanks = Annotated[int, msgspec.Meta(ge=1)]
+Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
+_LEAST_LOGPROB = -1e30
+_MOST_LOGPROB = 1e-3
+"""At most 0, but for rounding."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -34,8 +38,8 @@ class Message(msgspec.Struct, frozen=True, tag_field="type"):
 class Introduction(Message, frozen=True):
     """The protocol versions and the identity of a worker, and a nonce for the other one's proof."""
 
-    protocol_min: int
-    protocol_max: int
+    protocol_min: Count
+    protocol_max: Count
     nonce: str
     worker_id: str
     boot_id: str
@@ -77,8 +81,8 @@ class Prove(Message, frozen=True, tag="prove"):
     model_fingerprint: str
     layout: KVLayout
     transports: list[str]
-    timeout_seconds: float
-    num_ranks: NumRanks = 1
+    timeout_seconds: Timeout
+    num_ranks: Positive = 1
     digests: tuple[str, ...] = (XXH3_64,)
 
 
@@ -88,12 +92,12 @@ class Welcome(Message, frozen=True, tag="welcome"):
     digest: the algorithm by which blocks are announced.
     """
 
-    protocol: int
+    protocol: Count
     model_fingerprint: str
     layout: KVLayout
     offers: list[Offer]
-    timeout_seconds: float
-    num_ranks: NumRanks = 1
+    timeout_seconds: Timeout
+    num_ranks: Positive = 1
     digest: str = XXH3_64
     proof: str = ""
 
@@ -114,7 +118,7 @@ class TransferMessage(Message, frozen=True):
     """The root of messages about one transfer."""
 
     transfer_id: str
-    attempt: int
+    attempt: Unsigned
 
 
 class LeaseMessage(TransferMessage, frozen=True):
@@ -126,7 +130,7 @@ class LeaseMessage(TransferMessage, frozen=True):
 class FetchBlocks(TransferMessage, frozen=True, tag="fetch"):
     """Ask for this transfer's blocks to be announced, from ``from_block`` on."""
 
-    from_block: int = 0
+    from_block: Count = 0
 
 
 class BlocksPublished(LeaseMessage, frozen=True, tag="published"):
@@ -136,10 +140,10 @@ class BlocksPublished(LeaseMessage, frozen=True, tag="published"):
     other_digests: of the sender's ranks from 1 on.
     """
 
-    first_block: int
-    digests: list[int]
+    first_block: Count
+    digests: list[Unsigned]
     grants: list[RangeGrant] = []
-    other_digests: list[list[int]] = []
+    other_digests: list[list[Unsigned]] = []
 
 
 class PromptStarted(LeaseMessage, frozen=True, tag="started"):
@@ -152,8 +156,8 @@ class LayersReadable(LeaseMessage, frozen=True, tag="layers"):
     A hint: to read them now only saves time. grants: as in ``BlocksPublished``.
     """
 
-    first_block: int
-    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    first_block: Count
+    num_blocks: Positive
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
     grants: list[RangeGrant] = []
 
@@ -167,7 +171,7 @@ class EndExpected(LeaseMessage, frozen=True, tag="due"):
 class TransferComplete(TransferMessage, frozen=True, tag="complete"):
     """Everything is published; the first token of every choice."""
 
-    num_blocks: int
+    num_blocks: Count
     first_tokens: list[FirstToken]
 
 
@@ -197,9 +201,20 @@ _decoder: msgspec.msgpack.Decoder[AnyMessage] = msgpack_decoder(AnyMessage)
 
 def decode_message(frame: bytes) -> Message:
     """Decode a message. Raises TransferError for anything but a well-formed message of this protocol."""
-    return decode_outside(
+    message = decode_outside(
         _decoder.decode, frame, lambda why: TransferError(f"the peer sent a malformed message: {why}")
     )
+    if isinstance(message, TransferComplete):
+        _check_logprobs(message.first_tokens)
+    return message
+
+
+def _check_logprobs(tokens: Sequence[FirstToken]) -> None:
+    """Raise TransferError for a log probability that is none. Their type is not only this protocol's, and has no range."""
+    for token in tokens:
+        values = (token.logprobs.logprob, *token.logprobs.top_logprobs) if token.logprobs else ()
+        if not all(_LEAST_LOGPROB <= value <= _MOST_LOGPROB for value in values):
+            raise TransferError(f"the peer sent a malformed message: log probabilities {values}")
 
 
 Mac = Callable[[bytes, str, Sequence[Message]], str]

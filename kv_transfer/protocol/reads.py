@@ -12,6 +12,7 @@ from typing import Annotated
 
 import msgspec
 
+from contract.decoding import Count, Positive, Unsigned
 from contract.errors import KvbatonError, PeerUnreachableError, TransferError, WorkerLostError
 from kv_transfer.protocol.digests import XXH3_64
 
@@ -64,7 +65,7 @@ def may_heal(error: KvbatonError) -> bool:
 class BlockPart(msgspec.Struct, frozen=True):
     """The bytes ``start_byte``..``start_byte + num_bytes`` - 1 of every block of a read."""
 
-    start_byte: Annotated[int, msgspec.Meta(ge=0)]
+    start_byte: Unsigned
     num_bytes: Annotated[int, msgspec.Meta(ge=1)]
 
 
@@ -72,7 +73,7 @@ class LeaseName(msgspec.Struct, frozen=True):
     """The name of a lease: a transfer, its attempt, and a token that no other lease ever had."""
 
     transfer_id: str
-    attempt: int
+    attempt: Unsigned
     lease: str
 
     def __str__(self) -> str:
@@ -91,10 +92,10 @@ class RangeGrant(msgspec.Struct, frozen=True):
     rank: the rank of the sender whose transports they are.
     """
 
-    first_block: Annotated[int, msgspec.Meta(ge=0)]
-    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    first_block: Count
+    num_blocks: Positive
     by_transport: dict[str, Annotated[bytes, msgspec.Meta(max_length=MAX_GRANT_BYTES)]]
-    rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    rank: Count = 0
 
     @property
     def end_block(self) -> int:
@@ -115,8 +116,8 @@ class ReadRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """
 
     name: LeaseName
-    first_block: Annotated[int, msgspec.Meta(ge=0)]
-    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    first_block: Count
+    num_blocks: Positive
     grants: tuple[RangeGrant, ...] = ()
     part: BlockPart | None = None
 

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from contract.decoding import decode_outside, msgpack_decoder
+from contract.decoding import Unsigned, decode_outside, msgpack_decoder
 from contract.errors import TransferError
 from contract.proofs import make_proof
 from engine.connector import KVMemory
@@ -324,7 +324,7 @@ class BlockGrant(msgspec.Struct, frozen=True, array_like=True):
     """
 
     slot: Annotated[int, msgspec.Meta(gt=0, lt=NUM_SLOTS)]
-    generation: int
+    generation: Unsigned
     packed_ids: bytes
 
 

@@ -11,6 +11,9 @@ from router.testing.script import Script
 def token_entry(task: pb.Task, script: Script, index: int, chunk: Sequence[int], total: int) -> pb.TokenEntry:
     """Return the entry for tokens from ``index`` on. total: tokens of the whole answer."""
     is_first = index == task.first_index
+    if script.surplus_tokens and index + len(chunk) == total:
+        chunk = [*chunk, *([chunk[-1]] * script.surplus_tokens)]
+        total += script.surplus_tokens
     is_last = index + len(chunk) == total
     was_cut = total < len(script.tokens)
     reason = FinishReason.LENGTH if was_cut else script.finish_reason

@@ -15,7 +15,8 @@ class Script:
     tokens: cut at the request's max_tokens. finish_reason, stop_reason: of the last token, unless the tokens were cut.
     stall_at: wait for ever before the token with this index. fail_at: end with ``error`` there. die_at: close the worker's
     stream there. gap_at: leave this token out. refuse: reject the leg with this error. is_mute: play the leg, but do not
-    acknowledge the order that started it, nor any later one. token_delay_seconds: before each token. tokens_per_step: tokens
+    acknowledge the order that started it, nor any later one. surplus_tokens: with the last token, so many more are sent
+    than the answer has. token_delay_seconds: before each token. tokens_per_step: tokens
     in one message.
     refuse_preparation: answer Prepare with this error.
     refuse_hand_off: answer HandOff with this error. dies_at_hand_off: close the worker's stream instead.
@@ -32,6 +33,7 @@ class Script:
     gap_at: int | None = None
     refuse: KvbatonError | None = None
     is_mute: bool = False
+    surplus_tokens: int = 0
     refuse_preparation: KvbatonError | None = None
     refuse_hand_off: KvbatonError | None = None
     dies_at_hand_off: bool = False

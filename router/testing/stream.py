@@ -86,6 +86,11 @@ class RouterStream:
         """Report another role."""
         self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
 
+    def claim_orders(self, num_orders: int) -> None:
+        """Report that so many orders were carried out, whatever was received."""
+        self._num_orders = num_orders
+        self._outbox.put_nowait(pb.WorkerMessage())
+
     async def _read(self) -> None:
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:

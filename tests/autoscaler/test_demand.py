@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoscaler.demand import Corrections, demand, largest_batch, prefill_workers
+from autoscaler.demand import (
+    Corrections,
+    demand,
+    largest_batch,
+    mean_context,
+    prefill_workers,
+    squared_variation,
+)
 from autoscaler.forecast import Expected, Forecast
 from autoscaler.policy import Goals
 from tests.autoscaler.cases import GOALS, QUIET, TIMING
@@ -77,6 +84,18 @@ def test_corrections_approach_what_is_measured_between_half_and_twice(observed: 
     assert corrections.prefill == pytest.approx(factor, rel=0.01)
     assert corrections.step == pytest.approx(factor, rel=0.01)
     assert NO_CORRECTION.with_reading(TIMING, QUIET, 8.0) == NO_CORRECTION
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-6, 0.09, 11.0, 1e9])
+def test_a_time_that_no_worker_has_changes_nothing(factor: float) -> None:
+    """A4: a reading far from the model's time is a fault of the worker that reports it."""
+    predicted = TIMING.prefill.seconds(QUIET.uncached_prompt_tokens, squared_variation(QUIET))
+    load = replace(
+        QUIET,
+        step_seconds=factor * TIMING.step_seconds(8, 8 * mean_context(QUIET)),
+        prefill_seconds_per_token=factor * predicted / QUIET.uncached_prompt_tokens,
+    )
+    assert NO_CORRECTION.with_reading(TIMING, load, 8.0) == NO_CORRECTION
 
 
 def observed_forecast(rates: list[float], start: float = 0.0) -> tuple[Forecast, float]:

@@ -1,22 +1,54 @@
 """Hypothesis draws contract objects with every field, within the range of its number on the wire."""
 
+from typing import Any
+
 from hypothesis import strategies as st
 
 from contract.layout import KVLayout
 from contract.membership import Credit, CreditUse, DrainOrder, Load, Registration, RoleOrder, Welcome
 from contract.outputs import EngineOutput, FinishReason, RequestTimings, TokenLogprobs, TransferReport
-from contract.requests import EngineRequest, HandOff, PoolingParams, ReceiveTransfer, SendTransfer
+from contract.requests import (
+    MAX_CHOICES,
+    EngineRequest,
+    HandOff,
+    PoolingParams,
+    ReceiveTransfer,
+    SendTransfer,
+)
 from contract.sampling import Grammar, SamplingParams
+from protos import worker_pb2 as pb
+from wire.numbers import RANGES, numbers_of
 
 UINT32 = st.integers(0, 2**32 - 1)
-UINT64 = st.integers(0, 2**64 - 1)
-SINT32 = st.integers(-(2**31), 2**31 - 1)
-SINT64 = st.integers(-(2**63), 2**63 - 1)
-DOUBLES = st.floats(allow_nan=False)
-FLOAT32 = st.floats(allow_nan=False, width=32)
+FLOAT32 = st.floats(allow_nan=False, allow_infinity=False, width=32)
 TEXTS = st.text(max_size=8)
 NAMES = st.text(min_size=1, max_size=8)
 TOKEN_IDS = st.lists(UINT32, max_size=4).map(tuple)
+
+
+def within(message: str) -> dict[str, st.SearchStrategy[Any]]:
+    """A strategy for each number of a message, within the range that is declared."""
+    message_type = getattr(pb, message)
+    return {
+        field.name: st.floats(*RANGES[message][field.name])
+        if field.cpp_type in (field.CPPTYPE_DOUBLE, field.CPPTYPE_FLOAT)
+        else st.integers(*map(int, RANGES[message][field.name]))
+        for field in numbers_of(message_type)
+    }
+
+
+_SAMPLING = within("EngineSampling")
+_TASK = within("Task")
+_LOAD = within("Load")
+_CREDIT = within("Credit")
+_USE = within("CreditUse")
+_TIMINGS = within("LegTimings")
+_LAYOUT = within("KvLayout")
+_REGISTRATION = within("Registration")
+_HAND_OFF = within("HandOffRequest")
+_LOGPROB = within("PositionLogprobs")["logprob"]
+_DRAIN_SECONDS = within("Drain")["deadline_seconds"]
+_EPOCH = within("RoleChange")["epoch"]
 
 grammars = st.builds(
     Grammar,
@@ -25,21 +57,21 @@ grammars = st.builds(
 )
 sampling = st.builds(
     SamplingParams,
-    temperature=DOUBLES,
-    top_k=UINT32,
-    top_p=DOUBLES,
-    seed=SINT64,
-    max_tokens=UINT32,
-    min_tokens=UINT32,
+    temperature=_SAMPLING["temperature"],
+    top_k=_SAMPLING["top_k"],
+    top_p=_SAMPLING["top_p"],
+    seed=_SAMPLING["seed"],
+    max_tokens=_SAMPLING["max_tokens"],
+    min_tokens=_SAMPLING["min_tokens"],
     stop_token_ids=TOKEN_IDS,
     ignore_eos=st.booleans(),
-    logprobs=st.none() | UINT32,
-    prompt_logprobs=st.none() | UINT32,
-    min_p=DOUBLES,
-    presence_penalty=DOUBLES,
-    frequency_penalty=DOUBLES,
-    repetition_penalty=DOUBLES,
-    logit_bias=st.lists(st.tuples(UINT32, DOUBLES), max_size=3).map(tuple),
+    logprobs=st.none() | _SAMPLING["logprobs"],
+    prompt_logprobs=st.none() | _SAMPLING["prompt_logprobs"],
+    min_p=_SAMPLING["min_p"],
+    presence_penalty=_SAMPLING["presence_penalty"],
+    frequency_penalty=_SAMPLING["frequency_penalty"],
+    repetition_penalty=_SAMPLING["repetition_penalty"],
+    logit_bias=st.lists(st.tuples(UINT32, _SAMPLING["biases"]), max_size=3).map(tuple),
     allowed_token_ids=TOKEN_IDS,
     grammar=st.none() | grammars,
 )
@@ -60,16 +92,16 @@ def requests(
         prompt_token_ids=st.lists(UINT32, min_size=1, max_size=4),
         sampling=st.just(SamplingParams()) if pooling else sampling,
         eos_token_ids=TOKEN_IDS,
-        attempt=UINT32,
-        choice=UINT32,
-        num_choices=st.integers(1, 2**32 - 1),
-        first_index=UINT32,
+        attempt=_TASK["attempt"],
+        choice=_TASK["choice"],
+        num_choices=st.integers(1, MAX_CHOICES),
+        first_index=_TASK["first_index"],
         client_index=st.just(0),
         arrival_time=st.just(0.0),
-        priority=SINT32,
+        priority=_TASK["priority"],
         cache_salt=TEXTS,
         tenant=TEXTS,
-        deadline_seconds=DOUBLES,
+        deadline_seconds=_TASK["deadline_seconds"],
         transfer=transfers,
         lora_request=st.none(),
         pooling_params=st.just(pooling),
@@ -80,26 +112,28 @@ def requests(
 prefills = requests(send_transfers)
 decodes = requests(st.none() | receive_transfers)
 
-logprobs = st.builds(
-    TokenLogprobs,
-    token_id=UINT32,
-    logprob=DOUBLES,
-    rank=UINT32,
-    top_token_ids=TOKEN_IDS,
-    top_logprobs=st.lists(DOUBLES, max_size=3).map(tuple),
+logprobs = st.lists(st.tuples(UINT32, _LOGPROB), max_size=3).flatmap(
+    lambda top: st.builds(
+        TokenLogprobs,
+        token_id=UINT32,
+        logprob=_LOGPROB,
+        rank=within("PositionLogprobs")["rank"],
+        top_token_ids=st.just(tuple(token for token, _ in top)),
+        top_logprobs=st.just(tuple(value for _, value in top)),
+    )
 )
 timings = st.builds(
     RequestTimings,
-    queue_seconds=DOUBLES,
-    prefill_seconds=DOUBLES,
+    queue_seconds=_TIMINGS["queue_seconds"],
+    prefill_seconds=_TIMINGS["prefill_seconds"],
     transfer=st.builds(
         TransferReport,
-        exposed_seconds=DOUBLES,
-        hidden_seconds=DOUBLES,
-        num_bytes=UINT64,
-        num_pieces=UINT32,
-        copying_seconds=DOUBLES,
-        waiting_seconds=DOUBLES,
+        exposed_seconds=_TIMINGS["transfer_exposed_seconds"],
+        hidden_seconds=_TIMINGS["transfer_hidden_seconds"],
+        num_bytes=_TIMINGS["transfer_bytes"],
+        num_pieces=_TIMINGS["transfer_pieces"],
+        copying_seconds=_TIMINGS["transfer_copying_seconds"],
+        waiting_seconds=_TIMINGS["transfer_waiting_seconds"],
     ),
 )
 outputs = st.builds(
@@ -124,13 +158,11 @@ outputs = st.builds(
     error_param=st.none() | NAMES,
 )
 
-layouts = st.builds(
-    KVLayout, num_layers=UINT32, num_kv_heads=UINT32, head_dim=UINT32, block_size=UINT32, dtype=TEXTS
-)
+layouts = st.builds(KVLayout, dtype=TEXTS, **_LAYOUT)
 registrations = st.builds(
     Registration,
-    protocol_min=UINT32,
-    protocol_max=UINT32,
+    protocol_min=_REGISTRATION["protocol_min"],
+    protocol_max=_REGISTRATION["protocol_max"],
     worker_id=TEXTS,
     boot_id=TEXTS,
     role=TEXTS,
@@ -139,52 +171,52 @@ registrations = st.builds(
     model_name=TEXTS,
     model_fingerprint=TEXTS,
     kv_layout=st.none() | layouts,
-    max_model_len=UINT32,
-    num_blocks=UINT32,
-    vocab_size=UINT32,
+    max_model_len=_REGISTRATION["max_model_len"],
+    num_blocks=_REGISTRATION["num_blocks"],
+    vocab_size=_REGISTRATION["vocab_size"],
     admin_address=TEXTS,
-    pid=UINT32,
+    pid=_REGISTRATION["pid"],
     embeds_only=st.booleans(),
     build=TEXTS,
 )
-welcomes = st.builds(Welcome, protocol=UINT32, router_id=TEXTS, session=TEXTS)
+welcomes = st.builds(Welcome, protocol=within("Welcome")["protocol"], router_id=TEXTS, session=TEXTS)
 loads = st.builds(
     Load,
-    num_running=UINT32,
-    num_waiting=UINT32,
-    kv_cache_usage=DOUBLES,
-    queued_prompt_tokens=st.none() | UINT64,
-    num_free_blocks=st.none() | UINT32,
-    num_leases=st.none() | UINT32,
-    num_fetches=st.none() | UINT32,
-    prefill_seconds_per_token=st.none() | DOUBLES,
-    step_seconds=st.none() | DOUBLES,
-    prefix_cache_queries=st.none() | UINT64,
-    prefix_cache_hits=st.none() | UINT64,
+    num_running=_LOAD["num_running"],
+    num_waiting=_LOAD["num_waiting"],
+    kv_cache_usage=_LOAD["kv_cache_usage"],
+    queued_prompt_tokens=st.none() | _LOAD["queued_prompt_tokens"],
+    num_free_blocks=st.none() | _LOAD["num_free_blocks"],
+    num_leases=st.none() | _LOAD["num_leases"],
+    num_fetches=st.none() | _LOAD["num_fetches"],
+    prefill_seconds_per_token=st.none() | _LOAD["prefill_seconds_per_token"],
+    step_seconds=st.none() | _LOAD["step_seconds"],
+    prefix_cache_queries=st.none() | _LOAD["prefix_cache_queries"],
+    prefix_cache_hits=st.none() | _LOAD["prefix_cache_hits"],
 )
 credits = st.builds(
     Credit,
-    max_requests=UINT32,
-    max_tokens=UINT64,
-    number=UINT64,
+    max_requests=_CREDIT["max_requests"],
+    max_tokens=_CREDIT["max_tokens"],
+    number=_CREDIT["number"],
     is_draining=st.booleans(),
-    drain_seconds=DOUBLES,
+    drain_seconds=_CREDIT["drain_seconds"],
     is_empty=st.booleans(),
 )
-roles = st.builds(RoleOrder, role=TEXTS, epoch=UINT64)
-drains = st.builds(DrainOrder, deadline_seconds=st.none() | DOUBLES)
-credit_uses = st.builds(CreditUse, number=UINT64, num_requests=UINT32, num_tokens=UINT64)
+roles = st.builds(RoleOrder, role=TEXTS, epoch=_EPOCH)
+drains = st.builds(DrainOrder, deadline_seconds=st.none() | _DRAIN_SECONDS)
+credit_uses = st.builds(CreditUse, **_USE)
 hand_offs = st.tuples(
     st.builds(
         HandOff,
         request_id=TEXTS,
         attempt=st.integers(0, 2**31),
-        choice=UINT32,
+        choice=_HAND_OFF["choice"],
         transfer_id=NAMES,
         next_attempt=st.integers(2**31 + 1, 2**32 - 1),
     ),
-    DOUBLES,
+    _HAND_OFF["deadline_seconds"],
 )
-cancels = st.tuples(TEXTS, UINT32, st.none() | UINT32)
+cancels = st.tuples(TEXTS, UINT32, st.none() | within("CancelRequest")["choice"])
 pieces = st.tuples(TEXTS, st.binary(max_size=8))
 steps = st.tuples(st.lists(outputs, max_size=2), st.none() | loads)

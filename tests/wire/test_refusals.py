@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import InvalidRequestError
+from contract.errors import InternalError, InvalidRequestError
 from contract.membership import Registration
 from contract.outputs import EngineOutput
 from contract.requests import EngineRequest, PoolingParams, ReceiveTransfer, SendTransfer
@@ -88,7 +88,7 @@ def test_a_source_that_is_there_and_empty_is_no_missing_source() -> None:
 
 
 def test_a_bias_without_its_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(InvalidRequestError, match="1 biases are for 2 tokens"):
         sampling_from_proto(pb.EngineSampling(biased_token_ids=[1, 2], biases=[0.5]))
 
 
@@ -141,7 +141,7 @@ def test_that_a_leg_is_finished_stays_with_the_worker() -> None:
 
 
 def test_a_finish_reason_that_is_not_known_is_no_output() -> None:
-    with pytest.raises(ValueError, match="'tired' is not a valid FinishReason"):
+    with pytest.raises(InternalError, match="'tired' is no finish reason"):
         output_from_proto(pb.TokenEntry(finish_reason="tired"))
 
 
@@ -151,7 +151,8 @@ def test_a_step_without_a_load_says_nothing_of_it() -> None:
 
 def test_an_empty_registration_lacks_everything() -> None:
     assert registration_from_proto(pb.Registration()) == Registration()
-    assert registration_from_proto(pb.Registration(kv_layout=pb.KvLayout())).kv_layout is not None
+    with pytest.raises(InvalidRequestError, match=r"KvLayout\.num_layers is 0; it must lie in 1"):
+        registration_from_proto(pb.Registration(kv_layout=pb.KvLayout()))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from contract.membership import Credit, CreditUse
 from tests.soak_settings import machine_settings, soaked
+from wire.numbers import BadNumberError
 from worker.credit_shares import CreditShares, Use
 
 MAX_ROUTERS = 6
@@ -96,6 +97,14 @@ class Sharing:
                     router.receive()
                 while router.reports:
                     self.report(name)
+
+
+def test_a_report_of_a_credit_that_was_not_sent_is_refused() -> None:
+    """A4: such a router would never count as one that has answered."""
+    sharing = Sharing(8)
+    name = sharing.open()
+    with pytest.raises(BadNumberError, match=r"CreditUse\.number is 2; the last credit has 1"):
+        sharing.shares.report(name, CreditUse(number=2))
 
 
 @soaked

@@ -1,6 +1,7 @@
 """The worker's stream to a router that stalls, leaves, or is not its router."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,6 +14,7 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from serving.cluster_tls import router_tls, worker_tls
 from serving.grpc_options import internal_server_options
+from wire.membership import drain_from_proto, role_change_from_proto
 from worker.router_stream import RouterAddress, RouterStream
 
 SECRET = "a secret of the tests, of 32 or more characters"
@@ -121,6 +123,52 @@ async def test_the_requests_of_a_lost_router_are_aborted_before_the_next_registr
         while stream.session != "2":
             await asyncio.sleep(0.005)
         assert router.num_lost == [0, 1]
+
+
+class AbsurdRouter(worker_pb2_grpc.MembershipServicer):
+    """A router whose messages have a number out of its range, until it has sent all of them."""
+
+    def __init__(self, messages: list[pb.RouterMessage]) -> None:
+        self._messages = messages
+
+    async def Attach(self, request_iterator: AsyncIterator[pb.WorkerMessage], context: Any) -> Any:  # noqa: N802
+        """Send the next one to each stream."""
+        await anext(request_iterator)
+        yield pb.RouterMessage(welcome=pb.Welcome(session=f"{len(self._messages)} left"))
+        if self._messages:
+            yield self._messages.pop(0)
+        await asyncio.Event().wait()
+
+
+class Obedient(Losses):
+    """Carries out what concerns a worker itself, as a worker does."""
+
+    async def received(self, stream: RouterStream, message: pb.RouterMessage) -> None:
+        """Read the message."""
+        match message.WhichOneof("message"):
+            case "drain":
+                drain_from_proto(message.drain)
+            case "role_change":
+                role_change_from_proto(message.role_change)
+
+
+async def test_a_bad_number_of_a_router_ends_its_stream_with_the_fields_name(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A4: and no more than that: the worker registers again."""
+    losses = Obedient()
+    router = AbsurdRouter(
+        [
+            pb.RouterMessage(drain=pb.Drain(deadline_seconds=math.nan)),
+            pb.RouterMessage(role_change=pb.RoleChange(role="both", epoch=2**60)),
+        ]
+    )
+    async with streaming(router, losses) as stream:
+        while stream.session != "0 left":
+            await asyncio.sleep(0.005)
+    lines = [record.getMessage() for record in caplog.records if "lost router" in record.getMessage()]
+    assert ["Drain.deadline_seconds is nan" in lines[0], "RoleChange.epoch is" in lines[1]] == [True, True]
+    assert not any(record.exc_info for record in caplog.records)
 
 
 class RecordingRouter(worker_pb2_grpc.MembershipServicer):

@@ -15,6 +15,7 @@ from functools import partial
 
 import msgspec
 
+from contract.decoding import Unsigned
 from contract.errors import TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import read_frame, write_frame
@@ -41,7 +42,7 @@ class NcclPoolInfo(msgspec.Struct, frozen=True):
     store: str = ""
     backend: str = ""
     device: str = ""
-    block_bytes: int = 0
+    block_bytes: Unsigned = 0
 
 
 class NcclSender(LendingSender):

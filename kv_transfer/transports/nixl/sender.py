@@ -18,6 +18,7 @@ from enum import StrEnum
 
 import msgspec
 
+from contract.decoding import Count, Unsigned
 from contract.errors import KvbatonError, TransferError
 from engine.connector import KVMemory, LandsDirectly
 from kv_transfer.links.framing import read_frame, write_frame
@@ -46,13 +47,13 @@ class NixlPoolInfo(msgspec.Struct, frozen=True):
     status: DataStatus
     message: str = ""
     agent: bytes = b""
-    address: int = 0
-    block_bytes: int = 0
-    num_blocks: int = 0
+    address: Unsigned = 0
+    block_bytes: Unsigned = 0
+    num_blocks: Count = 0
     is_device: bool = False
-    device_id: int = 0
-    table_address: int = 0
-    nonce: int = 0
+    device_id: Count = 0
+    table_address: Unsigned = 0
+    nonce: Unsigned = 0
     gpu: str = ""
 
 

@@ -17,11 +17,11 @@ import tempfile
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
+from contract.decoding import Count, Unsigned
 from contract.errors import SettingError, TransferError
 from engine.connector import KVMemory
 from kv_transfer.links.framing import encode_frame
@@ -40,9 +40,9 @@ class ShmPoolInfo(msgspec.Struct, frozen=True):
 
     status: DataStatus
     message: str = ""
-    nonce: int = 0
-    num_blocks: Annotated[int, msgspec.Meta(ge=0)] = 0
-    block_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    nonce: Unsigned = 0
+    num_blocks: Count = 0
+    block_bytes: Unsigned = 0
 
 
 class ShmSender(Sender):

@@ -1,0 +1,218 @@
+"""The range of each number in the messages between routers and workers, and the check of a received message.
+
+A peer chooses these numbers: one that is not finite, negative or absurd would spoil what is calculated from it far away
+from here. So every ``*_from_proto`` begins with ``check_numbers``, and a test compares ``RANGES`` with the protocol's
+descriptors. A field that is unset reads as 0, which every range therefore contains unless the field is always sent. A range
+that is all of the field's type costs nothing: an attempt compares the numbers of a TokenEntry with what it has asked for.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
+from types import MappingProxyType
+from typing import Any, NamedTuple, cast
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from contract.errors import InvalidRequestError
+from contract.options import MAX_SECONDS
+from contract.requests import MAX_CHOICES
+from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
+from protos import worker_pb2 as pb
+
+
+class Range(NamedTuple):
+    """The values that a number may have, both ends included. No range contains NaN."""
+
+    low: float
+    high: float
+
+
+class BadNumberError(InvalidRequestError):
+    """A peer sent a number out of its range. The message and ``param`` name the field."""
+
+
+UINT32 = Range(0, 2**32 - 1)
+INT32 = Range(-(2**31), 2**31 - 1)
+INT64 = Range(-(2**63), 2**63 - 1)
+COUNT = Range(0, 2**31 - 1)
+TOKEN = UINT32
+"""The engine of a worker, and the attempt in a router, compare token ids with the vocabulary."""
+TOTAL = Range(0, 2**53)
+"""A count that grows for as long as a process runs. A float, and so JSON, holds it exactly."""
+SECONDS = Range(0.0, MAX_SECONDS)
+STEP_SECONDS = Range(0.0, 3600.0)
+TOKEN_SECONDS = Range(0.0, 60.0)
+SHARE = Range(0.0, 1.0)
+PENALTY = Range(-2.0, 2.0)
+LOGPROB = Range(-1e30, 1e-3)
+"""At most 0, but for rounding."""
+FLOAT32 = Range(-3.5e38, 3.5e38)
+VERSION = Range(0, 2**16)
+DIMENSION = Range(1, 2**20)
+"""Always sent, and a divisor."""
+
+RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
+    {
+        "EngineSampling": {
+            "temperature": Range(0.0, 2.0),
+            "top_k": COUNT,
+            "top_p": SHARE,
+            "seed": INT64,
+            "max_tokens": COUNT,
+            "min_tokens": COUNT,
+            "stop_token_ids": TOKEN,
+            "logprobs": Range(0, MAX_LOGPROBS),
+            "prompt_logprobs": Range(0, MAX_LOGPROBS),
+            "min_p": SHARE,
+            "presence_penalty": PENALTY,
+            "frequency_penalty": PENALTY,
+            "repetition_penalty": Range(0.0, MAX_REPETITION_PENALTY),
+            "biased_token_ids": TOKEN,
+            "biases": Range(-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS),
+            "allowed_token_ids": TOKEN,
+        },
+        "Task": {
+            "attempt": UINT32,
+            "choice": COUNT,
+            "num_choices": Range(0, MAX_CHOICES),
+            "first_index": COUNT,
+            "prompt_token_ids": TOKEN,
+            "eos_token_ids": TOKEN,
+            "priority": INT32,
+            "deadline_seconds": SECONDS,
+        },
+        "HandOffRequest": {
+            "attempt": UINT32,
+            "choice": COUNT,
+            "next_attempt": UINT32,
+            "deadline_seconds": SECONDS,
+        },
+        "CancelRequest": {"attempt": UINT32, "choice": COUNT},
+        "Registration": {
+            "protocol_min": VERSION,
+            "protocol_max": VERSION,
+            "max_model_len": COUNT,
+            "num_blocks": COUNT,
+            "vocab_size": COUNT,
+            "pid": UINT32,
+        },
+        "KvLayout": {
+            "num_layers": DIMENSION,
+            "num_kv_heads": DIMENSION,
+            "head_dim": DIMENSION,
+            "block_size": DIMENSION,
+        },
+        "Load": {
+            "num_running": COUNT,
+            "num_waiting": COUNT,
+            "kv_cache_usage": SHARE,
+            "queued_prompt_tokens": COUNT,
+            "num_free_blocks": COUNT,
+            "num_leases": COUNT,
+            "num_fetches": COUNT,
+            "prefill_seconds_per_token": TOKEN_SECONDS,
+            "step_seconds": STEP_SECONDS,
+            "prefix_cache_queries": TOTAL,
+            "prefix_cache_hits": TOTAL,
+        },
+        "Credit": {
+            "max_requests": COUNT,
+            "max_tokens": TOTAL,
+            "drain_seconds": SECONDS,
+            "number": TOTAL,
+        },
+        "CreditUse": {"number": TOTAL, "num_requests": COUNT, "num_tokens": TOTAL, "num_former": COUNT},
+        "PositionLogprobs": {
+            "token_id": TOKEN,
+            "logprob": LOGPROB,
+            "rank": COUNT,
+            "top_token_ids": TOKEN,
+            "top_logprobs": LOGPROB,
+        },
+        "LegTimings": {
+            "queue_seconds": SECONDS,
+            "prefill_seconds": SECONDS,
+            "transfer_exposed_seconds": SECONDS,
+            "transfer_hidden_seconds": SECONDS,
+            "transfer_bytes": TOTAL,
+            "transfer_pieces": COUNT,
+            "transfer_copying_seconds": SECONDS,
+            "transfer_waiting_seconds": SECONDS,
+        },
+        "TokenEntry": {
+            "choice": UINT32,
+            "attempt": UINT32,
+            "first_index": UINT32,
+            "token_ids": TOKEN,
+            "stop_reason": TOKEN,
+            "num_cached_tokens": UINT32,
+            "pooled": FLOAT32,
+        },
+        "WorkerMessage": {"num_orders": TOTAL},
+        "Drain": {"deadline_seconds": SECONDS},
+        "RoleChange": {"epoch": TOTAL},
+        "RoleTaken": {"epoch": TOTAL},
+        "Welcome": {"protocol": VERSION},
+    }
+)
+"""By message and field."""
+
+_Check = tuple[str, Callable[[Any], Any], float, float]
+"""Name, getter and range of a field that has one value; or of one with several."""
+
+
+def check_numbers(message: Message) -> None:
+    """Check the numbers of a message from a peer, but not those of the messages in it. Raises BadNumberError."""
+    single, repeated = _CHECKS[type(message)]
+    for check in single:
+        value = check[1](message)
+        if not check[2] <= value <= check[3]:
+            raise _error(message, check, value)
+    for check in repeated:
+        values = check[1](message)
+        for value in values if values else ():  # an iterator costs more than the question
+            if not check[2] <= value <= check[3]:
+                raise _error(message, check, value)
+
+
+def _error(message: Message, check: _Check, value: float) -> BadNumberError:
+    name, _, low, high = check
+    field = f"{message.DESCRIPTOR.name}.{name}"
+    return BadNumberError(f"{field} is {value}; it must lie in {low:.16g}..{high:.16g}", param=field)
+
+
+def numbers_of(message: type[Message]) -> list[FieldDescriptor]:
+    """Return the fields of a kind of message that hold numbers."""
+    no_numbers = (
+        FieldDescriptor.CPPTYPE_BOOL,
+        FieldDescriptor.CPPTYPE_STRING,
+        FieldDescriptor.CPPTYPE_MESSAGE,
+    )
+    fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
+    return [field for field in fields if field.cpp_type not in no_numbers]
+
+
+def _checks_of(message: type[Message]) -> tuple[list[_Check], list[_Check]]:
+    """Return the checks of fields with one value, and of those with several. One that its type fulfils is left out."""
+    ranges = RANGES.get(message.DESCRIPTOR.name, {})
+    single: list[_Check] = []
+    repeated: list[_Check] = []
+    for field in numbers_of(message):
+        low, high = ranges[field.name]
+        if (low, high) != _TYPES.get(field.cpp_type):
+            checks = repeated if field.is_repeated else single
+            checks.append((field.name, attrgetter(field.name), low, high))
+    return single, repeated
+
+
+_TYPES = {
+    FieldDescriptor.CPPTYPE_UINT32: UINT32,
+    FieldDescriptor.CPPTYPE_INT32: INT32,
+    FieldDescriptor.CPPTYPE_INT64: INT64,
+}
+_CHECKS = {
+    kind: _checks_of(kind)
+    for name in pb.DESCRIPTOR.message_types_by_name
+    for kind in [cast("type[Message]", getattr(pb, name))]
+}
