@@ -1,8 +1,11 @@
 """A group of two processes that moves bytes (NCCL between GPUs, gloo between host memories), and the pool that it reads."""
 
+import logging
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,13 +23,25 @@ from kv_transfer.transports.block_views import BlockIds, LandingViews, block_spa
 from kv_transfer.transports.nccl.settings import errors_left_to_us
 from kv_transfer.transports.transport import TransportSettings
 
+logger = logging.getLogger(__name__)
+
 SENDER = 0
 RECEIVER = 1
 _TAG = 0
 _POLL_SECONDS = 0.2e-3
 _distributed: Any = dist
 """Torch's stubs lack the classes for a group without a default group."""
-_cuda: Any = torch.cuda
+
+
+@dataclass(frozen=True)
+class GroupLibrary:
+    """torch's groups (``torch.distributed``) and streams (``torch.cuda``)."""
+
+    distributed: Any = _distributed
+    cuda: Any = torch.cuda
+
+
+TORCH = GroupLibrary()
 
 
 def meet(settings: TransportSettings) -> tuple[str, Any]:
@@ -58,21 +73,31 @@ class PairGroup:
     """One of two ranks. Waits for the other one. A call that fails ends the group. Raises PeerUnreachableError.
 
     place: where the bytes are. On a GPU the group has a stream of its own, so that no step of the engine waits for a peer;
-    and this thread waits for the peer with its own deadline, which NCCL does not keep.
+    and this thread waits for the peer with its own deadline, which NCCL does not keep. When the constructor returns, both
+    ranks have moved a byte: NCCL forms its communicator, and takes its memory on the device, with the first one.
     """
 
     def __init__(
-        self, backend: str, store: Any, rank: int, settings: TransportSettings, place: torch.device
+        self,
+        backend: str,
+        store: Any,
+        rank: int,
+        settings: TransportSettings,
+        place: torch.device,
+        library: GroupLibrary = TORCH,
     ) -> None:
         self._other = 1 - rank
         self._place = place
-        self._stream = _cuda.Stream(place) if backend == "nccl" else None
+        self._library = library
+        self._stream = library.cuda.Stream(place) if backend == "nccl" else None
         self._timeout = timedelta(seconds=settings.read_timeout_seconds)
-        self._store = _distributed.PrefixStore("kv", store)
+        self._store = library.distributed.PrefixStore("kv", store)
         self._group: Any = None
         begun = time.monotonic()
         try:
             self._group = self._make(backend, rank, settings.advertise_host or settings.host)
+            if backend == "nccl":
+                self._form(rank, begun)
         except RuntimeError as error:
             raise self._failed(begun, f"the group of two could not be formed: {error}") from error
 
@@ -95,18 +120,62 @@ class PairGroup:
             group.abort()
 
     def _make(self, backend: str, rank: int, host: str) -> Any:
+        library = self._library.distributed
         if backend == "nccl":
-            options = _distributed.ProcessGroupNCCL.Options()
+            options = library.ProcessGroupNCCL.Options()
             options._timeout = self._timeout
+            options.config.blocking = 0  # else nothing ends the wait for a peer that dies while it joins
             with errors_left_to_us():
-                return _distributed.ProcessGroupNCCL(self._store, rank, 2, options)
-        options = _distributed.ProcessGroupGloo._Options()
-        options._devices = [_distributed.ProcessGroupGloo.create_device(hostname=host)]
+                return library.ProcessGroupNCCL(self._store, rank, 2, options)
+        options = library.ProcessGroupGloo._Options()
+        options._devices = [library.ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = self._timeout
-        return _distributed.ProcessGroupGloo(self._store, rank, 2, options)
+        return library.ProcessGroupGloo(self._store, rank, 2, options)
+
+    def _form(self, rank: int, begun: float) -> None:
+        """Move one byte from the sender to the receiver. Raises RuntimeError if that fails or is not over in time.
+
+        It runs in a thread of its own, which is given up then: NCCL's call may not return before the peer has joined, and
+        the caller holds a data connection and a lease.
+        """
+        group = self._group
+        failures: list[RuntimeError] = []
+        is_over = threading.Event()
+        free_before = self._free_bytes()
+
+        def move_one() -> None:
+            try:
+                with self._own_stream():
+                    content = torch.zeros(1, dtype=torch.uint8, device=self._place)
+                    move = group.send if rank == SENDER else group.recv
+                    work = move([content], self._other, _TAG)
+                    self._poll(work, begun)
+                    work.wait(self._timeout)
+            except RuntimeError as error:
+                failures.append(error)
+            is_over.set()
+
+        threading.Thread(target=move_one, name="kv-nccl-form", daemon=True).start()
+        if not is_over.wait(self._timeout.total_seconds()):
+            failures.append(RuntimeError(f"the peer has not joined in {self._timeout.total_seconds()} s"))
+        if failures:
+            self._group = None
+            threading.Thread(target=group.abort, name="kv-nccl-abort", daemon=True).start()
+            raise failures[0]
+        free = self._free_bytes()
+        logger.info(
+            "a group of nccl takes %.0f MiB on %s, of which %.0f MiB are free now (gpu_memory_reserve_bytes)",
+            (free_before - free) / 2**20,
+            self._place,
+            free / 2**20,
+        )
+
+    def _free_bytes(self) -> int:
+        free: int = self._library.cuda.mem_get_info(self._place)[0]
+        return free
 
     def _own_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else _cuda.stream(self._stream)
+        return nullcontext() if self._stream is None else self._library.cuda.stream(self._stream)
 
     def _failed(self, begun: float, message: str) -> PeerUnreachableError:
         """Return the error for any failure: the library has only one, so it was silence if the time is over."""
