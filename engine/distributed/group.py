@@ -32,6 +32,9 @@ class RankGroup(Protocol):
     def share(self, values: Tensor) -> Tensor:
         """Return rank 0's values on every rank; all pass contiguous tensors of one shape, which are overwritten."""
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise SettingError if parts of this dtype cannot be added up, before weights are read."""
+
     def close(self) -> None:
         """Leave the group."""
 
@@ -53,6 +56,9 @@ class SingleRank:
     def share(self, values: Tensor) -> Tensor:
         """See RankGroup."""
         return values
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Do nothing: nothing is added up."""
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""

@@ -70,6 +70,9 @@ class LocalRankGroup:
         """See RankGroup."""
         return values.copy_(self._exchange.exchange(self.rank, values)[0])
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """See RankGroup."""
+
     def close(self) -> None:
         """See RankGroup."""
         self._exchange.abort()

@@ -89,6 +89,11 @@ class TorchRankGroup:
         _wait(self._group.broadcast([values], options))
         return values
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """See RankGroup."""
+        if self._sums is not None:
+            self._sums.check_dtype(dtype)
+
     def close(self) -> None:
         """See RankGroup. Waits for no other rank."""
         self._group.shutdown()

@@ -38,11 +38,14 @@ class SymmetricSums:
         self._memory, self._kernels = library
         self._buffer = self._map_buffers(device, rank, size, store)
 
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise SettingError for a dtype whose sums are never made here."""
+        if dtype not in _DTYPES:
+            raise _refusal(f"it adds float32 and bfloat16, and the model computes {dtype}")
+
     def takes(self, part: Tensor) -> bool:
-        """Return whether a sum of such parts is made here. Raises SettingError for a dtype whose sums never are."""
-        if part.dtype not in _DTYPES:
-            raise _refusal(f"it adds float32 and bfloat16, and the model computes {part.dtype}")
-        return part.nbytes <= NUM_BYTES and part.nbytes % _ALIGNMENT == 0
+        """Return whether a sum of such parts is made here; not of numbers in another dtype than the model's."""
+        return part.dtype in _DTYPES and part.nbytes <= NUM_BYTES and part.nbytes % _ALIGNMENT == 0
 
     def add_up(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts; ``part``, which is contiguous, may be overwritten."""

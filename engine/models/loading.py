@@ -74,6 +74,7 @@ def load(
     of_rank = config_of_rank(config, group.size)
     length = _model_length(max_model_len, config.max_position_embeddings)
     name = resolve_dtype(dtype, raw, weights)
+    group.check_dtype(DTYPES[name])
     with torch.device("meta"):
         head = _head(folder, config, checkpoint)
         if head is Head.NONE:

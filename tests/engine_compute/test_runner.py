@@ -355,6 +355,19 @@ def test_unavailable_devices_are_rejected(setting: str, words: str) -> None:
     assert caught.value.param == "device"
 
 
+@pytest.mark.parametrize("setting", ["auto", "cuda", "cuda:1"])
+def test_amd_gpus_are_refused_in_one_sentence(setting: str) -> None:
+    """Torch calls them CUDA devices; Triton's options for NVIDIA GPUs would be an exception in the middle of the start."""
+    with pytest.raises(
+        SettingError, match=r"AMD GPUs \(ROCm 6\.4\), which are not supported: .*cpu"
+    ) as caught:
+        resolve_device(setting, 2, rocm="6.4")
+    assert caught.value.param == "device"
+    assert (
+        resolve_device("cpu", 2, rocm="6.4") == resolve_device("auto", 0, rocm="6.4") == torch.device("cpu")
+    )
+
+
 def test_transformers_is_imported_only_for_its_own_models() -> None:
     files = list(Path(engine.__file__).parent.rglob("*.py"))
     assert len(files) > 20

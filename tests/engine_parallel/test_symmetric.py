@@ -1,10 +1,13 @@
 """Sums of ranks over shared buffers, by kernels that are played: threads that read each other's tensors."""
 
+import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from engine.distributed.local import Exchange, LocalRankGroup
 from engine.distributed.process_group import TorchRankGroup
 from engine.distributed.symmetric import NUM_BYTES, ONE_SHOT_BYTES, NamedMemory, SymmetricSums, find_library
 from engine.executors.executor import create_executor
+from engine.models.loading import load
 from engine.settings import EngineSettings
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
@@ -116,10 +120,27 @@ def test_what_does_not_fit_is_left_to_nccl() -> None:
     (first, _), _ = sums_of(2)
     assert not first.takes(torch.zeros(NUM_BYTES // 4 + 4))
     assert not first.takes(torch.zeros(5, dtype=torch.bfloat16))
-    with pytest.raises(
-        SettingError, match=r"all_reduce is symmetric, but it adds .* torch\.float16; choose nccl"
-    ):
-        first.takes(torch.zeros(8, dtype=torch.float16))
+    assert not first.takes(torch.zeros(8, dtype=torch.float16))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_refused"), [("float16", True), ("auto", True), ("float32", False), ("bfloat16", False)]
+)
+def test_a_dtype_that_is_never_summed_is_refused_when_the_model_is_loaded(
+    tmp_path: Path, dtype: str, is_refused: bool
+) -> None:
+    """Not by the first sum of a model that serves already. auto: the dtype of the checkpoint."""
+    folder = make_checkpoint(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float16", "torch_dtype": "float16"}))
+    joined = SimpleNamespace(_set_default_timeout=lambda _: None)
+    group = TorchRankGroup(CPU, 0, 2, dist.HashStore(), timedelta(seconds=5), lambda *_: joined)
+    load(folder, dtype, None, CPU, group)
+    sums, _ = sums_of(2)
+    group.add_up_by(sums[0])
+    refused = pytest.raises(SettingError, match=r"symmetric, but it adds .* torch\.float16; choose nccl")
+    with refused if is_refused else nullcontext():
+        load(folder, dtype, None, CPU, group)
 
 
 def test_devices_that_share_no_memory_are_refused() -> None:
