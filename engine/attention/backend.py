@@ -66,8 +66,11 @@ class AttentionStep(Protocol):
 class StaticDecode(AttentionStep, Protocol):
     """A step with tensors at fixed addresses, so that a graph of it can be captured and replayed for other requests."""
 
-    def refill(self, inputs: PreparedInputs) -> None:
-        """Load another step. Unused rows see only the null block, and store nothing."""
+    def refill(self, inputs: PreparedInputs) -> bool:
+        """Load another step. Unused rows see only the null block, and store nothing.
+
+        Only one static step of a backend is loaded at a time. Return False for a step that it has no room for.
+        """
 
 
 class AttentionBackend(Protocol):

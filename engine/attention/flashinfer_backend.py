@@ -6,7 +6,7 @@ them behind a long context, takes FlashAttention-2's, which does. A plan depends
 layer of a kind attends. Our Triton kernel stores KV, because it clears fresh blocks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flashinfer
@@ -38,6 +38,7 @@ class FlashInferBackend:
 
     def __init__(self) -> None:
         self._workspaces: dict[torch.device, Tensor] = {}
+        self._shared_pages: list[Tensor] = []
         self._wrappers: dict[tuple[str, LayerShape, int], PlannedWrapper] = {}
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> "FlashInferStep":
@@ -48,7 +49,10 @@ class FlashInferBackend:
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
     ) -> "FlashInferDecode":
         """See AttentionBackend."""
-        return FlashInferDecode(num_reqs, max_blocks, block_size, self.workspace(device))
+        if not self._shared_pages:
+            lengths = (num_reqs + 1, num_reqs * max_blocks, num_reqs)
+            self._shared_pages = [torch.zeros(size, dtype=torch.int32, device=device) for size in lengths]
+        return FlashInferDecode(num_reqs, max_blocks, block_size, self.workspace(device), self._shared_pages)
 
     def workspace(self, device: torch.device) -> Tensor:
         """Return the bytes that all wrappers of the device share; they run one after another."""
@@ -122,12 +126,19 @@ class FlashInferStep:
 
 
 class FlashInferDecode:
-    """Steps of ``num_reqs`` requests with one token each, in tensors at fixed addresses; see StaticDecode."""
+    """Steps of ``num_reqs`` requests with one token each, in tensors at fixed addresses; see StaticDecode.
 
-    def __init__(self, num_reqs: int, max_blocks: int, block_size: int, workspace: Tensor) -> None:
+    shared: the pages (starts, indices, tokens in the last one) that the steps of all sizes and kinds of layers share: each
+    plan writes those of the step that is replayed next.
+    """
+
+    def __init__(
+        self, num_reqs: int, max_blocks: int, block_size: int, workspace: Tensor, shared: Sequence[Tensor]
+    ) -> None:
         self._num_reqs = num_reqs
         self._block_size = block_size
         self._workspace = workspace
+        self._shared = shared
         empty = torch.zeros(num_reqs, dtype=torch.int32, device=workspace.device)
         self.slots = Slots(empty.clone().fill_(NO_SLOT), empty.clone())
         self._max_blocks = max_blocks
@@ -135,7 +146,7 @@ class FlashInferDecode:
         self._pages = Pages(torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros_like(ones), ones)
         self._planned: dict[LayerShape, tuple[PlannedWrapper, Tensor, Tensor]] = {}
 
-    def refill(self, inputs: PreparedInputs) -> None:
+    def refill(self, inputs: PreparedInputs) -> bool:
         """See StaticDecode. Plans every kind of layer that has attended, outside the graph."""
         vectors = [
             padded(inputs.slot_mapping, self._num_reqs, NO_SLOT),
@@ -145,6 +156,7 @@ class FlashInferDecode:
         self._pages = pages_of(inputs, self._block_size, self._num_reqs)
         for shape, (wrapper, query, cache) in self._planned.items():
             plan_decode(wrapper, self._pages, shape, query, cache)
+        return True
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
@@ -162,7 +174,7 @@ class FlashInferDecode:
         assert cache is not None
         if shape not in self._planned:
             lengths = (self._num_reqs + 1, self._num_reqs * self._max_blocks, self._num_reqs)
-            starts, indices, last = (self.slots.places.new_zeros(length) for length in lengths)
+            starts, indices, last = (whole[:size] for whole, size in zip(self._shared, lengths, strict=True))
             wrapper = _planned(
                 flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                     self._workspace,

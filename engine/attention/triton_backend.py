@@ -12,15 +12,24 @@ from engine.attention.backend import LayerShape, Slots
 from engine.attention.pages import blocks_of
 from engine.attention.splits import CHUNK_SPLIT, Packing, Splits, bounds_of, is_split, passes_of, splits_of
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_paged import PagedAttention, Pass, StepTensors, Workspace, decode_packing
+from engine.attention.triton_paged import (
+    PagedAttention,
+    Pass,
+    StepTensors,
+    Workspace,
+    decode_packing,
+    item_bytes,
+)
 from engine.attention.triton_sizes import QUERY_TILE, chunk_rows, sizes_of
-from engine.attention.triton_static import TritonDecode
+from engine.attention.triton_static import SharedTensors, TritonDecode
 from engine.attention.triton_store import num_cleared_behind
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import on_device
 
 _PASS_BYTES = 64 * 2**20
 """Partial results of one pass of a step without a graph; a step with more takes several passes."""
+_GRAPH_BYTES = 512 * 2**20
+"""Partial results of a graph: for about 250 requests of Llama 3.1 8B with 65,536 tokens each, or 1,000 with 16,384."""
 
 
 class TritonStep(PagedAttention):
@@ -72,9 +81,8 @@ class TritonStep(PagedAttention):
         requests: IntVector,
     ) -> None:
         if packing not in self._planned:
-            item_bytes = 4 * cache.shape[2] * packing.rows * (cache.shape[-1] + 1)
             splits = _splits_of(self._inputs, requests, packing)
-            passes = passes_of(splits, max(1, self._workspace.pass_bytes // item_bytes))
+            passes = passes_of(splits, max(1, self._workspace.pass_bytes // item_bytes(packing, cache)))
             self._planned[packing] = [_pass_on(query.device, each) for each in passes]
         for each in self._planned[packing]:
             self.attend_splits(shape, query, cache, output, packing, each)
@@ -123,15 +131,24 @@ def _step_tensors(
 
 
 class TritonBackend:
-    """Owns the memory of the splits' results, shared by layers, steps and captured graphs."""
+    """Owns the memory of the splits' results, shared by layers, steps and captured graphs, and what graphs share.
 
-    def __init__(self, pass_bytes: int = _PASS_BYTES) -> None:
+    pass_bytes: results of a pass without a graph. graph_bytes: those of a graph; longer contexts of many run without one.
+    """
+
+    def __init__(self, pass_bytes: int = _PASS_BYTES, graph_bytes: int = _GRAPH_BYTES) -> None:
         self._workspace = Workspace(pass_bytes)
+        self._shared = SharedTensors(graph_bytes)
 
     @property
     def workspace_bytes(self) -> int:
         """The bytes of the splits' results."""
         return self._workspace.num_bytes
+
+    @property
+    def static_bytes(self) -> int:
+        """The bytes of the block table and the lists of splits, which the static steps of all sizes share."""
+        return self._shared.num_bytes
 
     def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> TritonStep:
         """See AttentionBackend."""
@@ -141,4 +158,4 @@ class TritonBackend:
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
     ) -> TritonDecode:
         """See AttentionBackend."""
-        return TritonDecode(num_reqs, max_blocks, block_size, self._workspace, device)
+        return TritonDecode(num_reqs, max_blocks, block_size, self._workspace, self._shared, device)

@@ -172,6 +172,11 @@ class PagedAttention:
         }
 
 
+def item_bytes(packing: Packing, cache: Tensor) -> int:
+    """Return the bytes of one split's partial results."""
+    return 4 * cache.shape[2] * packing.rows * (cache.shape[-1] + 1)
+
+
 def num_running(packing: Packing, query: Tensor, cache: Tensor) -> int:
     """Return the programs of the split kernel that the device runs at once."""
     dims = sizes_of(cache.dtype, cache.shape[-1])["dims"]

@@ -28,8 +28,8 @@ from engine.sampling.sampler import Draw, Sampling, samples_of
 logger = logging.getLogger(__name__)
 
 _SMALL_SIZES = (1, 2, 4)
-_SIZE_STEP = 8
-_LARGEST_SIZE = 8192
+_STEPS = ((8, 256), (16, 512), (32, 8192))
+"""Distances of the sizes, and the size up to which they apply."""
 
 
 class Recording(Protocol):
@@ -82,8 +82,13 @@ class CudaRecorder:
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return 1, 2, 4 and the multiples of 8, up to the first that holds ``max_num_seqs``, at most 8192."""
-    sizes = [*_SMALL_SIZES, *range(_SIZE_STEP, _LARGEST_SIZE + 1, _SIZE_STEP)]
+    """Return 1, 2, 4 and multiples of 8, above 256 of 16 and above 512 of 32, up to the first that holds ``max_num_seqs``.
+
+    The last one is 8192. A larger step needs no closer size: padding adds at most a sixteenth to it.
+    """
+    sizes = list(_SMALL_SIZES)
+    for step, last in _STEPS:
+        sizes += range(sizes[-1] // step * step + step, last + 1, step)
     return [size for size, before in zip(sizes, [0, *sizes], strict=False) if before < max_num_seqs]
 
 
@@ -267,7 +272,8 @@ class GraphedForward:
         ):
             return self._plain.forward(inputs, caches, watch)
         graph = self._graphs[self._static.fill(inputs)]
-        graph.step.refill(inputs)
+        if not graph.step.refill(inputs):
+            return self._plain.forward(inputs, caches, watch)
         graph.recording.replay()
         states = graph.recording.output[: inputs.num_reqs]
         if self._logits is not None:

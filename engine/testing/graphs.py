@@ -64,7 +64,7 @@ class StaticTorchDecode:
         self._seq_lens = torch.ones(num_reqs, dtype=torch.int64, device=device)
         self._tables = torch.zeros(num_reqs, max_blocks, dtype=torch.int64, device=device)
 
-    def refill(self, inputs: PreparedInputs) -> None:
+    def refill(self, inputs: PreparedInputs) -> bool:
         """See StaticDecode."""
         unused = (0, len(self._slots) - inputs.num_reqs)
         self._slots.copy_(torch.from_numpy(np.pad(inputs.slot_mapping, unused, constant_values=-1)))
@@ -72,6 +72,7 @@ class StaticTorchDecode:
         self._tables.zero_()
         num_reqs, num_used = inputs.block_table.shape
         self._tables[:num_reqs, :num_used] = torch.from_numpy(inputs.block_table)
+        return True
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""

@@ -38,13 +38,49 @@ def rig(tmp_path: Path) -> Rig:
 
 
 def test_capture_sizes() -> None:
-    """A35: 1, 2, 4 and multiples of 8, up to the padded number of requests; 8192 is the last."""
+    """A35: 1, 2, 4 and multiples of 8, up to the padded number of requests; from 256 on fewer of them, up to 8192."""
     assert capture_sizes(1) == [1]
     assert capture_sizes(3) == [1, 2, 4]
     assert capture_sizes(5) == [1, 2, 4, 8]
     assert len(capture_sizes(256)) == 35
     assert capture_sizes(256)[-1] == 256
-    assert len(capture_sizes(8192)) == len(capture_sizes(20_000)) == 1027
+    assert capture_sizes(300)[-4:] == [256, 272, 288, 304]
+    assert capture_sizes(600)[-4:] == [512, 544, 576, 608]
+    assert len(capture_sizes(1024)) == 35 + 16 + 16
+    assert capture_sizes(8192) == capture_sizes(20_000) and capture_sizes(8192)[-1] == 8192
+
+
+class FullDecode(StaticTorchDecode):
+    """A static step with room for two requests' lengths of 16 and more tokens."""
+
+    def refill(self, inputs: PreparedInputs) -> bool:
+        return super().refill(inputs) and int((inputs.seq_lens > 16).sum()) <= 1
+
+
+class FullBackend(StaticTorchBackend):
+    def plan_static(
+        self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
+    ) -> StaticTorchDecode:
+        return FullDecode(num_reqs, max_blocks, block_size, device)
+
+
+def test_a_step_that_a_graph_has_no_room_for_runs_eagerly(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "mistral", sliding_window=20)
+    full = Rig(load(tmp_path, "float32", None, CPU), FullBackend())
+    full.compare(replace(CASE, work=((1, 1), (30, 1), (7, 1))))
+    assert full.replays() == {4: 1}
+    long = replace(CASE, work=((20, 1), (30, 1), (7, 1)))
+    inputs = long.inputs(MAX_LEN)
+    for pool in full.pools:
+        pool[: long.num_blocks] = long.pool(inputs)
+    with torch.inference_mode():
+        expected = full.plain.forward(inputs, full.caches[0])
+        states = full.graphed.forward(inputs, full.caches[1])
+        assert full.graphed.best_tokens(full.graphed.logits(states)) is None
+    torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
+    assert full.replays() == {4: 1}
+    full.compare(replace(CASE, work=((9, 1), (30, 1), (7, 1))))
+    assert full.replays() == {4: 2}
 
 
 def test_replays_equal_eager_steps(rig: Rig) -> None:

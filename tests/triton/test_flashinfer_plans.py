@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -108,3 +108,26 @@ def test_all_kernels_are_tried_before_the_backend_is_chosen(wrappers: list[FakeW
     assert sorted(tried, key=str) == 2 * [("decode", None, 1)] + 2 * [("prefill", "auto", 1)] + 2 * [
         ("prefill", "fa2", 1)
     ]
+
+
+def test_static_steps_of_all_sizes_share_their_pages(wrappers: list[FakeWrapper]) -> None:
+    """Each plan writes them; those of another size or kind of layer are not kept."""
+    from engine.attention.flashinfer_backend import FlashInferBackend
+
+    case, backend, max_blocks = Case(work=((40, 1), (3, 1)), dtype=torch.float16), FlashInferBackend(), 32
+    inputs = case.inputs()
+    cache = torch.zeros(2, 2, case.num_kv_heads, case.block_size, case.head_dim, dtype=torch.float16)
+    for size in (8, 4, 2):
+        static = backend.plan_static(size, max_blocks, case.block_size, CPU)
+        query = torch.zeros(size, case.num_heads, case.head_dim, dtype=torch.float16)
+        for window in (None, 7):
+            static.attend(replace(case, window=window).shape, query, None, None, cache)
+        assert static.refill(inputs)
+        assert [len(each.plans) for each in wrappers[-2:]] == [2, 2]
+    names = ("paged_kv_indptr_buffer", "paged_kv_indices_buffer", "paged_kv_last_page_len_buffer")
+    for number, size in zip(range(6), (8, 8, 4, 4, 2, 2), strict=True):
+        buffers = [wrappers[number].options[name] for name in names]
+        assert [len(buffer) for buffer in buffers] == [size + 1, size * max_blocks, size]
+        assert [buffer.data_ptr() for buffer in buffers] == [
+            wrappers[0].options[name].data_ptr() for name in names
+        ]

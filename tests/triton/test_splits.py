@@ -4,12 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.attention import triton_sizes
-from engine.attention.backend import create_backend
+from engine.attention.backend import StaticDecode, create_backend
+from engine.attention.splits import RUN_FIELDS, UNIT_FIELDS, splits_needed
 from engine.attention.splits import SHORT_DECODE_SPLIT as SPLIT
 from engine.attention.triton_backend import TritonBackend
 from engine.attention.triton_sizes import num_multiprocessors, splits_joined
+from engine.compute.forward_graphs import capture_sizes
+from engine.compute.inputs import PreparedInputs
 from tests.attention_cases import CPU, Case, assert_close, assert_equals_torch, reference, run
 
 pytestmark = [
@@ -105,6 +109,69 @@ def test_a_replayed_step_reads_the_splits_of_the_newest_lengths() -> None:
         eager, eager_pool = run(own, backend.plan(inputs, case.block_size, CPU), inputs, CPU)
         assert torch.equal(output[: inputs.num_reqs], eager)
         assert torch.equal(pool.view(torch.uint8), eager_pool.view(torch.uint8))
+
+
+def replayed(case: Case, static: StaticDecode, num_rows: int, inputs: PreparedInputs) -> Tensor:
+    """Load a step and attend, as a graph of ``num_rows`` rows that is replayed; its kernels read what was loaded."""
+    states = [
+        torch.cat([part, part.new_zeros(num_rows - len(part), *part.shape[1:])])
+        for part in case.states(inputs)
+    ]
+    pool = case.pool(inputs)
+    assert static.refill(inputs)
+    static.store(states[1], states[2], pool[:, 1])
+    return static.attend(case.shape, *states, pool[:, 1])[: inputs.num_reqs]
+
+
+def test_static_steps_of_all_sizes_share_tables_and_lists() -> None:
+    """Bytes of the largest alone; each replay reads its own step, although another size has overwritten its list since."""
+    case = replace(SMALL, num_heads=4, num_kv_heads=2)
+    works = {
+        4: ((SPLIT - 2, 1), (2 * SPLIT, 1), (9, 1), (3 * SPLIT, 1)),
+        2: ((3 * SPLIT, 1), (5, 1)),
+        1: ((2 * SPLIT, 1),),
+    }
+    longest = max(replace(case, work=work).max_len for work in works.values())
+    max_blocks = -(-longest // case.block_size)
+    backend = TritonBackend()
+    steps = {size: backend.plan_static(size, max_blocks, case.block_size, CPU) for size in works}
+    table_bytes = 4 * 4 * max_blocks
+    assert backend.static_bytes == table_bytes
+    for size in (4, 2, 1, 4, 1, 4, 4, 2):
+        own = replace(case, work=works[size])
+        inputs = own.inputs(longest)
+        output = replayed(own, steps[size], size, inputs)
+        eager, _ = run(own, backend.plan(inputs, case.block_size, CPU), inputs, CPU)
+        assert torch.equal(output, eager)
+    list_bytes = 4 * (4 * splits_needed(max_blocks * case.block_size) * RUN_FIELDS + 4 * UNIT_FIELDS + 1)
+    assert backend.static_bytes == table_bytes + list_bytes
+
+
+def test_tables_of_all_graphs_take_34_megabytes() -> None:
+    """1,024 requests of 131,072 tokens: a table for each graph would take 2.4 GB with the lists."""
+    backend, device = TritonBackend(), torch.device("meta")
+    for size in reversed(capture_sizes(1024)):
+        backend.plan_static(size, 131_072 // 16, 16, device)
+    assert backend.static_bytes == 4 * 1024 * 8192 < 34e6
+
+
+def test_results_of_a_graph_are_bounded() -> None:
+    """A step with more splits than fit is not loaded; the next one that fits is."""
+    case = replace(SMALL, num_heads=4, num_kv_heads=2)
+    short, long = ((40, 1), (2 * SPLIT - 1, 1)), ((3 * SPLIT - 1, 1), (3 * SPLIT - 1, 1))
+    longest = replace(case, work=long).max_len
+    item_bytes = 4 * 2 * 2 * 17
+    backend = TritonBackend(pass_bytes=4 * item_bytes, graph_bytes=4 * item_bytes)
+    static = backend.plan_static(2, -(-longest // case.block_size), case.block_size, CPU)
+    for work in (short, long, short):
+        own = replace(case, work=work)
+        inputs = own.inputs(longest)
+        if work is long:
+            assert not static.refill(inputs)
+            continue
+        eager, _ = run(own, backend.plan(inputs, case.block_size, CPU), inputs, CPU)
+        assert torch.equal(replayed(own, static, 2, inputs), eager)
+    assert backend.workspace_bytes == 4 * item_bytes
 
 
 @pytest.mark.parametrize(
