@@ -60,8 +60,9 @@ class RouterSettings(AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
     """API keys of clients, separated by commas; prefer the file. Without any key, every client is accepted."""
     api_keys_file: Path | None = None
     """File with API keys, one per line; # begins a comment. It is read again when it changes."""
-    metrics_need_key: bool = False
-    """Require an API key for /metrics too, if there are keys."""
+    metrics_need_key: bool = True
+    """Require an API key for /metrics on the HTTP port, if there are keys: its sums show what other clients send. The admin
+    port needs none."""
     ttft_goal_ms: float = Field(default=1000.0, gt=0, le=600_000)
     """Goal for the time to the first token, for the metrics of goals and of scaling."""
     itl_goal_ms: float = Field(default=100.0, gt=0, le=600_000)

@@ -3,7 +3,10 @@
 The text format is always 0.0.4: newer formats rename metrics that dashboards use.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import Metric as Family
@@ -20,6 +23,34 @@ def render(*collectors: Collector) -> bytes:
     for collector in collectors:
         registry.register(collector)
     return generate_latest(registry)
+
+
+class MetricsPage:
+    """The metrics as text, rendered at most once in ``seconds``: a page that many clients read costs as one does.
+
+    collector: returns the metrics of this moment. clock: returns seconds.
+    """
+
+    def __init__(
+        self,
+        collector: Callable[[], Awaitable[Collector]],
+        seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._collector = collector
+        self._seconds = seconds
+        self._clock = clock
+        self._rendering = asyncio.Lock()
+        self._text = b""
+        self._expiry = -math.inf
+
+    async def text(self) -> bytes:
+        """Return the text of this moment, or one that is younger than ``seconds``."""
+        async with self._rendering:
+            if self._clock() >= self._expiry:
+                self._text = render(await self._collector())
+                self._expiry = self._clock() + self._seconds
+            return self._text
 
 
 def parse_counter_name(name: str) -> tuple[str, dict[str, str]]:

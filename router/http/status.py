@@ -11,7 +11,10 @@ from router.model_source import ModelSource
 from router.readiness import what_is_missing
 from router.registry import Registry
 from serving.health import health_response
-from serving.metrics import CONTENT_TYPE, render
+from serving.metrics import CONTENT_TYPE, MetricsPage
+
+_METRICS_SECONDS = 1.0
+"""The age of a page that is sent again. A page takes milliseconds of the event loop, and anyone may read it without keys."""
 
 
 class StatusEndpoints:
@@ -28,7 +31,7 @@ class StatusEndpoints:
         self._models = models
         self._registry = registry
         self._drain = drain
-        self._collector = collector
+        self._metrics = MetricsPage(collector, _METRICS_SECONDS)
         self._document = document
         self._version = str(document["info"]["version"])
 
@@ -55,8 +58,8 @@ class StatusEndpoints:
         return web.json_response({"version": self._version})
 
     async def metrics(self, _: web.Request) -> web.Response:
-        """GET /metrics."""
-        return web.Response(body=render(await self._collector()), headers={"Content-Type": CONTENT_TYPE})
+        """GET /metrics: those of this moment, or of up to a second ago."""
+        return web.Response(body=await self._metrics.text(), headers={"Content-Type": CONTENT_TYPE})
 
     async def openapi(self, _: web.Request) -> web.Response:
         """GET /openapi.json."""

@@ -97,8 +97,8 @@ class Cluster:
         return state
 
     async def metrics(self) -> dict[str, float]:
-        """Return the samples of /metrics by their names with labels."""
-        async with self.session.get(self.url("/metrics")) as response:
+        """Return the samples of /metrics on the admin port, by their names with labels."""
+        async with self.session.get(f"http://{self.service.addresses.admin}/metrics") as response:
             assert response.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
             lines = (await response.text()).splitlines()
         return {

@@ -34,10 +34,10 @@ PAGE = "https://chat.example.org"
 async def test_http_needs_a_key_but_for_the_open_paths(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     async with running_cluster(HELLO, (Role.AGGREGATED,), api_keys=f"other,{KEY}") as cluster:
-        for path in ("/health", "/ready", "/version", "/metrics"):
+        for path in ("/health", "/ready", "/version"):
             async with cluster.session.get(cluster.url(path)) as response:
                 assert response.status == 200, path
-        for path in ("/v1/models", "/openapi.json", "/v1/nothing"):
+        for path in ("/v1/models", "/openapi.json", "/metrics", "/v1/nothing"):
             status, answer = await cluster.get(path)
             assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), path
         url = cluster.url("/v1/completions")
@@ -68,11 +68,34 @@ async def send_raw(address: str, header: str) -> None:
     await writer.wait_closed()
 
 
-async def test_metrics_can_be_closed() -> None:
-    async with running_cluster(HELLO, (), api_keys=KEY, metrics_need_key=True) as cluster:
+async def test_metrics_need_a_key_on_the_public_port_unless_they_are_opened() -> None:
+    """They show the sizes of other clients' prompts and answers as these come."""
+    async with running_cluster(HELLO, (), api_keys=KEY) as cluster:
         assert (await cluster.get("/metrics"))[0] == 401
         async with cluster.session.get(cluster.url("/metrics"), headers=GIVEN) as response:
             assert response.status == 200
+        assert "kvbaton_num_requests_waiting" in await cluster.metrics()
+    async with (
+        running_cluster(HELLO, (), api_keys=KEY, metrics_need_key=False) as cluster,
+        cluster.session.get(cluster.url("/metrics")) as response,
+    ):
+        assert response.status == 200
+
+
+async def test_public_metrics_are_not_rendered_for_each_reader() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
+
+        async def page() -> str:
+            async with cluster.session.get(cluster.url("/metrics")) as response:
+                return await response.text()
+
+        async def is_sent_again() -> bool:
+            before = await page()
+            await cluster.post("/v1/completions", {"prompt": "x"})
+            return await page() == before
+
+        # On a slow machine a second may pass in between; a page that is rendered for each reader is never the same.
+        assert any([await is_sent_again() for _ in range(5)])
 
 
 async def test_a_key_can_be_taken_back_while_the_router_runs(tmp_path: Path) -> None:

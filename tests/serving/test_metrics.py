@@ -1,11 +1,13 @@
 """Conversion of plain counters to Prometheus families."""
 
+import asyncio
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serving.metric_aliases import ALIASES, AliasCollector, MetricsOptions
 from serving.metric_names import ROUTER_METRICS, WORKER_METRICS
-from serving.metrics import EngineCollector, parse_counter_name, render
+from serving.metrics import EngineCollector, MetricsPage, parse_counter_name, render
 
 INFO = {"worker": "p,0", "role": "prefill", "build": "1"}
 
@@ -92,3 +94,23 @@ def test_aliases_name_metrics_of_the_same_type_that_are_there() -> None:
 def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(ValueError, match="'tgi' is unknown; choose among vllm, sglang"):
         MetricsOptions(metrics_aliases="vllm, tgi")
+
+
+async def test_a_page_is_rendered_once_in_its_time_for_any_number_of_readers() -> None:
+    now = 100.0
+    renderings = 0
+
+    async def collector() -> EngineCollector:
+        nonlocal renderings
+        renderings += 1
+        await asyncio.sleep(0)
+        return EngineCollector({"num_requests_running": float(renderings)}, {})
+
+    page = MetricsPage(collector, 1.0, lambda: now)
+    first = await asyncio.gather(*(page.text() for _ in range(8)))
+    assert (renderings, len(set(first))) == (1, 1)
+    now = 100.99
+    assert await page.text() == first[0]
+    now = 101.0
+    assert await page.text() != first[0]
+    assert renderings == 2
