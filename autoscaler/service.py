@@ -18,6 +18,7 @@ from launch.autoscaler_settings import AutoscalerCommand
 from launch.router_admin import RouterAdmin, admin_session
 from serving.admin import AdminServer
 from serving.api_keys import ADMIN_KEYS, first_key
+from serving.http_hosts import listed_hosts
 from serving.signals import until_stopped
 from worker.loop_watch import LoopWatch
 from worker.router_addresses import RouterAddresses
@@ -67,7 +68,7 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
             ),
             lease,
         )
-        admin = admin_server(settings.admin, autoscaler)
+        admin = admin_server(settings.admin, autoscaler, listed_hosts(settings.allowed_hosts))
         await admin.start()
         on_ready(admin.address)
         try:
@@ -88,7 +89,7 @@ async def _until(stopped: asyncio.Event, autoscaler: Autoscaler, interval: float
     await autoscaler.lease.release()
 
 
-def admin_server(address: str, autoscaler: Autoscaler) -> AdminServer:
+def admin_server(address: str, autoscaler: Autoscaler, allowed_hosts: tuple[str, ...] = ()) -> AdminServer:
     """Return the pages about an autoscaler: healthy while it decides."""
 
     def missing() -> str | None:
@@ -104,4 +105,4 @@ def admin_server(address: str, autoscaler: Autoscaler) -> AdminServer:
         last = autoscaler.last
         return {"decision": last and last.as_dict(), "restarts": autoscaler.num_restarts}
 
-    return AdminServer(address, missing=missing, state=state)
+    return AdminServer(address, missing=missing, state=state, allowed_hosts=allowed_hosts)

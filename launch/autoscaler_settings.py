@@ -8,10 +8,11 @@ from pydantic import Field
 from engine.options import RankOptions
 from launch.scaling_settings import ScalingSettings
 from launch.settings import CommandSettings
+from serving.http_hosts import HostNameOptions
 from serving.settings import Address, ListenAddress
 
 
-class AutoscalerCommand(RankOptions, ScalingSettings, CommandSettings):
+class AutoscalerCommand(HostNameOptions, RankOptions, ScalingSettings, CommandSettings):
     """Scale the workers of a Docker Compose project: start and remove their containers as the load changes.
 
     It copies the containers of the services that have the label kvbaton.role, so each role needs one container at least.

@@ -13,6 +13,7 @@ from router.goals import Goals
 from router.limits import MAX_PROMPTS
 from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
+from serving.http_hosts import HostNameOptions
 from serving.metric_aliases import MetricsOptions
 from serving.settings import ListenAddress, Settings, check_secret, listed, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
@@ -35,7 +36,7 @@ def _check_origins(value: str) -> str:
     return value
 
 
-class RouterSettings(AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
+class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
     """The addresses, the model and the limits of a router."""
 
     http: ListenAddress = "127.0.0.1:8000"
@@ -69,9 +70,6 @@ class RouterSettings(AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
     """Goal for the mean time between the tokens of an answer, for the same metrics."""
     cors_origins: Annotated[str, AfterValidator(_check_origins)] | None = None
     """Origins of web pages that may call the HTTP API, separated by commas; * allows every origin."""
-    allowed_hosts: str | None = None
-    """Host names, separated by commas, that HTTP clients may use for this router besides localhost; * allows any. If unset,
-    a router on a loopback address rejects all others, since a web page can point its own name there."""
     tls_certificate_file: Path | None = None
     """Certificate (PEM, with its chain) of the HTTP and gRPC APIs, which then accept only TLS; read again when changed."""
     tls_key_file: Path | None = None

@@ -1,6 +1,7 @@
 """Checks Host and Origin headers, against web pages that rebind their own name to 127.0.0.1."""
 
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from urllib.parse import urlsplit
@@ -9,9 +10,19 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
 from contract.addresses import is_loopback, split_address
+from contract.options import Options
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class HostNameOptions(Options):
+    """The names by which HTTP clients may call a process."""
+
+    allowed_hosts: str | None = None
+    """Host names, separated by commas, that HTTP clients may use for this process besides localhost and the machine's own
+    name; * allows any. If unset, a port on a loopback address rejects all others, since a web page can point its own name
+    there; a port on another address rejects none."""
 
 
 def listed_hosts(value: str | None) -> tuple[str, ...]:
@@ -22,15 +33,16 @@ def listed_hosts(value: str | None) -> tuple[str, ...]:
 class HostCheck:
     """Checks the Host header. address: that of the server. configured: further valid names, "*" for any.
 
-    On a loopback address, its names and the configured ones are valid. On another address every name is valid, unless some
-    are configured: then those, the address itself and IP addresses are.
+    On a loopback address, its names, this machine's own name and the configured ones are valid. On another address every
+    name is valid, unless some are configured: then those, the address itself and IP addresses are.
     """
 
     def __init__(
         self, address: str, configured: tuple[str, ...] = (), *, refuses_origins: bool = False
     ) -> None:
         own = split_address(address)[0].lower()
-        self._names = _LOOPBACK | {own, *configured}
+        # No web page of others has this machine's name: an attacker's page is served under a name of the attacker's.
+        self._names = _LOOPBACK | {own, socket.gethostname().lower(), *configured}
         self._is_open = "*" in configured or (not configured and not is_loopback(address))
         self._is_local = is_loopback(address)
         self._refuses_origins = refuses_origins

@@ -22,6 +22,7 @@ from serving.admin_access import AdminAccess
 from serving.descriptors import internal_connections, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
+from serving.http_hosts import listed_hosts
 from serving.logs import configure_logs, log_settings
 from serving.metric_aliases import AliasCollector
 from serving.metrics import EngineCollector
@@ -120,6 +121,7 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
         not_ready=lambda: worker.drain.reason,
         state=worker.debug_state,
         metrics=_metrics(worker, settings),
+        allowed_hosts=listed_hosts(settings.allowed_hosts),
         access=access,
         routes=DrainAdmin(worker, access).routes(),
     )

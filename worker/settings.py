@@ -11,6 +11,7 @@ from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
 from kv_transfer.options import PortOptions, TransferOptions
 from serving.admin_access import AdminKeyOptions
+from serving.http_hosts import HostNameOptions
 from serving.metric_aliases import MetricsOptions
 from serving.settings import ListenAddress, Settings, listed, read_secret_file
 from worker.cores import parse_cores
@@ -27,7 +28,7 @@ def _check_routers(value: str) -> str:
     return ",".join(map(check_address, names))
 
 
-class PlaceSettings(AdminKeyOptions, Settings):
+class PlaceSettings(HostNameOptions, AdminKeyOptions, Settings):
     """The settings that identify a worker and its addresses."""
 
     model: Path

@@ -182,3 +182,12 @@ def test_grafana_finds_prometheus_and_the_dashboards() -> None:
     targets = {volume.split(":")[1] for volume in SERVICES["grafana"]["volumes"]}
     assert {provider["options"]["path"] for provider in providers} <= targets
     assert "/etc/grafana/provisioning" in targets
+
+
+def test_every_service_has_limits_of_memory_and_processes() -> None:
+    for name, service in SERVICES.items():
+        assert service["pids_limit"] <= 4096, name
+        is_worker = name in set().union(*PROFILES.values())
+        assert re.fullmatch(
+            r"\$\{WORKER_MEMORY:-0\}" if is_worker else r"(\$\{\w+_MEMORY:-)?\d+[mg]\}?", service["mem_limit"]
+        )

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 from msgspec.structs import replace
 
+from contract.addresses import split_address
 from contract.errors import UnavailableError
 from contract.identity import Role
 from contract.membership import DrainOrder
@@ -251,6 +252,18 @@ async def test_a_drain_needs_an_admin_key_if_there_are_any(
     assert "draining, ordered by the admin port for 127.0.0.1 with admin key" in caplog.text
     assert "the drain was cancelled by the admin port for 127.0.0.1 with admin key" in caplog.text
     assert ADMIN not in caplog.text
+
+
+async def test_the_admin_port_of_a_container_refuses_foreign_names(tmp_path: Path) -> None:
+    """It is bound to all addresses, and may be published on the loopback address only."""
+    changes = {"admin": "0.0.0.0:0", "allowed_hosts": "localhost,workers"}
+    async with running(Role.DECODE, tmp_path, changes=changes) as it, aiohttp.ClientSession() as session:
+        port = split_address(await admin_of(it))[1]
+        for host, status in (("evil.example", 421), ("workers:9101", 200), (f"127.0.0.1:{port}", 200)):
+            for path in ("/metrics", "/debug/state"):
+                url = f"http://127.0.0.1:{port}{path}"
+                async with session.get(url, headers={"Host": host}) as response:
+                    assert response.status == status, (host, path)
 
 
 @pytest.mark.parametrize("begin", [by_code, by_router, by_admin_port])
