@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
+from text.placeholders import readable
 from text.tools import AUTO, Tool, ToolChoice, parse_tool_calls
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -88,7 +89,7 @@ def _parse_message(raw: Any, where: str) -> Message:
         if key in REASONING_NAMES:
             key = "reasoning_content"
             value = _reasoning(raw, where)
-        checked = _checked(key, value, f"{where}.{key}")
+        checked = _checked(key, value, f"{where}.{key}", is_read=role in ("assistant", "tool"))
         if checked is not None or key == "content":
             message[key] = checked
     if message.get("content") is None:
@@ -110,12 +111,15 @@ def _served(raw: Message, where: str) -> Message:
     return {**raw, "content": ""} if is_empty else raw
 
 
-def _checked(key: str, value: Any, where: str) -> Any:
-    """Return the checked value of one key of a message; None if the key is to be omitted."""
+def _checked(key: str, value: Any, where: str, *, is_read: bool) -> Any:
+    """Return the checked value of one key of a message; None if the key is to be omitted.
+
+    is_read: parts that are not text get a placeholder: the model's client cannot take back an answer or a result.
+    """
     if value is None:
         return None
     if key == "content":
-        return _checked_content(value, where)
+        return _checked_content(value, where, is_read=is_read)
     if key == "tool_calls":
         return parse_tool_calls(value, where) or None if value else None
     return _string(value, where) if key in _STRINGS else value
@@ -135,21 +139,23 @@ def _string(raw: Any, where: str) -> str:
     return raw
 
 
-def _checked_content(content: Any, where: str) -> str | list[dict[str, Any]]:
+def _checked_content(content: Any, where: str, *, is_read: bool) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not content:
         raise InvalidRequestError(f"{where} must be a string or a list of text parts", param=where)
-    return [_text_part(part, f"{where}[{index}]") for index, part in enumerate(content)]
+    return [_text_part(part, f"{where}[{index}]", is_read=is_read) for index, part in enumerate(content)]
 
 
-def _text_part(part: Any, where: str) -> dict[str, Any]:
+def _text_part(part: Any, where: str, *, is_read: bool) -> dict[str, Any]:
     """Return a part of type ``text``, converted from other APIs' names for it if necessary."""
     kind = part.get("type") if isinstance(part, dict) else None
     name = _PARTS.get(kind) if isinstance(kind, str) else None
     text = part.get(name) if name else None
     if not isinstance(text, str):
         is_unserved = isinstance(kind, str) and name is None
+        if is_unserved and is_read:
+            return {"type": "text", "text": readable(part)}
         raise (UnsupportedFieldError if is_unserved else InvalidRequestError)(
             f"{where} is of type {str(kind)[:40]!r}; this version supports parts of type 'text' with a string",
             param=where,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
+from text.parsing.text_argument import as_argument
 
 Tool = dict[str, Any]
 """``{"type": "function", "function": {"name", …}}`` as the client sent it; description and parameters may be missing."""
@@ -40,8 +41,12 @@ def parse_tools(raw: Any, *, is_flat: bool = False) -> tuple[Tool, ...]:
         return ()
     if not isinstance(raw, list):
         raise InvalidRequestError("tools must be a list of functions", param="tools")
-    parse = _parse_flat_tool if is_flat else _parse_tool
-    return tuple(parse(tool, f"tools[{index}]") for index, tool in enumerate(raw))
+    return tuple(parse_tool(tool, f"tools[{index}]", is_flat=is_flat) for index, tool in enumerate(raw))
+
+
+def parse_tool(raw: Any, where: str, *, is_flat: bool = False) -> Tool:
+    """Check one tool and return it as ``parse_tools`` does. Raises InvalidRequestError that begins with ``where``."""
+    return _parse_flat_tool(raw, where) if is_flat else _parse_tool(raw, where)
 
 
 def _parse_tool(raw: Any, where: str) -> Tool:
@@ -118,6 +123,7 @@ def parse_tool_calls(raw: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
+    raw = _custom_as_function(raw)
     function = raw.get("function") if isinstance(raw, dict) else None
     if not isinstance(function, dict) or raw.get("type", "function") != "function":
         raise InvalidRequestError(
@@ -126,6 +132,16 @@ def _parse_tool_call(raw: Any, where: str) -> dict[str, Any]:
     check_call_name(function.get("name"), f"{where}.function.name")
     arguments = parse_arguments(function.get("arguments"), f"{where}.function.arguments")
     return {**raw, "function": {**function, "arguments": arguments}}
+
+
+def _custom_as_function(raw: Any) -> Any:
+    """Return the call of a custom tool as the call of a function with one string; others unchanged."""
+    custom = raw.get("custom") if isinstance(raw, dict) and raw.get("type") == "custom" else None
+    if not isinstance(custom, dict) or not isinstance(custom.get("input"), str):
+        return raw
+    call = {key: value for key, value in raw.items() if key != "custom"}
+    function = {"name": custom.get("name"), "arguments": as_argument(custom["input"])}
+    return {**call, "type": "function", "function": function}
 
 
 def parse_arguments(raw: Any, where: str) -> str:

@@ -1,5 +1,7 @@
 """The answer to an exchange, written to its client as one JSON object or as a stream of events."""
 
+import logging
+import re
 from collections.abc import Mapping
 
 from aiohttp import web
@@ -14,6 +16,14 @@ from router.http.streaming import EventStream
 from router.http.timing_header import server_timing
 from router.pipeline import Pipeline
 
+logger = logging.getLogger(__name__)
+
+LEFT_OUT = "x-kvbaton-tools-left-out"
+"""Header of a response: the types of the request's tools that cannot run here."""
+_MAX_NAMED = 16
+_MAX_TOLD = 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
+
 
 class AnswerWriter:
     """Sends the requests of exchanges through the pipeline and writes their answers.
@@ -25,6 +35,8 @@ class AnswerWriter:
         self._pipeline = pipeline
         self._stall_seconds = stall_seconds
         self._keep_alive_seconds = keep_alive_seconds
+        self._told: set[str] = set()
+        """Types of tools whose first absence was logged, at most _MAX_TOLD."""
 
     async def write(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
         """Answer ``request``; its client can cancel it meanwhile. Raises KvbatonError."""
@@ -38,10 +50,12 @@ class AnswerWriter:
         async with self._pipeline.generate(*exchange.requests, sink=found) as deltas:
             async for delta in deltas:
                 found.put(delta)
-            return json_bytes(await exchange.whole(found.deltas), server_timing(request, found.deltas))
+            headers = {**server_timing(request, found.deltas), **self._left_out(exchange)}
+            return json_bytes(await exchange.whole(found.deltas), headers)
 
     async def _write_events(self, request: web.Request, exchange: Exchange) -> web.StreamResponse:
-        stream = exchange.open_stream(request, request_id_header(request), self._stall_seconds)
+        headers = {**request_id_header(request), **self._left_out(exchange)}
+        stream = exchange.open_stream(request, headers, self._stall_seconds)
         sink = _Sent(stream, exchange.formatter)
         request[STREAM] = stream
         with KeepAlive(stream, self._keep_alive_seconds):
@@ -52,6 +66,17 @@ class AnswerWriter:
                 await stream.done()
         del request[STREAM]  # a cycle of references would wait for the search for garbage
         return stream.response
+
+    def _left_out(self, exchange: Exchange) -> dict[str, str]:
+        """Return the header that names the tools that were left out; log each type once."""
+        if not exchange.left_out:
+            return {}
+        kinds = [_UNSAFE.sub("?", kind) for kind in exchange.left_out[:_MAX_NAMED]]
+        for kind in kinds:
+            if kind not in self._told and len(self._told) < _MAX_TOLD:
+                self._told.add(kind)
+                logger.info("tools of the type %s cannot run here and are left out of requests", kind)
+        return {LEFT_OUT: ", ".join(kinds)}
 
 
 class _Collected:

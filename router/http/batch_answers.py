@@ -88,6 +88,7 @@ class BatchAnswers:
         body = await decode_body(raw, self._max_values, endpoint.schema)
         if self._is_strict:
             reject_unknown(body.fields, endpoint.schema)
+            body.is_strict = True
         _reject_unsupported(body)
         if endpoint.parse is None:
             return await self._embedded(body, origin)

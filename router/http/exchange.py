@@ -32,6 +32,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     """The requests of one body, and the formatter of their answer.
 
     field_names: field that an error of the pipeline names → its name in the body, if the two differ.
+    left_out: types of the body's tools that cannot run here, which the model does not see.
     """
 
     requests: list[GenerationRequest]
@@ -39,6 +40,7 @@ class Exchange(msgspec.Struct, frozen=True, kw_only=True):
     formatter: AnswerFormatter
     open_stream: OpenStream = EventStream
     field_names: Mapping[str, str] = {}
+    left_out: tuple[str, ...] = ()
 
     def naming_fields(self) -> "NamingFields":
         """Return a block in which an error of the pipeline comes to name the field of the body that it is about."""

@@ -280,7 +280,8 @@ async def test_thinking_effort_and_format_reach_the_model(tmp_path: Path) -> Non
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA"}}
-RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}
+RESULT = {"type": "tool_result", "tool_use_id": "t", "content": [{"type": "text"}]}
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": None}, "messages"),
     ({"messages": []}, "messages"),
@@ -289,7 +290,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
-    ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].content[0]"),
+    ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].content[0].text"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
     (
         {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -307,7 +308,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 3}, "temperature"),
     ({"stop_sequences": 7}, "stop_sequences"),
     ({"tools": 7}, "tools"),
-    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+    ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "left out: web_search_20250305"),
+    ({"tools": [SEARCH, NOW], "tool_choice": {"type": "tool", "name": "web_search"}}, "tool_choice.name"),
+    ({"tools": [{"type": 7, "name": "f", "input_schema": {}}]}, "tools[0]"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
     ({"tool_choice": {"type": "any"}}, "tool_choice"),

@@ -6,6 +6,7 @@ import pytest
 
 from contract.identity import Role
 from router.http.bodies.body import Body
+from router.http.fields.offered_tools import OfferedTools
 from router.http.responses.conversation import response_chat
 from tests.router.cluster import running_cluster
 from tests.router.test_bad_input import check_all
@@ -22,7 +23,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user"}]}, "input[0].content"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
-    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input"),
+    ({"input": [{"type": "item_reference"}]}, "input[0].id"),
+    ({"input": [{"type": 7}]}, "input[0].type"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
     (
         {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": 7}]},
         "input[0].arguments",
@@ -45,7 +49,15 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream_options": {}}, "stream_options"),
     ({"tools": {}}, "tools"),
     ({"tools": [7]}, "tools[0]"),
-    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+    ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+    ({"tools": [{"type": "custom", "name": "a b"}]}, "tools[0].name"),
+    ({"tools": [{"type": "custom", "name": "f", "description": 7}]}, "tools[0].description"),
+    ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+    (
+        {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+        "tools[0].tools[0].name",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
     ({"tools": [{**NOW, "parameters": 7}]}, "tools[0].parameters"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -124,7 +136,7 @@ def test_what_one_answer_consists_of_is_one_message(index: int) -> None:
     """F10: the items of an answer, also lone reasoning and broken calls, become the model's message again."""
     items, wanted = HISTORIES[index]
     body = Body({"input": [{"role": "user", "content": "a"}, *items, *ASK_AGAIN]})
-    _, *found, last = response_chat(body).messages
+    _, *found, last = response_chat(body, OfferedTools()).messages
     assert [
         (message.get("reasoning_content"), message["content"], len(message.get("tool_calls", ())))
         for message in found
@@ -171,6 +183,6 @@ def test_texts_behind_a_call_are_joined_once() -> None:
     """H6: each of 4,095 texts was joined to all before it, on the event loop: 7 s for 8 MB."""
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     texts = [{"role": "assistant", "content": Counted(f"{number:04d}")} for number in range(4000)]
-    (message,) = response_chat(Body({"input": [call, *texts]})).messages
+    (message,) = response_chat(Body({"input": [call, *texts]}), OfferedTools()).messages
     assert message["content"] == "".join(f"{number:04d}" for number in range(4000))
     assert Counted.num_copied <= len(message["content"])

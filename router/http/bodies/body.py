@@ -25,6 +25,8 @@ class Body:
 
     def __init__(self, fields: dict[str, Any], schema: Json | None = None) -> None:
         self.fields = fields
+        self.is_strict = False
+        """True if the service runs with ``strict_api``; set by the reader of bodies."""
         self._described: Json = schema["properties"] if schema else {}
 
     def get(self, name: str) -> Any:

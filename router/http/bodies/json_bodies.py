@@ -43,6 +43,7 @@ class JsonBodyReader:
             body = await self._receive_in_time(request, schema)
         if self._is_strict:
             reject_unknown(body.fields, schema)
+            body.is_strict = True
         return body
 
     async def _receive_in_time(self, request: web.Request, schema: Json) -> Body:

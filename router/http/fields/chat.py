@@ -8,10 +8,11 @@ from contract.grammars import MAX_SCHEMA_BYTES, reduced
 from contract.json_schema import plain_schema
 from contract.sampling import Grammar
 from router.http.bodies.body import Body
+from router.http.fields.offered_tools import OfferedTools, offered_tools
 from router.http.fields.thinking import thinking_kwargs
 from text.chat import RESERVED, Chat, parse_messages
 from text.parsing.forced import forced_calls_schema
-from text.tools import Tool, parse_tool_choice, parse_tools
+from text.tools import Tool
 
 MAX_TOOLS = 4096
 """Most functions when ``tool_choice`` forces a call."""
@@ -28,13 +29,12 @@ CHAT_FIELDS = (
 """Fields that chats support and text completions do not."""
 
 
-def chat_of(body: Body) -> Chat:
+def chat_of(body: Body, offered: OfferedTools | None = None) -> Chat:
     """Read the conversation. With tool_choice "none" the tools are not shown to the model.
 
-    Raises InvalidRequestError, UnsupportedFieldError.
+    offered: the body's tools, if they were read already. Raises InvalidRequestError, UnsupportedFieldError.
     """
-    tools = parse_tools(body.get("tools"))
-    choice = parse_tool_choice(body.get("tool_choice"), tools)
+    offered = offered or offered_tools(body)
     continues = body.flag("continue_final_message")
     has_header = body.flag("add_generation_prompt", default=not continues)
     if continues and has_header:
@@ -44,8 +44,8 @@ def chat_of(body: Body) -> Chat:
         )
     return Chat(
         messages=parse_messages(body.get("messages")),
-        tools=() if choice.mode == "none" else tools,
-        tool_choice=choice,
+        tools=offered.shown,
+        tool_choice=offered.choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
         documents=_documents(body.get("documents")),
         template_kwargs=template_kwargs(

@@ -1,13 +1,13 @@
 """OpenAI's ``chat.completion``, as a whole and in chunks."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from contract.outputs import FinishReason
 from router.answer import Delta
 from router.http.bodies.body import Json
 from router.http.formatter import AnswerOptions, Event
 from router.http.generation.logprobs import ChatLogprobs, prompt_logprobs
-from router.http.generation.message import message_deltas, whole_message
+from router.http.generation.message import CallDeltas, message_deltas, whole_message
 from router.http.generation.openai_formatter import OpenAIFormatter
 from text.tokenizer import Tokenizer
 
@@ -18,15 +18,24 @@ class ChatFormatter(OpenAIFormatter):
     """Writes chats. The first chunk of a stream has the role, the last one has no text but the finish reason.
 
     Content, reasoning, a call's name and its arguments come in separate chunks. names_call: the client has named the
-    function to call; OpenAI then reports the finish reason "stop" instead of "tool_calls".
+    function to call; OpenAI then reports the finish reason "stop" instead of "tool_calls". custom: names of custom tools.
     """
 
-    def __init__(self, options: AnswerOptions, tokenizer: Tokenizer, *, names_call: bool = False) -> None:
+    def __init__(
+        self,
+        options: AnswerOptions,
+        tokenizer: Tokenizer,
+        *,
+        names_call: bool = False,
+        custom: Container[str] = (),
+    ) -> None:
         super().__init__(options, lambda: ChatLogprobs(tokenizer))
         self._tokenizer = tokenizer
         self._names_call = names_call
         self._begun: set[int] = set()
         self._called: set[int] = set()
+        self._custom = custom
+        self._calls: dict[int, CallDeltas] = {}
 
     def chunks(self, delta: Delta) -> Sequence[Event]:
         """Return the chunk with the role (once), one for each kind of content in the delta, and one for the end."""
@@ -35,8 +44,9 @@ class ChatFormatter(OpenAIFormatter):
         out = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)
+            self._calls[delta.index] = CallDeltas(self._custom)
             out.append(self._bare({"role": "assistant", "content": ""}, Delta(index=delta.index)))
-        parts = message_deltas(delta)
+        parts = message_deltas(delta, self._calls[delta.index])
         if not parts and self._shows_tokens and delta.tokens:
             parts = [{"content": ""}]
         for number, part in enumerate(parts):
@@ -68,7 +78,7 @@ class ChatFormatter(OpenAIFormatter):
 
     def _whole_choice(self, deltas: list[Delta]) -> Json:
         has_calls = any(delta.calls for delta in deltas)
-        choice = self._choice(deltas, {"message": whole_message(deltas)})
+        choice = self._choice(deltas, {"message": whole_message(deltas, self._custom)})
         return {**choice, "finish_reason": _finish_reason(deltas[-1], has_calls and not self._names_call)}
 
     def _piece(self, delta: Delta, content: Json) -> Json:

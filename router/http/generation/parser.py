@@ -9,6 +9,7 @@ from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Body
 from router.http.exchange import Exchange, Origin
 from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
+from router.http.fields.offered_tools import offered_tools
 from router.http.fields.prompts import prompts_of
 from router.http.fields.sampling import shared_fields
 from router.http.fields.unsupported import reject_unsupported
@@ -32,7 +33,8 @@ class GenerationParser:
         """Parse the body of a chat. Raises KvbatonError."""
         reject_unsupported(body, CHAT_FIELDS)
         longest = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-        chat = chat_of(body)
+        offered = offered_tools(body)
+        chat = chat_of(body, offered)
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=chat,
@@ -44,8 +46,10 @@ class GenerationParser:
         )
         options = self._options([request], body)
         names_call = chat.tool_choice.name is not None
-        formatter = ChatFormatter(options, self._models.card().tokenizer, names_call=names_call)
-        return Exchange(requests=[request], options=options, formatter=formatter)
+        formatter = ChatFormatter(
+            options, self._models.card().tokenizer, names_call=names_call, custom=offered.custom
+        )
+        return Exchange(requests=[request], options=options, formatter=formatter, left_out=offered.left_out)
 
     def completion(self, body: Body, origin: Origin) -> Exchange:
         """Parse the body of a text completion. Raises KvbatonError."""

@@ -7,6 +7,7 @@ from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body, Json
 from router.limits import MAX_MESSAGES
 from text.chat import Message
+from text.placeholders import document_text, readable
 from text.tools import check_call_name
 
 ROLES = ("user", "assistant", "system")
@@ -100,28 +101,55 @@ def _system_turn(blocks: list[_Block]) -> list[Message]:
 
 
 def _assistant_turn(blocks: list[_Block]) -> list[Message]:
-    """Return the model's turn as one message. Redacted thinking is left out, since it cannot be read."""
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[Json] = []
+    """Return the model's turn. Redacted thinking is left out, since it cannot be read.
+
+    A result within the turn (of a tool that its provider ran) ends one message; the rest of the turn is another one.
+    """
+    found: list[Message] = []
+    turn = _Turn()
     for block, where in blocks:
+        if block["type"].endswith("_tool_result"):
+            found += [*turn.message(), _result(block, where)]
+            turn = _Turn()
+        else:
+            turn.add(block, where)
+    return found + turn.message() if found else [turn.whole()]
+
+
+class _Turn:
+    """The texts, thoughts and calls of one message of the model."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Json] = []
+
+    def add(self, block: Json, where: str) -> None:
+        """Add a block. A type that is not served becomes a placeholder: the client cannot take it back."""
         match block["type"]:
             case "text":
-                texts.append(_string(block, "text", where))
+                self._texts.append(_string(block, "text", where))
             case "thinking":
-                thoughts.append(_string(block, "thinking", where))
-            case "tool_use":
-                calls.append(_call(block, where))
+                self._thoughts.append(_string(block, "thinking", where))
+            case "tool_use" | "server_tool_use" | "mcp_tool_use":
+                self._calls.append(_call(block, where))
             case "redacted_thinking":
                 pass
             case _:
-                raise _unserved(block, where, "text, thinking, redacted_thinking, tool_use")
-    message: Message = {"role": "assistant", "content": "".join(texts) if texts else None}
-    if any(thoughts):
-        message["reasoning_content"] = "".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    return [message]
+                self._texts.append(readable(block))
+
+    def message(self) -> list[Message]:
+        """Return the message, if there is anything in it."""
+        return [self.whole()] if self._texts or self._thoughts or self._calls else []
+
+    def whole(self) -> Message:
+        """Return the message; its content is None without a text."""
+        message: Message = {"role": "assistant", "content": "".join(self._texts) if self._texts else None}
+        if any(self._thoughts):
+            message["reasoning_content"] = "".join(self._thoughts)
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
 
 
 _TURNS = {"user": _user_turn, "assistant": _assistant_turn, "system": _system_turn}
@@ -139,9 +167,14 @@ def _call(block: Json, where: str) -> Json:
 
 
 def _result(block: Json, where: str) -> Message:
+    """Return a tool's result as text; an image, a file or a reference in it becomes a placeholder."""
     content = block.get("content")
+    if isinstance(content, dict):
+        content = [content]
     parts = _blocks("" if content is None else content, f"{where}.content")
-    text = "\n".join(_text(part, place, "text") for part, place in parts)
+    text = "\n".join(
+        _string(part, "text", place) if part["type"] == "text" else readable(part) for part, place in parts
+    )
     prefix = _ERROR_PREFIX if block.get("is_error") is True else ""
     return {"role": "tool", "content": prefix + text, "tool_call_id": _string(block, "tool_use_id", where)}
 
@@ -155,6 +188,9 @@ def _text_message(role: str, blocks: list[_Block], also: str) -> Message:
 
 
 def _text(block: Json, where: str, kinds: str) -> str:
+    """Return the text of a block that the client writes; only a document or search result that is text has one, too."""
+    if block["type"] in ("document", "search_result") and (text := document_text(block)) is not None:
+        return text
     if block["type"] != "text":
         raise _unserved(block, where, kinds)
     return _string(block, "text", where)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from contract.errors import InvalidRequestError, UnsupportedFieldError
+from contract.errors import InvalidRequestError
 from router.http.bodies.body import Body
 from router.http.fields.chat import template_kwargs
+from router.http.fields.offered_tools import OfferedTools, refuse_left_out
 from router.http.fields.unsupported import NEUTRAL, OPENAI_NEUTRAL, reject_unless_neutral
 from text.tools import Tool, ToolChoice, check_function_name
 
@@ -31,28 +32,32 @@ def reject_unsupported_message(body: Body) -> None:
             reject_unless_neutral(name, value, neutral)
 
 
-def message_tools(body: Body) -> tuple[Tool, ...]:
-    """Return ``tools`` in the format of chat templates, with the keys in the client's order.
+def message_tools(body: Body) -> OfferedTools:
+    """Return ``tools`` in the format of chat templates, with the keys in the client's order; the choice is not read yet.
 
-    Raises InvalidRequestError that names the wrong tool, UnsupportedFieldError for a tool that the provider would run.
+    Tools of other types than "custom" are left out: they run at their provider, or have no schema.
+    Raises InvalidRequestError that names the wrong tool.
     """
     raw = body.get("tools")
     if raw is None:
-        return ()
+        return OfferedTools()
     if not isinstance(raw, list):
         raise InvalidRequestError("tools must be a list of tools", param="tools")
-    return tuple(_tool(tool, f"tools[{index}]") for index, tool in enumerate(raw))
+    tools = []
+    left_out: dict[str, None] = {}
+    for index, tool in enumerate(raw):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            left_out[kind[:40]] = None
+        else:
+            tools.append(_tool(tool, f"tools[{index}]"))
+    refuse_left_out(body, tuple(left_out))
+    return OfferedTools(tools=tuple(tools), left_out=tuple(left_out))
 
 
 def _tool(raw: Any, where: str) -> Tool:
-    if not isinstance(raw, dict):
+    if not isinstance(raw, dict) or raw.get("type") not in (None, "custom"):
         raise InvalidRequestError(f"{where} must be an object with name and input_schema", param=where)
-    kind = raw.get("type")
-    if kind not in (None, "custom"):
-        raise UnsupportedFieldError(
-            f"{where}.type is {str(kind)[:40]!r}; this version supports tools of the client, of type 'custom'",
-            param=f"{where}.type",
-        )
     check_function_name(raw.get("name"), f"{where}.name")
     if not isinstance(raw.get("input_schema"), dict):
         raise InvalidRequestError(
@@ -65,8 +70,10 @@ def _tool(raw: Any, where: str) -> Tool:
     return {"type": "function", "function": function}
 
 
-def message_tool_choice(body: Body, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool]:
+def message_tool_choice(body: Body, offered: OfferedTools) -> tuple[ToolChoice, bool]:
     """Return ``tool_choice``, and True if several calls are allowed. Raises InvalidRequestError."""
+    tools = offered.tools
+    missing = f" (left out: {', '.join(offered.left_out)[:200]})" if offered.left_out else ""
     raw = body.object("tool_choice")
     if not raw.fields:
         return ToolChoice("auto" if tools else "none"), True
@@ -79,12 +86,16 @@ def message_tool_choice(body: Body, tools: tuple[Tool, ...]) -> tuple[ToolChoice
             param="tool_choice.type",
         )
     if kind in ("any", "tool") and not tools:
-        raise InvalidRequestError("tool_choice forces a call, but there are no tools", param="tool_choice")
+        raise InvalidRequestError(
+            f"tool_choice forces a call, but there are no tools that can run here{missing}",
+            param="tool_choice",
+        )
     if kind == "tool":
         check_function_name(name, "tool_choice.name")
         if name not in [tool["function"]["name"] for tool in tools]:
             raise InvalidRequestError(
-                f"tool_choice.name is {name!r}, which is not one of the tools", param="tool_choice.name"
+                f"tool_choice.name is {name!r}, which is not one of the tools{missing}",
+                param="tool_choice.name",
             )
         return ToolChoice("function", name), parallel
     if kind == "any":

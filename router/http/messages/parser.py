@@ -9,6 +9,7 @@ from router.http.bodies.body import Body
 from router.http.exchange import Exchange, Origin
 from router.http.fields.chat import forced_calls
 from router.http.fields.grammars import grammar_fields
+from router.http.fields.offered_tools import OfferedTools
 from router.http.fields.sampling import sampling_fields
 from router.http.formatter import AnswerOptions
 from router.http.messages.conversation import conversation_of, is_continued
@@ -37,7 +38,8 @@ class MessageParser:
     def message(self, body: Body, origin: Origin) -> Exchange:
         """Parse the body of a message. Raises KvbatonError."""
         reject_unsupported_message(body)
-        chat = _chat_of(body)
+        offered = message_tools(body)
+        chat = _chat_of(body, offered)
         max_tokens = body.integer_within("max_tokens", 1, INT31)
         if max_tokens is None:
             raise InvalidRequestError("max_tokens is missing", param="max_tokens")
@@ -64,27 +66,27 @@ class MessageParser:
             options=options,
             formatter=MessageFormatter(options, max_tokens),
             open_stream=partial(NamedEventStream, lambda error: [error], keep_alive=_PING),
+            left_out=offered.left_out,
         )
 
     def count(self, body: Body, origin: Origin) -> GenerationRequest:
         """Parse the body of a count. Raises KvbatonError."""
         return GenerationRequest(
             request_id=origin.request_id,
-            prompt=_chat_of(body),
+            prompt=_chat_of(body, message_tools(body)),
             model=body.string("model"),
             tenant=origin.tenant,
             arrival=origin.arrival,
         )
 
 
-def _chat_of(body: Body) -> Chat:
-    tools = message_tools(body)
-    choice, parallel = message_tool_choice(body, tools)
+def _chat_of(body: Body, offered: OfferedTools) -> Chat:
+    choice, parallel = message_tool_choice(body, offered)
     messages = conversation_of(body)
     continues = is_continued(messages)
     return Chat(
         messages=messages,
-        tools=() if choice.mode == "none" else tools,
+        tools=() if choice.mode == "none" else offered.tools,
         tool_choice=choice,
         parallel_tool_calls=parallel,
         template_kwargs=message_template_kwargs(body),

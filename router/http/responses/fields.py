@@ -99,6 +99,8 @@ def echoed_fields(body: Body, card: ModelCard) -> Json:
 
 def _echoed_tool(tool: Json) -> Json:
     given = {name: value for name, value in tool.items() if value is not None}
+    if given.get("type") != "function":
+        return given
     return {
         "parameters": {"type": "object", "properties": {}},
         "description": None,

@@ -8,8 +8,16 @@ from contract.outputs import FinishReason
 from router.answer import Delta, Usage
 from router.delivery import Token
 from router.http.bodies.body import Json
+from router.http.fields.offered_tools import OfferedTools
 from router.http.formatter import AnswerOptions
-from router.http.responses.items import CallItem, MessageItem, OutputItem, ReasoningItem, Status
+from router.http.responses.items import (
+    CallItem,
+    CustomCallItem,
+    MessageItem,
+    OutputItem,
+    ReasoningItem,
+    Status,
+)
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece, Reasoning
 
 TextItem = TypeVar("TextItem", MessageItem, ReasoningItem)
@@ -21,11 +29,14 @@ class ResponseFormatter:
 
     echo: the fields that the response repeats from its request. logprobs: tokens → their entries; None to leave them out.
     A token that has no text yet is reported with the text that it becomes a part of; tokens of reasoning and calls are not
-    reported.
+    reported. offered: the request's tools, by which a call is one of a function, a custom tool or a namespace.
     """
 
-    def __init__(self, options: AnswerOptions, echo: Json, logprobs: TokenLogprobs | None) -> None:
+    def __init__(
+        self, options: AnswerOptions, echo: Json, logprobs: TokenLogprobs | None, offered: OfferedTools
+    ) -> None:
         self._options = options
+        self._offered = offered
         self._echo = echo
         self._logprobs = logprobs
         self._output: list[Json] = []
@@ -80,12 +91,12 @@ class ResponseFormatter:
                 return [*events, reasoning.push(piece.text)]
             case CallBegin():
                 self._waiting = []
-                return self._begin(CallItem(self._place("fc"), piece.call_id, piece.name))
+                return self._begin(_call_item(piece, self._place, self._offered))
             case CallArguments():
                 self._waiting = []
-                if not isinstance(self._item, CallItem):
+                if not isinstance(self._item, CallItem | CustomCallItem):
                     raise AssertionError("arguments without a call")
-                return [self._item.push(piece.text)]
+                return self._item.push(piece.text)
 
     def _enter(self, kind: type[TextItem], prefix: str) -> tuple[list[Json], TextItem]:
         """Return the events that open an item of this kind, and the item; the open one if it is of this kind."""
@@ -110,8 +121,9 @@ class ResponseFormatter:
             return []
         item = self._item
         self._item = None
+        events = item.end(status)
         self._output.append(item.whole(status))
-        return item.end(status)
+        return events
 
     def _finish(self, delta: Delta, reason: FinishReason) -> list[Json]:
         # An empty answer is a message without text.
@@ -151,6 +163,17 @@ class ResponseFormatter:
         ]
         self._num_events += len(events)
         return numbered
+
+
+def _call_item(
+    piece: CallBegin, place: Callable[[str], Json], offered: OfferedTools
+) -> CallItem | CustomCallItem:
+    """Return the item of a call that begins. place: prefix of the item's id → its place."""
+    namespace, name = offered.namespaces.get(piece.name, (None, piece.name))
+    head = {"name": name} if namespace is None else {"name": name, "namespace": namespace}
+    if piece.name in offered.custom:
+        return CustomCallItem(place("ctc"), piece.call_id, head)
+    return CallItem(place("fc"), piece.call_id, head)
 
 
 def _usage_object(usage: Usage) -> Json:

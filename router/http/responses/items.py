@@ -3,6 +3,7 @@
 from typing import Any, Literal
 
 from router.http.bodies.body import Json
+from text.parsing.text_argument import TextArgument
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -102,12 +103,12 @@ class ReasoningItem:
 
 
 class CallItem:
-    """A call of a function."""
+    """A call of a function. head: its name, and its namespace if it has one."""
 
-    def __init__(self, place: Json, call_id: str, name: str) -> None:
+    def __init__(self, place: Json, call_id: str, head: Json) -> None:
         self._place = place
         self._call_id = call_id
-        self._name = name
+        self._head = head
         self._arguments = ""
 
     def begin(self) -> list[Json]:
@@ -115,14 +116,14 @@ class CallItem:
         item = self.whole("in_progress")
         return [_event("output_item.added", output_index=self._place["output_index"], item=item)]
 
-    def push(self, text: str) -> Json:
-        """Return the event of more text of the arguments."""
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more text of the arguments."""
         self._arguments += text
-        return _event("function_call_arguments.delta", **self._place, delta=text)
+        return [_event("function_call_arguments.delta", **self._place, delta=text)]
 
     def end(self, status: Status) -> list[Json]:
         """Return the last events, which repeat the whole item."""
-        done = {"name": self._name, "arguments": self._arguments}
+        done = {"name": self._head["name"], "arguments": self._arguments}
         return [
             _event("function_call_arguments.done", **self._place, **done),
             _event("output_item.done", output_index=self._place["output_index"], item=self.whole(status)),
@@ -135,12 +136,55 @@ class CallItem:
             "type": "function_call",
             "status": status,
             "call_id": self._call_id,
-            "name": self._name,
+            **self._head,
             "arguments": self._arguments,
         }
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem:
+    """A call of a custom tool: the model writes its text as the only argument of a function. head: as of CallItem."""
+
+    def __init__(self, place: Json, call_id: str, head: Json) -> None:
+        self._place = place
+        self._call_id = call_id
+        self._head = head
+        self._argument = TextArgument()
+        self._input = ""
+
+    def begin(self) -> list[Json]:
+        """Return the event that begins the item."""
+        item = self.whole("in_progress")
+        return [_event("output_item.added", output_index=self._place["output_index"], item=item)]
+
+    def push(self, text: str) -> list[Json]:
+        """Return the events of more JSON text of the argument."""
+        return self._written(self._argument.push(text))
+
+    def end(self, status: Status) -> list[Json]:
+        """Return the last events, which repeat the whole item."""
+        return [
+            *self._written(self._argument.flush()),
+            _event("custom_tool_call_input.done", **self._place, input=self._input),
+            _event("output_item.done", output_index=self._place["output_index"], item=self.whole(status)),
+        ]
+
+    def whole(self, status: Status) -> Json:
+        """Return the item."""
+        return {
+            "id": self._place["item_id"],
+            "type": "custom_tool_call",
+            "status": status,
+            "call_id": self._call_id,
+            **self._head,
+            "input": self._input,
+        }
+
+    def _written(self, text: str) -> list[Json]:
+        self._input += text
+        return [_event("custom_tool_call_input.delta", **self._place, delta=text)] if text else []
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 def _begin_with_part(place: Json, item: Json, part: Json) -> list[Json]:

@@ -8,6 +8,7 @@ from router.http.bodies.body import Body
 from router.http.exchange import Exchange, Origin
 from router.http.fields.chat import forced_calls
 from router.http.fields.grammars import grammar_fields
+from router.http.fields.offered_tools import offered_tools
 from router.http.fields.sampling import sampling_fields
 from router.http.formatter import AnswerOptions
 from router.http.generation.logprobs import ChatLogprobs
@@ -32,7 +33,8 @@ class ResponseParser:
     def response(self, body: Body, origin: Origin) -> Exchange:
         """Parse the body of a response. Raises KvbatonError."""
         reject_unsupported_response(body)
-        chat = response_chat(body)
+        offered = offered_tools(body, is_flat=True)
+        chat = response_chat(body, offered)
         fields = {**sampling_fields(body), **grammar_fields(body, "text.format")}
         request = GenerationRequest(
             request_id=origin.request_id,
@@ -50,6 +52,7 @@ class ResponseParser:
             options,
             echoed_fields(body, card),
             (lambda tokens: entry(tokens)["content"]) if options.logprobs else None,
+            offered,
         )
         return Exchange(
             requests=[request],
@@ -57,6 +60,7 @@ class ResponseParser:
             formatter=formatter,
             open_stream=partial(NamedEventStream, formatter.failed),
             field_names=_NAMES,
+            left_out=offered.left_out,
         )
 
     def _options(self, request: GenerationRequest, body: Body) -> AnswerOptions:

@@ -41,12 +41,21 @@ FUNCTION_FIELDS: Json = {
         "boolean", "Reject parameters with constraints that cannot be enforced, instead of ignoring these."
     ),
 }
-_TOOL = described(
-    ["type", "function"],
-    {"type": {"const": "function"}, "function": described(["name"], FUNCTION_FIELDS)},
-)
+_TOOL: Json = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {
+        "type": {"type": "string"},
+        "function": described(["name"], FUNCTION_FIELDS),
+        "custom": {"type": "object", "description": "A tool whose calls have one text."},
+    },
+}
 CHAT_ONLY: dict[str, Json] = {
-    "tools": field("array", "Functions that the model may call.", items=_TOOL),
+    "tools": field(
+        "array",
+        "Functions and custom tools that the model may call. Tools of other types cannot run here and are left out.",
+        items=_TOOL,
+    ),
     "tool_choice": {
         "description": "Whether the model calls functions. Default: auto if there are tools.",
         "anyOf": [

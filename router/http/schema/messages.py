@@ -17,9 +17,9 @@ _BLOCK: Json = {
 _BLOCKS: Json = {"anyOf": [{"type": "string"}, {"type": "array", "items": _BLOCK}]}
 _TOOL: Json = {
     "type": "object",
-    "required": ["name", "input_schema"],
+    "required": ["name"],
     "properties": {
-        "type": {"enum": ["custom", None]},
+        "type": {"type": ["string", "null"]},
         "name": {"type": "string", "pattern": "^[A-Za-z0-9_.-]{1,128}$"},
         "description": field("string", "A description of the function for the model."),
         "input_schema": {"type": "object", "description": "JSON Schema of the input."},
@@ -49,7 +49,11 @@ _SHARED: dict[str, Json] = {
         "description": "A system message before the conversation.",
         "anyOf": [*_BLOCKS["anyOf"], {"type": "null"}],
     },
-    "tools": field("array", "Functions that the model may call.", items=_TOOL),
+    "tools": field(
+        "array",
+        "Functions that the model may call, of type custom or without a type. Others cannot run here and are left out.",
+        items=_TOOL,
+    ),
     "tool_choice": field(
         "object",
         "Whether the model calls functions. Default: auto if there are tools.",

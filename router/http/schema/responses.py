@@ -2,7 +2,6 @@
 
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
-from router.http.responses.conversation import ITEM_TYPES
 from router.http.responses.fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS
 from router.http.schema.chat import CHAT_ONLY, FUNCTION_FIELDS
 from router.http.schema.generation import GENERATION
@@ -12,10 +11,17 @@ from router.limits import MAX_MESSAGES
 
 _ITEM: Json = {
     "type": "object",
-    "description": "A message, a call, the result of a call, or reasoning.",
-    "properties": {"type": {"enum": [*ITEM_TYPES, None]}},
+    "description": "A message, a call, the result of a call, or reasoning. Items of tools that do not run here are shown"
+    " as calls and results; what is not text there is shown as a placeholder.",
+    "properties": {"type": {"type": ["string", "null"]}},
 }
 _FUNCTION: Json = {"type": {"const": "function"}}
+TOOL: Json = {
+    "type": "object",
+    "required": ["type"],
+    "properties": {"type": {"type": "string"}, **FUNCTION_FIELDS},
+    "additionalProperties": True,
+}
 RESPONSE = described(
     ["input"],
     {
@@ -38,8 +44,9 @@ RESPONSE = described(
         ),
         "tools": field(
             "array",
-            "Functions that the model may call.",
-            items=described(["type", "name"], {**_FUNCTION, **FUNCTION_FIELDS}),
+            "Functions that the model may call, custom tools and namespaces of both. Tools of other types cannot run here"
+            " and are left out.",
+            items=TOOL,
         ),
         "tool_choice": {
             "description": "Whether the model calls functions. Default: auto if there are tools.",
