@@ -120,7 +120,7 @@ def replayed(case: Case, static: StaticDecode, num_rows: int, inputs: PreparedIn
     pool = case.pool(inputs)
     assert static.refill(inputs)
     static.store(states[1], states[2], pool[:, 1])
-    return static.attend(case.shape, *states, pool[:, 1])[: inputs.num_reqs]
+    return static.attend(case.shape, states[0], states[1], states[2], pool[:, 1])[: inputs.num_reqs]
 
 
 def test_static_steps_of_all_sizes_share_tables_and_lists() -> None:
