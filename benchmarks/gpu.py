@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.facts import run_facts
+from benchmarks.gpu_few_rows import BATCHES, few_rows
 from benchmarks.gpu_nixl import reads
 from benchmarks.gpu_shapes import (
     LLAMA,
@@ -42,7 +43,7 @@ from benchmarks.gpu_steps import (
 from benchmarks.gpu_sums import sums
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
+PARTS = ("ceilings", "decode", "few_rows", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,12 @@ class Run:
             from benchmarks.gpu_handover import handovers
 
             yield from handovers(plan.handovers, plan.device, plan.prefill.length, plan.num_requests)
+        if part == "few_rows":
+            for shape in self._shapes:
+                sizes = BATCHES if plan.device.type == "cuda" else plan.batches
+                yield from few_rows(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
+                gc.collect()
+                torch.cuda.empty_cache()
         if part in ("decode", "prefill", "long"):
             for shape in self._shapes:
                 yield from self._steps(part, shape)

@@ -65,6 +65,7 @@ async def _rows(
         for run, service in zip(runs, services, strict=True):
             row: dict[str, Any] = {"transport": run.transport, "model": run.shape.name}
             row |= {"length": length, "is_converted": run.is_converted}
+            row |= {"expected_bytes": run.shape.kv_bytes * length}
             yield row | await _outcome(service, run.transport, length, num_requests)
 
 

@@ -118,11 +118,16 @@ class RandomModel:
         return list(pool.normal_().unbind(1))
 
     def forward_pass(
-        self, backend_name: str, graph_size: int | None, caches: Sequence[Tensor]
+        self,
+        backend_name: str,
+        graph_size: int | None,
+        caches: Sequence[Tensor],
+        model: LanguageModel | None = None,
     ) -> ForwardPass:
-        """Make a forward pass with one graph of ``graph_size`` requests, or without graphs."""
+        """Make a forward pass with one graph of ``graph_size`` requests, or without graphs. model: None for an engine's."""
         backend = create_backend(backend_name)
-        model = self.model if backend_name == "torch" else self.fused
+        if model is None:
+            model = self.model if backend_name == "torch" else self.fused
         draw = draw_on_cuda(backend_name) if self.device.type == "cuda" else draw_by_torch
         plain = PlainForward(model, backend, BLOCK_SIZE, self.device, draw)
         if graph_size is None:

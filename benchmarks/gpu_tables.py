@@ -87,12 +87,14 @@ def _way(row: Row) -> str:
 
 def _few_rows(rows: list[Row]) -> list[str]:
     columns = ["requests", "cuBLAS: ms, share of the bound", "our kernels: ms, share of the bound"]
+    columns += ["difference of logits", "from float32: cuBLAS, our kernels"]
     lines = _head("products of few rows, Triton attention, graphs, greedy, runs ahead", *columns)
     for row in rows:
         before = _figure(row["ms_before"], row["share_before"])
-        lines.append(
-            _line(row["model"], str(row["batch"]), before, _figure(row["ms"], row["share_of_bound"]))
-        )
+        ours = _figure(row["ms"], row["share_of_bound"])
+        errors = f"{row['error_before']:.3f}, {row['error']:.3f}" if "error" in row else "not measured"
+        difference = f"{row['relative_difference_of_logits']:.3f}"
+        lines.append(_line(row["model"], str(row["batch"]), before, ours, difference, errors))
     return lines
 
 
@@ -101,7 +103,7 @@ def _draws(rows: list[Row]) -> list[str]:
     for row in rows:
         if "us" in row:
             limits = f"top-p {row['top_p']}" + (f", top-k {row['top_k']}" if row["top_k"] else "")
-            name = f"temperature {row['temperature']}, {limits}, {row['dtype']}"
+            name = f"logits {row['logits']}, temperature {row['temperature']}, {limits}, {row['dtype']}"
             lines.append(_line(name, f"{row['requests']} × {row['vocabulary']:,}", f"{row['us']:.0f}"))
     return lines
 

@@ -48,8 +48,9 @@ def handing_over(folder: Path, transport: str, options: list[str]) -> AbstractAs
 
 
 async def measured(service: Service, transport: str, num_tokens: int, num_requests: int) -> dict[str, Any]:
-    """Ask a service one request after the other; see ``handed_over``."""
+    """Ask a service one request after the other; see ``handed_over``. bytes_per_request: of all these, warm-ups included."""
     num_warm_ups = min(_MAX_WARM_UPS, num_requests)
+    before = counter(await service.metrics("decode"), _BYTES, transport=transport)
     async with grpc.aio.insecure_channel(service.grpc) as channel:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
         answers = [
@@ -57,7 +58,8 @@ async def measured(service: Service, transport: str, num_tokens: int, num_reques
             for number in range(num_warm_ups + num_requests)
         ]
     num_bytes = counter(await service.metrics("decode"), _BYTES, transport=transport)
-    return _summary(answers[num_warm_ups:]) | {"bytes_per_request": num_bytes / len(answers)}
+    own = (num_bytes - before) / len(answers)
+    return _summary(answers[num_warm_ups:]) | {"bytes_per_request": own}
 
 
 def _request(number: int, num_tokens: int) -> pb.GenerateRequest:

@@ -87,7 +87,7 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     for row in handovers:
         assert "error" not in row, row
         assert row["ttft_ms"] > 0
-        assert row["bytes_per_request"] > 0
+        assert row["bytes_per_request"] == row["expected_bytes"] > 0
     assert "11 passed" in (tmp_path / "log").read_text()
     assert json.loads((tmp_path / "facts.json").read_text())["torch"]
 
