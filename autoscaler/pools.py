@@ -12,13 +12,11 @@ from autoscaler.signals import PoolSignals
 from contract.decoding import converter
 from contract.identity import Role
 
+Facts = Mapping[str, Any]
 KEEPABLE = ("draining", "empty")
 """States of a worker that drains and may serve again."""
 _DRAINING = (*KEEPABLE, "leaving")
-_STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
-"""States of a worker, in the order in which those of several routers count."""
 _NUM_STARTS = 9
-Facts = Mapping[str, Any]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -42,23 +40,6 @@ def check_facts(workers: Sequence[Facts]) -> None:
 
 
 _numbers = converter(_Numbers)
-
-
-def merged(lists: Iterable[Sequence[Facts]]) -> dict[str, dict[str, Any]]:
-    """Return each worker's facts by its id, from the lists of several routers: legs and shares of credit add up.
-
-    A router that has just started, or has lost a worker, does not have its state: that of another router counts then.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for workers in lists:
-        for worker in workers:
-            if (known := found.get(worker["id"])) is None:
-                found[worker["id"]] = dict(worker)
-                continue
-            for name in ("num_legs", "max_requests", "num_leg_tokens", "max_tokens"):
-                known[name] += worker[name]
-            known["state"] = min(known["state"], worker["state"], key=_STATES.index)
-    return found
 
 
 @dataclass(frozen=True)

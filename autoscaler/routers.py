@@ -7,12 +7,12 @@ from typing import Any
 
 from msgspec import structs
 
-from autoscaler.pools import Facts, check_facts, figures, merged
+from autoscaler.pools import Facts, check_facts, figures
 from autoscaler.router_counts import CountHistory, RouterCounts, parse_counts
 from autoscaler.signals import LoadSignals
 from contract.errors import KvbatonError
 from contract.scaling import ScalingReport
-from launch.router_admin import RouterAdmin
+from launch.router_admin import RouterAdmin, merged, order_first
 
 logger = logging.getLogger(__name__)
 _Reading = tuple[str, Sequence[Facts], RouterCounts]
@@ -54,15 +54,9 @@ class Routers:
 
         A router that has not answered the last reading is tried last: a frozen one answers after a long wait.
         """
-        error = KvbatonError("there is no router")
         routers = await self._admins()
-        for router in sorted(routers, key=lambda router: router.address not in self._answering):
-            try:
-                self.workers[worker] = await router.order(worker, verb, **query)
-                return
-            except KvbatonError as failed:
-                error = failed
-        raise error
+        routers = sorted(routers, key=lambda router: router.address not in self._answering)
+        self.workers[worker] = await order_first(routers, worker, verb, **query)
 
     async def report(self, report: ScalingReport) -> None:
         """Send a decision to all routers that have answered. Another one publishes how old its last decision is."""

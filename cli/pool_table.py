@@ -1,7 +1,7 @@
-"""Draws the workers of a service as a table that fits the terminal."""
+"""Draws the routers and workers of a service as tables that fit the terminal."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,6 +15,8 @@ from rich.text import Text
 from contract.identity import WORKER_ROLES
 
 Worker = Mapping[str, Any]
+Row = Mapping[str, Any]
+"""The facts of a worker or of a router."""
 
 _UNKNOWN = "–"
 _ROLES: tuple[str, ...] = WORKER_ROLES
@@ -39,17 +41,19 @@ class Column:
 
     title: str
     rank: int
-    cell: Callable[[Worker], Text]
+    cell: Callable[[Row], Text]
     is_number: bool = True
 
 
 def pool_view(pool: Mapping[str, Any], console: Console, *, remark: str = "") -> RenderableType:
-    """Return the whole view of a router's list. remark: shown in red below the service's own figures."""
+    """Return the whole view of the merged list of all routers. remark: shown in red below the service's own figures."""
     workers = sorted(pool["workers"], key=lambda worker: (_place(worker["role"]), worker["id"]))
     remarks = [Text(remark, style="bold red")] if remark else []
     scaling = _scaling(pool.get("pools", {}))
-    table = _table(workers, console) if workers else Text("no worker is attached", style="yellow")
-    return Group(_heading(pool, workers), *scaling, *remarks, table)
+    routers = _table([pool["routers"]], _ROUTER_COLUMNS, console)
+    by_role = [list(same) for _, same in groupby(workers, lambda worker: worker["role"])]
+    table = _table(by_role, _COLUMNS, console) if workers else Text("no worker is attached", style="yellow")
+    return Group(_heading(pool, workers), *scaling, *remarks, routers, Text(), table)
 
 
 def _place(role: str) -> int:
@@ -96,34 +100,33 @@ def _reason(pool: Mapping[str, Any]) -> str:
     return f"{number} held: {by}" if by == reason else f"{reason}, {number} held: {by}"
 
 
-def _table(workers: list[Worker], console: Console) -> Table:
+def _table(sections: Sequence[Sequence[Row]], available: Sequence[Column], console: Console) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0), header_style="bold"
     )
-    columns = _fitting(workers, console.width)
+    columns = _fitting(available, [row for section in sections for row in section], console.width)
     for column in columns:
         table.add_column(
             column.title, justify="right" if column.is_number else "left", no_wrap=True, overflow="ellipsis"
         )
-    for _, same_role in groupby(workers, lambda worker: worker["role"]):
-        for worker in same_role:
-            table.add_row(*(column.cell(worker) for column in columns))
+    for section in sections:
+        for row in section:
+            table.add_row(*(column.cell(row) for column in columns))
         table.add_section()
     return table
 
 
-def _fitting(workers: list[Worker], width: int) -> list[Column]:
+def _fitting(available: Sequence[Column], rows: Sequence[Row], width: int) -> list[Column]:
     """Return the most important columns that fit next to each other, in their order."""
-    columns = list(_COLUMNS)
-    while len(columns) > 1 and _width(columns, workers) > width:
+    columns = list(available)
+    while len(columns) > 1 and _width(columns, rows) > width:
         columns.remove(max(columns, key=lambda column: column.rank))
     return columns
 
 
-def _width(columns: list[Column], workers: list[Worker]) -> int:
+def _width(columns: Sequence[Column], rows: Sequence[Row]) -> int:
     cells = [
-        max(cell_len(column.title), *(column.cell(worker).cell_len for worker in workers))
-        for column in columns
+        max([cell_len(column.title), *(column.cell(row).cell_len for row in rows)]) for column in columns
     ]
     return sum(cells) + _GAP * (len(columns) - 1)
 
@@ -170,6 +173,30 @@ def _duration(seconds: float) -> str:
     return f"{milliseconds:.0f} ms" if milliseconds >= 10 else f"{milliseconds:.1f} ms"
 
 
+def _age(seconds: float) -> str:
+    """Return the age of a process: seconds, minutes, hours or days."""
+    for unit, size in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _rate(per_second: float) -> str:
+    return f"{per_second:.1f}" if per_second < 10 else _count(per_second)
+
+
+def _restarts(row: Row) -> Text:
+    """Return how often a process was started again; red if it ever was."""
+    number = row.get("num_restarts")
+    return Text(_UNKNOWN, style="dim") if number is None else Text(str(number), style="red" if number else "")
+
+
+def _readiness(router: Row) -> Text:
+    if "error" in router:
+        return Text("silent", style="red")
+    return Text("ready", style="green") if router.get("is_ready") else Text("not ready", style="yellow")
+
+
 def _legs(worker: Worker) -> Text:
     """Return how many legs the router has bound to the worker, and its credit."""
     return Text(f"{worker['num_legs']}/{worker['max_requests']}")
@@ -201,5 +228,21 @@ _COLUMNS = (
     Column("TTFT", 7, _number("ttft_seconds", _duration)),
     Column("ITL", 8, _number("itl_seconds", _duration)),
     Column("step", 13, _number("step_seconds", _duration)),
-    Column("build", 14, _text("build"), is_number=False),
+    Column("restarts", 14, _restarts),
+    Column("age", 15, _number("age_seconds", _age)),
+    Column("host", 16, _text("host"), is_number=False),
+    Column("build", 17, _text("build"), is_number=False),
+)
+_ROUTER_COLUMNS = (
+    Column("router", 0, _text("admin"), is_number=False),
+    Column("state", 1, _readiness, is_number=False),
+    Column("run", 2, _number("num_requests_running", _count)),
+    Column("wait", 3, _number("num_requests_waiting", _count)),
+    Column("req/s", 4, _number("requests_per_second", _rate)),
+    Column("tok/s", 5, _number("tokens_per_second", _rate)),
+    Column("errors/s", 6, _number("errors_per_second", _rate)),
+    Column("replays/s", 7, _number("replays_per_second", _rate)),
+    Column("restarts", 9, _restarts),
+    Column("age", 10, _number("age_seconds", _age)),
+    Column("host", 11, _text("host"), is_number=False),
 )

@@ -1,4 +1,4 @@
-"""Opens the admin API of the router that the settings of a command name."""
+"""Opens the admin APIs of the routers that the settings of a command name."""
 
 import json
 from collections.abc import AsyncIterator
@@ -9,31 +9,35 @@ from contract.addresses import local_address
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.operator_settings import OperatorSettings
-from launch.router_admin import RouterAdmin, admin_session
+from launch.router_admin import RouterAdmin, Routers, admin_session
+from serving.settings import listed
+from worker.router_addresses import RouterAddresses
 
 
 @asynccontextmanager
-async def open_admin(settings: OperatorSettings) -> AsyncIterator[RouterAdmin]:
-    """Open the admin API that the settings name. Raises SettingError if they name none."""
-    address = _address(settings)
+async def open_admin(settings: OperatorSettings) -> AsyncIterator[Routers]:
+    """Open the admin APIs that the settings name. Raises SettingError if they name none."""
+    addresses = await _addresses(settings)
     async with admin_session(settings.admin_key) as session:
-        yield RouterAdmin(address, session)
+        yield Routers([RouterAdmin(address, session) for address in addresses])
 
 
-def _address(settings: OperatorSettings) -> str:
+async def _addresses(settings: OperatorSettings) -> list[str]:
     if settings.admin:
-        return settings.admin
+        names = listed(settings.admin)
+        # A name that cannot be resolved is kept: the connection gives the reason.
+        return sorted(await RouterAddresses(names).resolve()) or list(names)
     if settings.ready_file is None:
         raise SettingError(
             "no router is named: give the address of its admin port (--admin HOST:PORT), or the ready file of"
             " `kvbaton up` (--ready-file FILE)",
             param="admin",
         )
-    return _address_in(settings.ready_file)
+    return _addresses_in(settings.ready_file)
 
 
-def _address_in(ready_file: Path) -> str:
-    """Return the admin address of the first router in a ready file."""
+def _addresses_in(ready_file: Path) -> list[str]:
+    """Return the admin addresses of all routers in a ready file."""
     try:
         processes = json.loads(ready_file.read_text())["processes"]
         routers = [
@@ -45,4 +49,4 @@ def _address_in(ready_file: Path) -> str:
         ) from error
     if not routers:
         raise SettingError(f"ready_file {ready_file} names no running router", param="ready_file")
-    return str(routers[0])
+    return routers

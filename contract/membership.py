@@ -12,7 +12,8 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     address, control_address, admin_address: host:port of its Worker service, its control link and its
     admin server. kv_layout: the shape of its KV blocks over all its ranks. max_model_len: tokens that prompt and answer
     may have together. num_blocks: blocks of its pool. vocab_size: token ids are below this. embeds_only: the model has no
-    output head. build: the version of its code, for operators.
+    output head. build, host: the version of its code and the name of its machine, for operators. age_seconds: time since
+    the process started. num_restarts: how often a supervisor has started the worker again before this process.
     """
 
     protocol_min: int = 0
@@ -32,6 +33,9 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     embeds_only: bool = False
     build: str = ""
+    host: str = ""
+    age_seconds: float = 0.0
+    num_restarts: int = 0
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):

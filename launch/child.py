@@ -1,8 +1,8 @@
 """Starts a child process on this machine, waits until it is ready, and stops it.
 
-A child gets ``--ready-fd N --parent-pid P``. It writes one JSON line to N when it is ready (its addresses and its pid),
-and asks the kernel to end it with P. It leads a process group of its own, so that a Ctrl-C in the
-terminal reaches the supervisor alone, and nothing that the child started outlives it.
+A child gets ``--ready-fd N --parent-pid P --num-restarts K``. It writes one JSON line to N when it is ready (its addresses
+and its pid), asks the kernel to end it with P, and reports K to operators. It leads a process group of its own, so that a
+Ctrl-C in the terminal reaches the supervisor alone, and nothing that the child started outlives it.
 
 It stays in the supervisor's session. Linux may divide the processors among sessions, however many threads of each wait
 (autogroup in sched(7)). With a session for each child, threads that deliver tokens waited up to a second while those of
@@ -97,15 +97,19 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-async def start_child(spec: ProcessSpec, known: Mapping[str, Facts]) -> Child:
-    """Start the process of ``spec``. Raises OSError when its program cannot be started."""
+async def start_child(spec: ProcessSpec, known: Mapping[str, Facts], num_restarts: int = 0) -> Child:
+    """Start the process of ``spec``, which was started again ``num_restarts`` times before.
+
+    Raises OSError when its program cannot be started.
+    """
     read_fd, write_fd = os.pipe()
     with contextlib.ExitStack() as opened:
         opened.callback(os.close, write_fd)
         reader, pipe = await _read_lines(read_fd)
         with contextlib.ExitStack() as kept:
             kept.callback(pipe.close)
-            extra = ["--ready-fd", str(write_fd), "--parent-pid", str(os.getpid())]
+            own = {"ready-fd": write_fd, "parent-pid": os.getpid(), "num-restarts": num_restarts}
+            extra = [word for name, value in own.items() for word in (f"--{name}", str(value))]
             process = await asyncio.create_subprocess_exec(
                 *spec.command(known),
                 *extra,

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from serving.settings import Settings
 
-NEVER_IN_A_FILE = frozenset({"config", "ready_fd", "parent_pid"})
+NEVER_IN_A_FILE = frozenset({"config", "ready_fd", "parent_pid", "num_restarts"})
 """Settings that a file cannot hold: its own path, and the flags that ``up`` passes to its children."""
 _PLACES = {
     "up": "launch.machine_settings:UpSettings",

@@ -123,7 +123,7 @@ class KeptProcess:
     async def _live(self, known: Mapping[str, Facts]) -> str:
         """Start the process and wait for its end; return how it ended."""
         try:
-            self._child = child = await start_child(self.spec, known)
+            self._child = child = await start_child(self.spec, known, self.num_restarts)
         except OSError as error:
             self._check_start(str(error), error)
             return f"it could not be started: {error}"

@@ -9,18 +9,19 @@ from pydantic_settings import CliPositionalArg
 from contract.errors import SettingError
 from contract.options import MAX_SECONDS
 from launch.settings import CommandSettings, LogLevel
-from serving.settings import FLAG, Address
+from serving.settings import FLAG, Addresses
 
 
 class OperatorSettings(CommandSettings):
-    """The router, and the key for it."""
+    """The routers, and the key for them."""
 
-    admin: Address | None = None
-    """HOST:PORT of the router's admin port; unset: that of the first router in the ready file."""
+    admin: Addresses | None = None
+    """HOST:PORT of the routers' admin ports, separated by commas; a name may stand for several routers. Unset: those of all
+    routers in the ready file."""
     ready_file: Path | None = None
     """File that a running `kvbaton up --ready-file FILE` has written."""
     admin_key: str | None = Field(default=None, repr=False)
-    """Admin key of the router; prefer the variable: other users of this machine can see a flag."""
+    """Admin key of the routers; prefer the variable: other users of this machine can see a flag."""
     as_json: bool = False
     """Print JSON; short form: --json."""
     log_level: LogLevel = "error"

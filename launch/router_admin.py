@@ -1,7 +1,9 @@
-"""Sends requests to the admin port of a router."""
+"""Sends requests to the admin ports of routers, of one or of all of a service."""
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from urllib.parse import quote
 
@@ -15,6 +17,13 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _LEASE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 """A frozen router must not hold up the decision about the others for longer."""
 _KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY or --admin-key"
+
+
+_SILENT_SECONDS = 2.0
+"""The time after which a router that does not answer is shown as such, when another one has answered."""
+_STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
+"""States of a worker, in the order in which those of several routers count."""
+Facts = Mapping[str, Any]
 
 
 def admin_session(key: str | None) -> aiohttp.ClientSession:
@@ -103,6 +112,121 @@ class RouterAdmin:
         if status == 404:
             raise NotFoundError(message)
         raise KvbatonError(message)
+
+
+class Routers:
+    """All routers of a service, as one: their lists are merged, and an order goes to the first one that answers."""
+
+    def __init__(self, admins: Sequence[RouterAdmin]) -> None:
+        self._admins = list(admins)
+
+    async def pool(self) -> dict[str, Any]:
+        """Return the merged list: workers once, sums of requests, and ``routers`` with the facts of each.
+
+        A router that fails or is silent has ``"error"`` instead of facts. Raises the first one's error if none answers.
+        """
+        readings = await self._read()
+        errors = {address: one for address, one in readings.items() if isinstance(one, KvbatonError)}
+        known = {address: one for address, one in readings.items() if not isinstance(one, KvbatonError)}
+        if not known:
+            raise next(iter(errors.values()))
+        self._admins.sort(key=lambda admin: admin.address in errors)  # a silent one would delay an order
+        first = next(iter(known.values()))
+        return {
+            "version": first["version"],
+            "model": next((one["model"] for one in known.values() if one["model"]), None),
+            **{
+                name: sum(one[name] for one in known.values())
+                for name in ("num_requests_waiting", "num_requests_running")
+            },
+            "routers": [
+                *({"admin": address, **one.get("router", {})} for address, one in known.items()),
+                *({"admin": address, "error": error.message} for address, error in errors.items()),
+            ],
+            "pools": _merged_pools([one.get("pools", {}) for one in known.values()]),
+            "workers": list(merged(one["workers"] for one in known.values()).values()),
+        }
+
+    async def order(self, worker: str, verb: str, **query: float | str | None) -> dict[str, Any]:
+        """Send an order; see ``RouterAdmin.order``."""
+        return await order_first(self._admins, worker, verb, **query)
+
+    async def _read(self) -> dict[str, dict[str, Any] | KvbatonError]:
+        """Read all routers at the same time. Once one has answered, the others have only a moment left."""
+        readings: dict[str, dict[str, Any] | KvbatonError] = {
+            admin.address: UnavailableError(f"router {admin.address} does not answer")
+            for admin in self._admins
+        }
+
+        async def read(admin: RouterAdmin) -> bool:
+            try:
+                readings[admin.address] = await admin.pool()
+            except KvbatonError as error:
+                readings[admin.address] = error
+                return False
+            return True
+
+        reads = [asyncio.create_task(read(admin)) for admin in self._admins]
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None) as limit:
+                    for done in asyncio.as_completed(reads):
+                        if await done and limit.when() is None:
+                            limit.reschedule(asyncio.get_running_loop().time() + _SILENT_SECONDS)
+        finally:
+            for each in reads:
+                each.cancel()
+            await asyncio.gather(*reads, return_exceptions=True)
+        return readings
+
+
+async def order_first(
+    routers: Iterable[RouterAdmin], worker: str, verb: str, **query: float | str | None
+) -> dict[str, Any]:
+    """Send an order through the first of these routers that answers and has the worker; see ``RouterAdmin.order``.
+
+    Raises the last error if there is none. An order that a router refuses is not tried at another one.
+    """
+    error: KvbatonError = UnavailableError("there is no router")
+    for router in routers:
+        try:
+            return await router.order(worker, verb, **query)
+        except (UnavailableError, NotFoundError) as failed:
+            error = failed
+    raise error
+
+
+def merged(lists: Iterable[Sequence[Facts]]) -> dict[str, dict[str, Any]]:
+    """Return each worker's facts by its id, from the lists of several routers.
+
+    Legs and shares of credit add up. A router that has just started, or has lost a worker, does not have its state: that of
+    another router counts then. A figure that is None at one router (latency, load) is that of the first router that has it.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for workers in lists:
+        for worker in workers:
+            if (known := found.get(worker["id"])) is None:
+                found[worker["id"]] = dict(worker)
+                continue
+            for name in ("num_legs", "max_requests", "num_leg_tokens", "max_tokens"):
+                known[name] += worker[name]
+            known["state"] = min(known["state"], worker["state"], key=_STATES.index)
+            known["num_restarts"] = max(known.get("num_restarts", 0), worker.get("num_restarts", 0))
+            for name, value in worker.items():
+                if known.get(name) is None:
+                    known[name] = value
+    return found
+
+
+def _merged_pools(readings: Iterable[Mapping[str, Facts]]) -> dict[str, dict[str, Any]]:
+    """Return each pool as the router with the highest pressure sees it, with the decision that any of them has."""
+    found: dict[str, dict[str, Any]] = {}
+    for pools in readings:
+        for role, pool in pools.items():
+            known = found.get(role, {})
+            is_higher = pool["scaling_pressure"] > known.get("scaling_pressure", -1.0)
+            found[role] = {**known, **pool} if is_higher else {**pool, **known}
+    return found
 
 
 def _reason(error: Exception) -> str:

@@ -557,6 +557,9 @@ class Registration(_message.Message):
     PID_FIELD_NUMBER: _builtins.int
     EMBEDS_ONLY_FIELD_NUMBER: _builtins.int
     BUILD_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    AGE_SECONDS_FIELD_NUMBER: _builtins.int
+    NUM_RESTARTS_FIELD_NUMBER: _builtins.int
     protocol_min: _builtins.int
     """Lowest and highest protocol version that the worker supports."""
     protocol_max: _builtins.int
@@ -588,6 +591,12 @@ class Registration(_message.Message):
     """The model has no output head: only Embed is served."""
     build: _builtins.str
     """Version of the worker's code, for operators."""
+    host: _builtins.str
+    """Name of its machine, for operators."""
+    age_seconds: _builtins.float
+    """Seconds since the process started."""
+    num_restarts: _builtins.int
+    """How often the supervisor of its machine has started the worker again before this process."""
     @_builtins.property
     def kv_layout(self) -> Global___KvLayout:
         """The shape of its KV blocks."""
@@ -612,10 +621,13 @@ class Registration(_message.Message):
         pid: _builtins.int = ...,
         embeds_only: _builtins.bool = ...,
         build: _builtins.str = ...,
+        host: _builtins.str = ...,
+        age_seconds: _builtins.float = ...,
+        num_restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv_layout", b"kv_layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "admin_address", b"admin_address", "age_seconds", b"age_seconds", "boot_id", b"boot_id", "build", b"build", "control_address", b"control_address", "embeds_only", b"embeds_only", "host", b"host", "kv_layout", b"kv_layout", "max_model_len", b"max_model_len", "model_fingerprint", b"model_fingerprint", "model_name", b"model_name", "num_blocks", b"num_blocks", "num_restarts", b"num_restarts", "pid", b"pid", "protocol_max", b"protocol_max", "protocol_min", b"protocol_min", "role", b"role", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -41,6 +42,7 @@ class AttachedWorker:
         on_change: "Callable[[AttachedWorker, bool], None]",
     ) -> None:
         self.registration = registration
+        self._started_at = time.monotonic() - registration.age_seconds
         self.calls = calls
         self.orders = orders
         self.session = secrets.token_hex(8)
@@ -83,6 +85,11 @@ class AttachedWorker:
         """True if it drains, holds and lends nothing, and no leg of this router is on its way to it."""
         capacity = self.capacity
         return capacity.credit.is_empty and not capacity.num_requests and not capacity.former.num_legs
+
+    @property
+    def age_seconds(self) -> float:
+        """The time since its process started."""
+        return time.monotonic() - self._started_at
 
     def leave(self) -> None:
         """Record that one side ends the stream on purpose: it gets no more requests."""

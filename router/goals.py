@@ -89,6 +89,11 @@ class RecentCounts:
         while len(self._samples) > 1 and self._samples[1][0] <= now - self._seconds:
             self._samples.popleft()
 
+    def rates(self) -> list[float]:
+        """Return by how much each count has grown, per second."""
+        seconds = self._clock() - self._samples[0][0]
+        return [growth / seconds if seconds > 0 else 0.0 for growth in self.growth()]
+
     def growth(self) -> list[int]:
         """Return by how much each count has grown."""
         _, before = self._samples[0]

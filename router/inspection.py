@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import Any
 
 from prometheus_client.registry import Collector
@@ -11,13 +12,16 @@ from router.metrics import SAMPLE_SECONDS, RouterMetrics
 from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
 from router.scaling import ScalingLeases, ScalingReports
+from router.worker_facts import worker_facts
 from serving.metric_aliases import Alias, AliasCollector
+from serving.process_facts import process_identity
 
 
 class Inspection:
     """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics.
 
-    scaling: the reports of the autoscaler. scaling_leases: which autoscaler may scale the service.
+    num_restarts: how often its supervisor has restarted the router. scaling: the reports of the autoscaler. scaling_leases:
+    which autoscaler may scale the service.
     """
 
     def __init__(
@@ -26,10 +30,12 @@ class Inspection:
         metrics: RouterMetrics,
         batches: BatchService | None,
         aliases: Sequence[Alias],
+        num_restarts: int = 0,
     ) -> None:
         self.scaling = ScalingReports(metrics.scaling)
         self.scaling_leases = ScalingLeases(metrics.scaling)
         self._aliases = aliases
+        self._num_restarts = num_restarts
         self._path = path
         self._metrics = metrics
         self._batches = batches
@@ -41,10 +47,31 @@ class Inspection:
         path = self._path
         metrics = self._metrics
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
-        metrics.load.set_pools(self._loads())
+        metrics.load.set_pools(self._loads(), path.registry.memory.restarts)
         metrics.recent.set()
         self.scaling.publish()
         return AliasCollector(metrics, self._aliases, self._model_name)
+
+    def facts(self) -> dict[str, Any]:
+        """Return this router and its workers as plain data, for operators."""
+        path = self._path
+        waiting = path.tracker.num_waiting
+        running = path.tracker.num_running
+        return {
+            "version": version("kvbaton"),
+            "model": self._model_name() or None,
+            "num_requests_waiting": waiting,
+            "num_requests_running": running,
+            "router": {
+                **process_identity(self._num_restarts),
+                "is_ready": path.missing is None,
+                "num_requests_waiting": waiting,
+                "num_requests_running": running,
+                **self._metrics.recent.rates(),
+            },
+            "pools": self.pools(),
+            "workers": [worker_facts(worker) for worker in path.registry.workers],
+        }
 
     def pools(self) -> dict[str, dict[str, Any]]:
         """Return the load of each pool, and the autoscaler's decision about it, as plain data, by role."""

@@ -27,6 +27,7 @@ _TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 
 _NUM_RECENT_MOVES = 256
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
+_RATES = ("requests_per_second", "tokens_per_second", "errors_per_second", "replays_per_second")
 SAMPLE_SECONDS = 5.0
 """The time between two samples of the counts whose recent growth is published."""
 _FAULTS_OF_CLIENTS = (
@@ -68,6 +69,7 @@ class LoadMetrics:
         self._running = _gauge(registry, "num_requests_running")
         self._decisions = _tally(registry, "routing_decisions_total")
         self._workers = _gauge(registry, "workers")
+        self._restarts = _tally(registry, "worker_restarts_total")
         self._utilization = _gauge(registry, "pool_utilization")
         self._queue = _gauge(registry, "queue_seconds")
         self._pressure = _gauge(registry, "scaling_pressure")
@@ -78,8 +80,12 @@ class LoadMetrics:
         self._running.set(num_running)
         self._decisions.set(decisions)
 
-    def set_pools(self, loads: Sequence[PoolLoad]) -> None:
-        """Set the gauges of pools. A pool that is not among ``loads`` has only numbers of workers, which are 0."""
+    def set_pools(self, loads: Sequence[PoolLoad], restarts: Mapping[str, int]) -> None:
+        """Set the gauges of pools, and the restarts of workers by role.
+
+        A pool that is not among ``loads`` has only numbers of workers, which are 0.
+        """
+        self._restarts.set(dict.fromkeys((role.value for role in WORKER_ROLES), 0) | dict(restarts))
         states_of = {load.role: load.states for load in loads}
         for role in WORKER_ROLES:
             states = states_of.get(role, Tally())
@@ -105,11 +111,16 @@ class RecentMetrics:
         self._ttft = RecentCounts(times.first_token.counts, _LATENCY_SECONDS)
         self._itl = RecentCounts(times.token_gap.counts, _LATENCY_SECONDS)
         self._goals = RecentCounts(times.goals.counts, _ATTAINMENT_SECONDS)
+        self._totals = RecentCounts(requests.totals, _LATENCY_SECONDS)
 
     def sample(self) -> None:
         """Remember the counts of now, from which later ones are subtracted."""
-        for recent in (self._ttft, self._itl, self._goals):
+        for recent in (self._ttft, self._itl, self._goals, self._totals):
             recent.sample()
+
+    def rates(self) -> dict[str, float]:
+        """Return the requests, tokens, errors and replays per second of the last seconds."""
+        return dict(zip(_RATES, self._totals.rates(), strict=True))
 
     def latency(self) -> RecentLatency:
         """Return the P90 of the last seconds."""
@@ -138,7 +149,7 @@ class RequestMetrics:
         self.first_token = self.times.first_token.observe
         self.token_gap = self.times.token_gap.observe
         self.sizes = RequestSizes(registry)
-        self.tokens = _event_counter(registry, "generation_tokens_total").add
+        self.tokens = self.sizes.generated.add
         self._success = _counter(registry, "request_success_total")
         self._errors = _counter(registry, "request_errors_total")
         self._replays = _counter(registry, "request_replays_total")
@@ -163,6 +174,10 @@ class RequestMetrics:
     def replayed(self, kind: ErrorKind) -> None:
         """Count a failed attempt that another one follows."""
         self._replays.labels(kind.value).inc()
+
+    def totals(self) -> list[int]:
+        """Return how many requests were answered, tokens delivered, requests failed, and attempts replayed."""
+        return [_sum(self._success), int(self.sizes.generated.value), _sum(self._errors), _sum(self._replays)]
 
     def recomputed_locally(self) -> None:
         """Count a replay whose prompt the decode worker computes itself."""
@@ -195,10 +210,14 @@ class Times:
 
 
 class RequestSizes:
-    """The number of requests, and the tokens of complete ones. admitted: counts requests."""
+    """The number of requests, and the tokens of complete ones.
+
+    admitted: counts requests. generated: counts tokens as they are delivered.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.admitted = _event_counter(registry, "requests_admitted_total").add
+        self.generated = _event_counter(registry, "generation_tokens_total")
         self._prompt_tokens = _event_counter(registry, "prompt_tokens_total")
         self._prompt = _histogram(registry, "request_prompt_tokens", _TOKENS)
         self._uncached = _histogram(registry, "request_uncached_prompt_tokens", _TOKENS)
@@ -309,6 +328,12 @@ class BatchMetrics:
 def _gauge(registry: CollectorRegistry, name: str) -> Gauge:
     metric = ROUTER_METRICS[name]
     return Gauge(PREFIX + name, metric.text, metric.labels, registry=registry)
+
+
+def _sum(counter: Counter) -> int:
+    """Return the sum of a counter over all labels."""
+    samples = (sample for family in counter.collect() for sample in family.samples)
+    return int(sum(sample.value for sample in samples if sample.name.endswith("_total")))
 
 
 def _optional_gauge(registry: CollectorRegistry, name: str) -> OptionalGauge:

@@ -18,8 +18,9 @@ from router.order_stream import OrderStream
 from router.policy import missing_role
 from router.role_changes import is_role_needed, missing_roles
 from router.running_shares import Held, TotalCredit
-from router.views import WorkerSize, WorkerViews, longest
+from router.views import WorkerViews, longest
 from router.worker_calls import WorkerCalls
+from router.worker_memory import WorkerMemory
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,9 @@ class WorkerIdTakenError(IncompatiblePeerError):
 class Registry:
     """Owns the set of attached workers, one incarnation per worker id.
 
-    ``changes`` is notified when a worker is attached or detached, gets its first credit or loses all of it, is empty, and
-    when it may have room that it did not have. The first worker decides which model this router serves, for the router's
-    whole life.
-    memory_seconds: how long the size of a detached worker is remembered: it may be starting again.
+    memory: what is remembered of workers by their ids. ``changes`` is notified when a worker is attached or detached, gets
+    its first credit or loses all of it, is empty, and when it may have room that it did not have. The first worker decides
+    which model this router serves, for the router's whole life.
     """
 
     def __init__(
@@ -43,13 +43,11 @@ class Registry:
         memory_seconds: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.memory = WorkerMemory(memory_seconds, clock)
         self._workers: dict[str, AttachedWorker] = {}
         self._views = WorkerViews()
         self._stale: dict[str, AttachedWorker] = {}
         self._held = Held()
-        self._gone: dict[str, tuple[float, WorkerSize]] = {}
-        self._memory_seconds = memory_seconds
-        self._clock = clock
         self._model_fingerprint: str | None = None
         self._embeds_only = False
         self._changes = changes
@@ -97,11 +95,8 @@ class Registry:
 
     def recent_max_model_len(self, otherwise: int) -> int:
         """Return ``max_model_len`` of the attached workers and of those that were detached a moment ago."""
-        if not self._gone:
-            return self.max_model_len(otherwise)
-        now = self._clock()
-        self._gone = {name: gone for name, gone in self._gone.items() if gone[0] > now}
-        return longest([*self.views.sizes, *(size for _, size in self._gone.values())]) or otherwise
+        gone = self.memory.recent_sizes()
+        return longest([*self.views.sizes, *gone]) or otherwise if gone else self.max_model_len(otherwise)
 
     def new_worker(
         self, registration: Registration, calls: WorkerCalls, orders: OrderStream
@@ -136,7 +131,7 @@ class Registry:
         self._embeds_only = new.embeds_only
         self._workers[new.worker_id] = worker
         self._stale[new.worker_id] = worker
-        self._gone.pop(new.worker_id, None)
+        worker.registration = structs.replace(new, num_restarts=self.memory.attached(new))
         logger.info("worker %s (%s, boot id %s) attached", worker.name, new.role, new.boot_id)
         self._changes.notify()
 
@@ -169,7 +164,7 @@ class Registry:
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
             self._forget_view(worker.name)
-            self._gone[worker.name] = self._clock() + self._memory_seconds, worker.view().size
+            self.memory.detached(worker.name, worker.view().size)
             if worker.is_leaving:
                 logger.info("worker %s has left", worker.name)
             else:

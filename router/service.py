@@ -75,12 +75,11 @@ class RouterService:
             self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
-        self._inspection = Inspection(self._path, metrics, batches, settings.aliases)
+        self._inspection = Inspection(self._path, metrics, batches, settings.aliases, settings.num_restarts)
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
         )
         access = admin_access(settings, clients)
-        pools = self._inspection.pools
         self._admin = AdminServer(
             settings.admin,
             missing=lambda: self._path.missing,
@@ -90,8 +89,10 @@ class RouterService:
             allowed_hosts=listed_hosts(settings.allowed_hosts),
             access=access,
             routes=[
-                *WorkerAdmin(self._path, access, pools).routes(),
-                *ScalingAdmin(self._inspection.scaling, self._inspection.scaling_leases, pools).routes(),
+                *WorkerAdmin(self._path, access, self._inspection.facts).routes(),
+                *ScalingAdmin(
+                    self._inspection.scaling, self._inspection.scaling_leases, self._inspection.pools
+                ).routes(),
             ],
         )
         self._watchers: list[asyncio.Task[None]] = []

@@ -15,7 +15,7 @@ from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
 from serving.http_hosts import HostNameOptions
 from serving.metric_aliases import MetricsOptions
-from serving.settings import ListenAddress, Settings, check_secret, listed, read_secret_file
+from serving.settings import ListenAddress, ProcessSettings, check_secret, listed, read_secret_file
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
 
 
@@ -36,7 +36,7 @@ def _check_origins(value: str) -> str:
     return value
 
 
-class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOptions, Settings):
+class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOptions, ProcessSettings):
     """The addresses, the model and the limits of a router."""
 
     http: ListenAddress = "127.0.0.1:8000"

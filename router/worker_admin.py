@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from typing import Any
 
 from aiohttp import web
@@ -31,15 +30,15 @@ _ANSWER_SECONDS = 5.0
 class WorkerAdmin:
     """Serves the API on a router's admin port, which checks the access.
 
-    access: names operators in the log. pools: returns the load of each pool.
+    access: names operators in the log. facts: returns the answer to the list.
     """
 
     def __init__(
-        self, path: RequestPath, access: AdminAccess, pools: Callable[[], Mapping[str, Any]]
+        self, path: RequestPath, access: AdminAccess, facts: Callable[[], Mapping[str, Any]]
     ) -> None:
-        self._pools = pools
         self._path = path
         self._access = access
+        self._facts = facts
 
     def routes(self) -> list[web.RouteDef]:
         """Return all paths."""
@@ -119,17 +118,6 @@ class WorkerAdmin:
                 async with asyncio.timeout(seconds):
                     await self._path.wait_until(is_true)
         return is_true()
-
-    def _facts(self) -> dict[str, Any]:
-        path = self._path
-        return {
-            "version": version("kvbaton"),
-            "model": path.models.card().name if path.models.is_known else None,
-            "num_requests_waiting": path.tracker.num_waiting,
-            "num_requests_running": path.tracker.num_running,
-            "pools": self._pools(),
-            "workers": [worker_facts(worker) for worker in path.registry.workers],
-        }
 
 
 def _check_flip(registry: Registry, worker: AttachedWorker, role: Role) -> None:

@@ -18,16 +18,16 @@ class EventCounter(Collector):
     def __init__(self, registry: CollectorRegistry, name: str, text: str) -> None:
         self._name = name
         self._text = text
-        self._value = 0.0
+        self.value = 0.0
         registry.register(self)
 
     def add(self, amount: float) -> None:
         """Add an amount that is not negative."""
-        self._value += amount
+        self.value += amount
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Yield the family."""
-        yield CounterMetricFamily(self._name.removesuffix("_total"), self._text, value=self._value)
+        yield CounterMetricFamily(self._name.removesuffix("_total"), self._text, value=self.value)
 
 
 class TallyCounter(Collector):

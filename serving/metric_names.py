@@ -94,6 +94,11 @@ WORKER_METRICS: Mapping[str, Metric] = {
 ROUTER_METRICS: Mapping[str, Metric] = {
     "num_requests_waiting": Metric("Requests without a first token yet."),
     "num_requests_running": Metric("Requests whose answer is being streamed."),
+    "worker_restarts_total": Metric(
+        "Restarts of workers: a worker that attaches again is another process, or its supervisor reports restarts in "
+        "between.",
+        ("pool",),
+    ),
     "workers": Metric("Attached workers, by role and state.", ("pool", "state")),
     "pool_utilization": Metric(
         "Mean over the serving workers of a role of the used share, 0..1: that of their KV blocks, or of the credit that "

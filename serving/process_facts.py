@@ -1,7 +1,9 @@
-"""The facts of a process in ``/debug/state``: plain numbers that show leaks."""
+"""The facts of a process: what it is, for operators, and in ``/debug/state`` plain numbers that show leaks."""
 
 import asyncio
 import os
+import socket
+import time
 from typing import Any
 
 import psutil
@@ -13,6 +15,16 @@ def process_facts() -> dict[str, Any]:
     ``num_asyncio_tasks`` counts the unfinished tasks of the running loop, the caller's own included; 0 without a loop.
     """
     return {**facts_of(os.getpid()), "num_asyncio_tasks": _num_tasks()}
+
+
+def process_identity(num_restarts: int) -> dict[str, Any]:
+    """Return pid, host name, seconds since the start of this process, and how often it was started again before."""
+    return {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "age_seconds": max(0.0, time.time() - psutil.Process().create_time()),
+        "num_restarts": num_restarts,
+    }
 
 
 def facts_of(pid: int) -> dict[str, Any]:

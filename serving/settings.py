@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, PrivateAttr
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic_settings import BaseSettings, CliSuppress, PydanticBaseSettingsSource, SettingsConfigDict
 
 from contract.addresses import check_address, check_listen_address
 from contract.errors import SettingError
@@ -32,6 +32,18 @@ ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
 def listed(value: str) -> tuple[str, ...]:
     """Split a setting of several values, which commas separate."""
     return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def check_addresses(value: str) -> str:
+    """Check one or more "host:port", separated by commas. Raises ValueError if one is none."""
+    names = listed(value)
+    if not names:
+        raise ValueError("it names no router; write HOST:PORT, or several of them separated by commas")
+    return ",".join(map(check_address, names))
+
+
+Addresses = Annotated[str, AfterValidator(check_addresses)]
+"""One or more "host:port", separated by commas."""
 
 
 def read_secret_file(path: Path | None) -> str:
@@ -120,3 +132,10 @@ class Settings(Options, BaseSettings):
             name: "***" if is_secret(name) and value else value
             for name, value in self.model_dump(mode="json").items()
         }
+
+
+class ProcessSettings(Settings):
+    """The settings of a process that a supervisor may keep running."""
+
+    num_restarts: CliSuppress[int] = Field(default=0, ge=0)
+    """Number of earlier starts of the process by its supervisor; given by `kvbaton up`."""

@@ -40,6 +40,9 @@ def registration_to_proto(registration: Registration) -> pb.Registration:
         pid=registration.pid,
         embeds_only=registration.embeds_only,
         build=registration.build,
+        host=registration.host,
+        age_seconds=registration.age_seconds,
+        num_restarts=registration.num_restarts,
     )
 
 
@@ -64,6 +67,9 @@ def registration_from_proto(message: pb.Registration) -> Registration:
         pid=message.pid,
         embeds_only=message.embeds_only,
         build=message.build,
+        host=message.host,
+        age_seconds=message.age_seconds,
+        num_restarts=message.num_restarts,
     )
 
 

@@ -41,6 +41,8 @@ TOKEN = UINT32
 TOTAL = Range(0, 2**53)
 """A count that grows for as long as a process runs. A float, and so JSON, holds it exactly."""
 SECONDS = Range(0.0, MAX_SECONDS)
+AGE_SECONDS = Range(0.0, 1e10)
+"""Longer than any setting: a process may run for years."""
 STEP_SECONDS = Range(0.0, 3600.0)
 TOKEN_SECONDS = Range(0.0, 60.0)
 SHARE = Range(0.0, 1.0)
@@ -96,6 +98,8 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "num_blocks": COUNT,
             "vocab_size": COUNT,
             "pid": UINT32,
+            "age_seconds": AGE_SECONDS,
+            "num_restarts": COUNT,
         },
         "KvLayout": {
             "num_layers": DIMENSION,

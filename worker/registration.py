@@ -1,6 +1,5 @@
 """The facts that a worker sends to its router: what it is, and how much work it takes at once."""
 
-import os
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -8,6 +7,7 @@ from contract.identity import Role
 from contract.membership import Credit, Registration
 from engine.client import EngineClient
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
+from serving.process_facts import process_identity
 from worker.settings import WorkerSettings
 
 _QUEUED_STEPS = 2
@@ -61,7 +61,7 @@ def registration_of(
         num_blocks=info.num_blocks,
         vocab_size=info.vocab_size,
         admin_address=admin_address,
-        pid=os.getpid(),
         embeds_only=not info.has_head,
         build=version("kvbaton"),
+        **process_identity(settings.num_restarts),
     )

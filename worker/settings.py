@@ -1,11 +1,10 @@
 """The settings of one worker process, and the parts that its engine and its connector use."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from contract.addresses import check_address
 from contract.identity import Role
 from engine.options import EngineOptions, HostOptions
 from engine.settings import EngineSettings
@@ -13,7 +12,7 @@ from kv_transfer.options import PortOptions, TransferOptions
 from serving.admin_access import AdminKeyOptions
 from serving.http_hosts import HostNameOptions
 from serving.metric_aliases import MetricsOptions
-from serving.settings import ListenAddress, Settings, listed, read_secret_file
+from serving.settings import Addresses, ListenAddress, ProcessSettings, listed, read_secret_file
 from worker.cores import parse_cores
 from worker.options import WorkerOptions
 
@@ -21,19 +20,12 @@ if TYPE_CHECKING:
     from kv_transfer.settings import TransferSettings
 
 
-def _check_routers(value: str) -> str:
-    names = listed(value)
-    if not names:
-        raise ValueError("it names no router; write HOST:PORT, or several of them separated by commas")
-    return ",".join(map(check_address, names))
-
-
-class PlaceSettings(HostNameOptions, AdminKeyOptions, Settings):
+class PlaceSettings(HostNameOptions, AdminKeyOptions, ProcessSettings):
     """The settings that identify a worker and its addresses."""
 
     model: Path
     """Folder of the Hugging Face checkpoint."""
-    router: Annotated[str, AfterValidator(_check_routers)] = "127.0.0.1:9100"
+    router: Addresses = "127.0.0.1:9100"
     """HOST:PORT of the routers' internal ports, separated by commas. The worker registers at every address that a name has
     and resolves the names again every 2 seconds."""
     secret_file: Path | None = None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoscaler.pools import PoolBook, cheapest, figures, merged
+from autoscaler.pools import PoolBook, cheapest, figures
 from autoscaler.router_counts import (
     CountHistory,
     RouterCounts,
@@ -14,6 +14,7 @@ from autoscaler.router_counts import (
     parse_counts,
     percentile,
 )
+from launch.router_admin import merged
 from router.answer import Usage
 from router.metrics import RouterMetrics
 from serving.metrics import render

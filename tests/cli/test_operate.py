@@ -210,7 +210,13 @@ def figures(name: str, role: str, **given: Any) -> dict[str, Any]:
 
 def drawn(width: int, *workers: dict[str, Any], **more: Any) -> list[str]:
     console = Console(file=StringIO(), width=width, highlight=False)
-    head = {"version": "1.2.3", "model": None, "num_requests_waiting": 0, "num_requests_running": 0}
+    head: dict[str, Any] = {
+        "version": "1.2.3",
+        "model": None,
+        "num_requests_waiting": 0,
+        "num_requests_running": 0,
+        "routers": [],
+    }
     console.print(pool_view({**head, **more, "workers": list(workers)}, console))
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().splitlines()

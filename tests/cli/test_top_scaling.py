@@ -2,9 +2,8 @@
 
 import pytest
 
-from cli.router_admin import open_admin
 from contract.scaling import Direction, PoolScaling, ScalingReason, ScalingReport
-from launch.operator_settings import TopSettings
+from launch.router_admin import RouterAdmin, admin_session
 from tests.cli.test_operate import SAY, admin, drawn, kvbaton
 from tests.router.cluster import PAIR, running_cluster
 
@@ -19,7 +18,8 @@ async def test_top_shows_the_desired_workers_beside_those_that_serve() -> None:
             held_by=ScalingReason.BUDGET,
         )
         steady = PoolScaling(desired=1, direction=Direction.NONE, reason=ScalingReason.STEADY)
-        async with open_admin(TopSettings(admin=cluster.service.addresses.admin)) as router:
+        async with admin_session(None) as session:
+            router = RouterAdmin(cluster.service.addresses.admin, session)
             await router.report_scaling(ScalingReport(prefill=up, decode=steady))
         code, output, errors = await kvbaton("top", *admin(cluster), "--once")
         assert (code, errors) == (0, "")

@@ -33,8 +33,9 @@ def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("counter")
     (folder / "counter.c").write_text(COUNTING)
     library = folder / "counter.so"
-    command = (*compiler_command(), "-O2", "-shared", "-fPIC", "-o", library, folder / "counter.c")
-    subprocess.run(command, check=True)
+    subprocess.run(
+        [*compiler_command(), "-O2", "-shared", "-fPIC", "-o", library, folder / "counter.c"], check=True
+    )
     return library
 
 

@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("--note", default="")
     parser.add_argument("--ready-fd", type=int, required=True)
     parser.add_argument("--parent-pid", type=int, required=True)
+    parser.add_argument("--num-restarts", type=int, required=True)
     options = parser.parse_args()
     die_with_parent(options.parent_pid)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -39,6 +40,7 @@ def main() -> None:
         "http": "127.0.0.1:1",
         "grpc": "127.0.0.1:2",
         "note": options.note,
+        "num_restarts": options.num_restarts,
     }
     if options.behaviour == "parent":
         sleeper = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

@@ -14,6 +14,7 @@ from tools.dashboards import DASHBOARDS
 TESTS = ROOT / "tests" / "monitoring" / "alerts.yml"
 OF_THE_POOL = {
     "workers",
+    "worker_restarts_total",
     "pool_utilization",
     "queue_seconds",
     "scaling_pressure",

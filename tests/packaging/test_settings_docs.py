@@ -34,7 +34,7 @@ def test_every_setting_that_a_user_can_give_is_on_the_page(tmp_path: Path, comma
     page = tmp_path / "settings.md"
     main([], page)
     section = page.read_text().partition(f"## `kvbaton {command}`\n")[2].partition("\n## ")[0]
-    hidden = {"ready_fd", "parent_pid"}
+    hidden = {"ready_fd", "parent_pid", "num_restarts"}
     assert all(
         (f"| `{name}`" in section) == (name not in hidden) for name in settings_class(command).model_fields
     )

@@ -9,9 +9,10 @@ from typing import Any, NoReturn
 
 import pytest
 
-from autoscaler.pools import check_facts, figures, merged
+from autoscaler.pools import check_facts, figures
 from autoscaler.router_counts import parse_counts
 from contract.identity import Role
+from launch.router_admin import merged
 from protos import worker_pb2 as pb
 from router.testing.script import Script
 from router.testing.worker import ScriptedWorker

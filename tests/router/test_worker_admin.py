@@ -135,7 +135,7 @@ async def test_a_figure_that_is_not_known_is_null() -> None:
     assert figures == {
         *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
         *("prefix_hit_rate", "num_leases", "num_fetches", "step_seconds", "prefill_seconds_per_token"),
-        *("ttft_seconds", "itl_seconds", "admin_address"),
+        *("ttft_seconds", "itl_seconds", "admin_address", "host"),
     }
     assert (worker["role"], worker["state"], worker["build"]) == ("both", "serving", "7.8.9")
     assert (worker["pid"], worker["num_blocks"], worker["num_legs"]) == (4711, 100, 0)

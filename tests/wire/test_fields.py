@@ -155,6 +155,9 @@ REGISTERED: dict[str, Any] = {
     "admin_address": "h:8",
     "pid": 9,
     "embeds_only": True,
+    "host": "node-7",
+    "age_seconds": 12.5,
+    "num_restarts": 3,
     "build": "1.2.3",
 }
 """The fields have the same names on both sides."""
