@@ -5,6 +5,7 @@ import re
 
 from contract.errors import InvalidRequestError
 from contract.json_schema import plain_schemas
+from engine.grammar.name_patterns import with_patterns_of_other_names
 
 _DIRECTIVES = re.compile(
     r"""\"(?:[^"\\\n]|\\.)*+\"? | //[^\n]* | \#[^\n]* | /(?:[^/\\\n]|\\.)++/? | (?P<json>%json\s*+)(?=\{)
@@ -12,6 +13,9 @@ _DIRECTIVES = re.compile(
     re.VERBOSE,
 )
 """Texts and patterns that do not end are taken as far as their line goes, so that no character is looked at twice."""
+_NO_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Otherwise the library takes as much text at once as can follow in one way only, which may have no end: it then never
+returns (``start: A B``, ``A: /a+/``, ``B: /a/``). The last such line counts."""
 
 
 def with_plain_schemas(text: str) -> str:
@@ -41,5 +45,9 @@ def with_plain_schemas(text: str) -> str:
             between.append(text[start:end])
             schemas.append(text[end : end + length])
             start = end = end + length
-    plain = plain_schemas(schemas)
-    return "".join(part for pair in zip(between, plain, strict=True) for part in pair) + text[start:]
+    plain = map(with_patterns_of_other_names, plain_schemas(schemas))
+    return (
+        "".join(part for pair in zip(between, plain, strict=True) for part in pair)
+        + text[start:]
+        + _NO_FORCING
+    )

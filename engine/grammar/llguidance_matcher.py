@@ -14,6 +14,7 @@ from engine.grammar.json_schema import with_closed_objects
 from engine.grammar.lark import with_plain_schemas
 from engine.grammar.limits import GRAMMAR_LIMITS
 from engine.grammar.matcher import reason_of
+from engine.grammar.name_patterns import with_patterns_of_other_names
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -26,6 +27,7 @@ _OUR_REASONS = {
         "properties show; write anyOf"
     )
 }
+_OUR_LINE = re.compile(r"\n[ 0-9]*\| %llguidance [^\n]*")
 _GBNF_RULE = re.compile(r"^[ \t]*+[\w-]++[ \t]*+::=", re.MULTILINE)
 
 
@@ -41,7 +43,7 @@ def build_matcher(grammar: Grammar, vocabulary: LLTokenizer) -> LLMatcher:
 
 
 def _not_compiled(grammar: Grammar, reason: str) -> InvalidRequestError:
-    reason = _OUR_REASONS.get(reason, reason)
+    reason = _OUR_REASONS.get(reason, _OUR_LINE.sub("", reason))
     return InvalidRequestError(f"the {grammar.kind} does not compile: {reason}", param="grammar")
 
 
@@ -49,7 +51,8 @@ def _llguidance_text(grammar: Grammar) -> str:
     match grammar.kind:
         case "json_schema":
             plain = plain_schema(grammar.text)
-            return _library_schema("{}" if plain == "true" else with_closed_objects(plain))
+            closed = "{}" if plain == "true" else with_closed_objects(plain)
+            return _library_schema(with_patterns_of_other_names(closed))
         case "json_object":
             return _library_schema('{"type": "object"}')
         case "regex":

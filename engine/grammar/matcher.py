@@ -1,5 +1,6 @@
 """The state of one answer in its grammar, and the tokens that may follow."""
 
+import logging
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -13,8 +14,12 @@ from contract.errors import InternalError, InvalidRequestError
 from contract.requests import EngineRequest
 from engine.grammar.machine import Machine
 
+logger = logging.getLogger(__name__)
+
 _INTERNALS = re.compile("<(?:non-verbose/|state|backtrace)>")
 _MAX_REASON_LENGTH = 400
+_NOTHING_FOLLOWS = "NoExtension"
+_PANIC = "panic"
 
 
 class GrammarMatcher:
@@ -96,9 +101,19 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._machine.is_error():
             self._shared.has_failed = True
-            raise InvalidRequestError(
-                f"the grammar is too complex: {reason_of(self._machine)}", param="grammar"
-            )
+            reason = reason_of(self._machine)
+            logger.info("a grammar failed after %d tokens: %s", self.num_tokens, reason)
+            raise InvalidRequestError(self._in_our_words(reason), param="grammar")
+
+    def _in_our_words(self, reason: str) -> str:
+        place = f"after {self.num_tokens} tokens of the answer" if self.num_tokens else "at its start"
+        if reason.startswith(_NOTHING_FOLLOWS):
+            return f"no text can follow in the grammar {place}: a part of it matches no text"
+        if reason.startswith(_PANIC):
+            return f"the grammar cannot be followed {place}; write it in another way"
+        return (
+            f"the grammar is too complex: {place}, what may follow takes more work than this service allows"
+        )
 
 
 def reason_of(machine: LLMatcher) -> str:
