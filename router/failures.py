@@ -9,11 +9,15 @@
 A leg that a draining worker gives up is no failure: other workers continue, and none is avoided for it.
 """
 
+import logging
+
 from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError, UnavailableError
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
-from router.leg_failure import Failure, WorkerDrainedError
+from router.leg_failure import Failure, WorkerDrainedError, for_client
 from router.unreachable_pairs import UnreachablePairs
+
+logger = logging.getLogger(__name__)
 
 CURABLE = frozenset(
     {
@@ -43,6 +47,7 @@ class Failures:
         self._num_failures = 0
         self._num_transfer_failures = 0
         self._failed_workers: set[AttachedWorker] = set()
+        self._names: set[str] = set()
         self._too_small: set[AttachedWorker] = set()
         self.prefer: str | None = None
         self.last: KvbatonError | None = None
@@ -85,6 +90,7 @@ class Failures:
         if failure is None:
             raise error
         self.last = error
+        self._names |= {leg.worker.name for leg in attempt.legs}
         hand_over = attempt.legs.hand_over
         self.prefer = hand_over[0].name if hand_over else None
         if isinstance(error, WorkerDrainedError):
@@ -97,7 +103,9 @@ class Failures:
             self._num_failures += 1
             self._num_transfer_failures += error.kind in TRANSFER_KINDS
         if error.kind not in CURABLE or self._num_failures > self._max_replays:
-            raise error
+            names = ", ".join(leg.worker.name for leg in attempt.legs)
+            logger.warning("%s fails on %s: %s", attempt.task.request.request_id, names, error.kind.value)
+            raise for_client(error, self._names)
         self._failed_workers |= failure.failed_workers
 
     def note_target(self, attempt: Attempt, failure: Failure) -> None:
@@ -112,8 +120,8 @@ class Failures:
         if last is None:
             return error
         if last.kind is ErrorKind.INVALID_REQUEST:  # every worker that is attached has rejected its size
-            return last
-        return type(last)(f"{last.message}; then {error.message}", param=last.param)
+            return for_client(last, self._names)
+        return for_client(type(last)(f"{last.message}; then {error.message}", param=last.param), self._names)
 
     def _note_pair(self, attempt: Attempt, error: KvbatonError) -> None:
         """Record that the workers of the attempt's hand-over do not reach each other, if that is the error."""

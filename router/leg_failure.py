@@ -1,7 +1,8 @@
 """The failure of an attempt, and one that an earlier leg may still make irrelevant."""
 
 import asyncio
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from contract.errors import DeadlineError, KvbatonError, WorkerLostError
@@ -27,6 +28,16 @@ class Failure:
     def after(self, earlier: "Failure") -> "Failure":
         """Return this failure with the failed workers of an earlier one of the same attempt."""
         return replace(self, failed_workers=self.failed_workers | earlier.failed_workers)
+
+
+def for_client(error: KvbatonError, workers: Iterable[str]) -> KvbatonError:
+    """Return the error of an attempt with these workers without their names, which are the operator's concern."""
+    named = "|".join(re.escape(worker) for worker in sorted(workers, key=len, reverse=True))
+    if named:
+        message = re.sub(rf"^worker (?:{named}): ", "", error.message)
+        error.message = re.sub(rf"\b(?:worker )?(?<![\w-])(?:{named})(?![\w-])", "a worker", message)
+        error.args = (error.message,)
+    return error
 
 
 def deadline_error(num_delivered: int) -> DeadlineError:

@@ -1,6 +1,5 @@
 """The state of one answer in its grammar, and the tokens that may follow."""
 
-import logging
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -13,8 +12,6 @@ from numpy.typing import NDArray
 from contract.errors import InternalError, InvalidRequestError
 from contract.requests import EngineRequest
 from engine.grammar.machine import Machine
-
-logger = logging.getLogger(__name__)
 
 _INTERNALS = re.compile("<(?:non-verbose/|state|backtrace)>")
 _MAX_REASON_LENGTH = 400
@@ -101,9 +98,7 @@ class GrammarMatcher:
     def _check(self) -> None:
         if self._machine.is_error():
             self._shared.has_failed = True
-            reason = reason_of(self._machine)
-            logger.info("a grammar failed after %d tokens: %s", self.num_tokens, reason)
-            raise InvalidRequestError(self._in_our_words(reason), param="grammar")
+            raise InvalidRequestError(self._in_our_words(reason_of(self._machine)), param="grammar")
 
     def _in_our_words(self, reason: str) -> str:
         place = f"after {self.num_tokens} tokens of the answer" if self.num_tokens else "at its start"
