@@ -166,7 +166,10 @@ class Arbiter:
             reason=reason,
             forecast=proposal.forecast,
             reading=proposal.reading,
-            remark=remark or (f"{proposal.forgotten} given up" if proposal.forgotten else ""),
+            remark=", ".join(one for one in (remark, proposal.remark) if one),
+            correction=proposal.correction,
+            is_correction_bounded=proposal.is_correction_bounded,
+            least=self._policy.bounds(role).least,
         )
 
 

@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from autoscaler.decision import Decision, Order, Verb
+from autoscaler.decision import Decision, Order, PoolDecision, Verb
 from autoscaler.departures import Departures
 from autoscaler.launcher import Launcher
 from autoscaler.law import decide
@@ -27,7 +27,7 @@ class Controller:
     """Scales the pools of one service. ``decide_once`` is called every few seconds, after ``begin``.
 
     clock: seconds, monotonic. may_order: returns False when another autoscaler may have taken over. num_restarts: the number
-    of controllers before this one, which have failed.
+    of controllers before this one, which have failed. start_seconds: time of the starts before the first order, if known.
     """
 
     def __init__(
@@ -40,13 +40,14 @@ class Controller:
         *,
         may_order: Callable[[], bool] = lambda: True,
         num_restarts: int = 0,
+        start_seconds: float | None = None,
     ) -> None:
         self._laws = (policy, timing)
         self._launcher = launcher
         self._routers = Routers(routers, num_restarts)
         self._clock = clock
         self._memory = Memory()
-        self._book = PoolBook()
+        self._book = PoolBook(initial_seconds=start_seconds)
         self._launched: Sequence[tuple[str, Role]] = ()
         self._departures = Departures(launcher)
         self._may_order = may_order
@@ -83,9 +84,14 @@ class Controller:
             decode=pools[Role.DECODE],
             load=load,
             start_seconds=self._book.start_seconds,
+            num_starts=self._book.num_starts,
         )
         policy, timing = self._laws
         decision, self._memory = decide(policy, timing, self._memory, signals)
+        for role, pool in decision.pools.items():
+            was_bounded = self.last is not None and self.last.pools[role].is_correction_bounded
+            if pool.is_correction_bounded and not was_bounded:
+                _warn_of_bound(role, pool)
         self.last = decision
         is_held = any(pool.reason is ScalingReason.NO_SIGNALS for pool in decision.pools.values())
         level = logging.WARNING if is_held else logging.INFO if decision.orders else logging.DEBUG
@@ -169,3 +175,12 @@ class Controller:
                 self._departures.draining.discard(name)
             if state in (None, "empty", "leaving"):
                 self._departures.remove(name)
+
+
+def _warn_of_bound(role: Role, pool: PoolDecision) -> None:
+    logger.warning(
+        "the measured times of %s workers are %.2g times those of the timing model, which is the bound of a correction: the "
+        "pool may get the wrong number of workers; measure the model again (kvbaton bench --profile)",
+        role.value,
+        pool.correction,
+    )

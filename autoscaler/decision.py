@@ -41,7 +41,8 @@ class PoolDecision:
     present: workers that serve or are about to. desired: the number after the orders of this decision. proposed: the number
     that the pool proposes, which time and budget may not allow yet. needed: the number that it would have if nothing held
     it, not even the greatest number of its bounds. forecast: workers that the forecast needs. reading: None without signals.
-    remark: further facts for the log.
+    remark: further facts for the log. correction, is_correction_bounded: see ``Proposal``. least: the least number of its
+    bounds.
     """
 
     present: int
@@ -52,6 +53,9 @@ class PoolDecision:
     forecast: float = 0.0
     reading: Reading | None = None
     remark: str = ""
+    correction: float = 1.0
+    is_correction_bounded: bool = False
+    least: int = 1
 
     def report(self) -> PoolScaling:
         """Return what routers publish of it."""
@@ -67,6 +71,9 @@ class PoolDecision:
             reason=self.reason,
             held=held,
             held_by=self._held_by() if held else None,
+            correction=self.correction,
+            is_correction_bounded=self.is_correction_bounded,
+            least=self.least,
         )
 
     def _held_by(self) -> ScalingReason:
@@ -142,4 +149,5 @@ def _pool_facts(pool: PoolDecision) -> dict[str, Any]:
         "goal_seconds": reading and reading.goal,
         "used": reading and round(reading.used, 3),
         "remark": pool.remark,
+        "correction": round(pool.correction, 3),
     }

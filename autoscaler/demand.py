@@ -20,6 +20,7 @@ _SLACK_FACTOR = 2.0
 _STEP_FACTOR = 1.25
 _CORRECTION_GAIN = 0.1
 _MOST_CORRECTION = 2.0
+_AT_BOUND = 0.99
 _MOST_OF_A_GUESS = 100.0
 """The bound of a correction where nothing was measured: a guess may be wrong by an order of magnitude."""
 _PLAUSIBLE = 10.0
@@ -69,7 +70,7 @@ class Demand:
 
     batch: answers of a full decode worker. goals: those of the policy, or longer ones where no pool could meet them.
     prompt_seconds: time of a long prompt (90th percentile) alone. step_seconds: time of a step for one answer alone.
-    expected: the rate of requests.
+    expected: the rate of requests. corrections: the factors with which they were; most_correction: the bound of these.
     """
 
     prefill: float
@@ -79,6 +80,17 @@ class Demand:
     prompt_seconds: float
     step_seconds: float
     expected: Expected
+    corrections: Corrections
+    most_correction: float
+
+    def correction(self, role: Role) -> float:
+        """Return the factor by which the measured times of a pool differ from the model's."""
+        return self.corrections.prefill if role is Role.PREFILL else self.corrections.step
+
+    def is_correction_bounded(self, role: Role) -> bool:
+        """Return True if this factor is at its bound, so that the pool is sized by times that are not those measured."""
+        factor = self.correction(role)
+        return max(factor, 1.0 / factor) >= _AT_BOUND * self.most_correction
 
     def of(self, role: Role) -> float:
         """Return the workers that a pool needs."""
@@ -111,6 +123,8 @@ def demand(
         prompt_seconds=long_prompt,
         step_seconds=alone,
         expected=expected,
+        corrections=corrections,
+        most_correction=most_correction(timing),
     )
 
 

@@ -46,6 +46,8 @@ def decide(
     expected = forecast.at(signals.time, start_seconds).with_backlog(load.num_waiting / _BACKLOG_SECONDS)
     needed = demand(timing, policy.goals, load, expected, corrections)
     longest_start = policy.damping.forgotten_after * max(start_seconds, timing.start_seconds)
+    if not signals.num_starts:
+        longest_start = max(longest_start, policy.damping.first_start)
     proposals = {role: propose(policy, memory, signals, needed, role, longest_start) for role in POOLS}
     memory = replace(
         memory,

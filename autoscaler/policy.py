@@ -36,7 +36,8 @@ class Damping:
     pool shrinks only to a number that sufficed for this long. removal_interval: between two workers that a pool loses.
     flip_gain: the part by which a flip must lower the greatest pressure. opposite_flip_interval: between flips in opposite
     directions. forgotten_after: a worker that starts for this many median start times is given up, or for as many times the
-    one of the timing file if that is longer: a start takes longer on a busy machine.
+    one of the timing file if that is longer: a start takes longer on a busy machine. first_start: it is not given up before
+    this time while no ordered start has ended: the first ones run under the load that has ordered them.
     """
 
     up_share: float = 0.55
@@ -47,6 +48,7 @@ class Damping:
     flip_gain: float = 0.15
     opposite_flip_interval: float = 30.0
     forgotten_after: float = 3.0
+    first_start: float = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

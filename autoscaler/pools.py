@@ -16,7 +16,8 @@ Facts = Mapping[str, Any]
 KEEPABLE = ("draining", "empty")
 """States of a worker that drains and may serve again."""
 _DRAINING = (*KEEPABLE, "leaving")
-_NUM_STARTS = 9
+NUM_STARTS = 9
+"""The starts whose median counts."""
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
@@ -53,16 +54,25 @@ class _Start:
 
 @dataclass
 class PoolBook:
-    """Owns what is remembered of workers: since when each one is not ready, and how long recent starts took."""
+    """Owns what is remembered of workers: since when each one is not ready, and how long recent starts took.
 
+    initial_seconds: time of the starts before the first order; None if it is not known.
+    """
+
+    initial_seconds: float | None = None
     _starting: dict[str, _Start] = field(default_factory=dict)
     _launched: set[str] | None = None
     _starts: list[float] = field(default_factory=list)
 
     @property
     def start_seconds(self) -> float | None:
-        """The median time of recent starts, also of those that were given up; None before the first one."""
-        return median(self._starts) if self._starts else None
+        """The median time of recent starts, also of those that were given up; before the first one ``initial_seconds``."""
+        return median(self._starts) if self._starts else self.initial_seconds
+
+    @property
+    def num_starts(self) -> int:
+        """The number of recent starts whose end was seen."""
+        return len(self._starts)
 
     def update(
         self,
@@ -116,7 +126,7 @@ class PoolBook:
             self._launched.discard(name)
 
     def _took(self, seconds: float) -> None:
-        self._starts = [*self._starts, seconds][-_NUM_STARTS:]
+        self._starts = [*self._starts, seconds][-NUM_STARTS:]
 
 
 def figures(workers: Mapping[str, Facts]) -> WorkerFigures:

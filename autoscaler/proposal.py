@@ -30,7 +30,7 @@ class Proposal:
     present: workers that serve or are about to. forgotten: those that start for too long. forecast: workers that the
     forecast needs; needed: those that it needs by forecast or latency, as real numbers. number: the whole number that it
     proposes, within its bounds; unbounded: the same without bounds. reason: why. memory: that of the pool, after this
-    reading.
+    reading. correction: measured times as a multiple of the model's; is_correction_bounded: it may be farther from 1.
     """
 
     role: Role
@@ -44,6 +44,17 @@ class Proposal:
     number: int
     unbounded: int
     reason: ScalingReason
+    correction: float
+    is_correction_bounded: bool
+
+    @property
+    def remark(self) -> str:
+        """Further facts for the log."""
+        given_up = [f"{self.forgotten} given up"] if self.forgotten else []
+        bounded = (
+            [f"times {self.correction:.2g}x the model's, the bound"] if self.is_correction_bounded else []
+        )
+        return ", ".join([*given_up, *bounded])
 
     @property
     def num_starting(self) -> int:
@@ -115,5 +126,7 @@ def propose(
         needed=max(needed.of(role), float(number) if number > present else 0.0),
         number=clamped,
         unbounded=number,
-        reason=reason if clamped == number else ScalingReason.BOUNDS,
+        reason=ScalingReason.BOUNDS if number > clamped or present < clamped != number else reason,
+        correction=needed.correction(role),
+        is_correction_bounded=needed.is_correction_bounded(role),
     )

@@ -1,6 +1,8 @@
 """Runs routers and workers on this machine until a signal, and scales the pools."""
 
 import asyncio
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from autoscaler.lease import Lease, new_holder
 from autoscaler.local import LocalLauncher
 from autoscaler.policy import ScalingPolicy
 from autoscaler.running import Autoscaler, lease_seconds
+from autoscaler.signals import POOLS
 from autoscaler.timing_model import TimingModel, read_timing
 from contract.addresses import local_address
 from contract.identity import Role
@@ -23,11 +26,14 @@ from launch.model import find_model
 from launch.processes import local_processes, num_ranks
 from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import router_names
+from launch.scaling_settings import WAKE_SECONDS
 from launch.settings import child_environment, variable, visible_gpus
 from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from serving.api_keys import first_key
 from serving.signals import until_stopped
+
+logger = logging.getLogger(__name__)
 
 
 def policy_of(settings: UpSettings) -> ScalingPolicy:
@@ -60,7 +66,7 @@ async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
         largest = settings.with_largest_pools()
         await asyncio.to_thread(check_memory, largest, model)
         with cluster_secret(settings.secret_file) as secret_file:
-            specs = local_processes(largest, model, secret_file)
+            specs = local_processes(largest, model, secret_file, router_defaults=settings.router_defaults)
             await _serve(settings, specs, policy, timing, stopped, when_ready)
 
 
@@ -72,8 +78,11 @@ async def _serve(
     stopped: asyncio.Event,
     when_ready: WhenReady,
 ) -> None:
-    """Run the processes and the autoscaler. specs: those of the largest pools."""
-    least = {Role.PREFILL: policy.prefill.least, Role.DECODE: policy.decode.least}
+    """Run the processes and the autoscaler. specs: those of the largest pools.
+
+    A pool that may be empty begins with one worker too: if workers cannot start, that is known at once.
+    """
+    least = {role: max(1, policy.bounds(role).least) for role in POOLS}
     initial = [
         spec
         for spec in specs
@@ -83,7 +92,12 @@ async def _serve(
     workers = [spec for spec in specs if spec.role in least]
     launcher = LocalLauncher(supervisor, workers, [spec.name for spec in initial if spec.role in least])
 
+    begin = time.monotonic()
+
     async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
+        start_seconds = time.monotonic() - begin
+        if settings.may_be_empty:
+            _warn_of_short_wait(specs[0], start_seconds)
         async with admin_session(_admin_key(settings)) as session:
 
             async def routers() -> list[RouterAdmin]:
@@ -94,22 +108,21 @@ async def _serve(
                     if name in known
                 ]
 
+            def controller(num_restarts: int) -> Controller:
+                return Controller(
+                    policy,
+                    timing,
+                    launcher,
+                    routers,
+                    may_order=lambda: lease.is_valid,
+                    num_restarts=num_restarts,
+                    start_seconds=start_seconds,
+                )
+
             interval = settings.scaling_interval_seconds
             lease = Lease(new_holder("kvbaton up"), routers, lease_seconds(interval))
-            scaling = asyncio.create_task(
-                Autoscaler(
-                    lambda num_restarts: Controller(
-                        policy,
-                        timing,
-                        launcher,
-                        routers,
-                        may_order=lambda: lease.is_valid,
-                        num_restarts=num_restarts,
-                    ),
-                    lease,
-                ).run(interval),
-                name="autoscaler",
-            )
+            running = Autoscaler(controller, lease).run(interval)
+            scaling = asyncio.create_task(running, name="autoscaler")
             try:
                 await when_ready(facts, until)
             finally:
@@ -117,6 +130,17 @@ async def _serve(
                 await asyncio.wait({scaling})
 
     await supervise(supervisor, stopped, use)
+
+
+def _warn_of_short_wait(router: ProcessSpec, start_seconds: float) -> None:
+    """Log if requests wait for an empty pool for less than a worker's start takes."""
+    wait = float((router.env or {}).get(variable("worker_wait_seconds"), WAKE_SECONDS))
+    if wait <= start_seconds:
+        logger.warning(
+            "worker_wait_seconds is %g, and the workers took %.0f s to start: the first requests after an idle time fail",
+            wait,
+            start_seconds,
+        )
 
 
 def _admin_key(settings: UpSettings) -> str | None:

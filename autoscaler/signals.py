@@ -74,7 +74,8 @@ class Signals:
     """Everything that a decision is made from.
 
     time: seconds on a clock that never goes back. load: None while no router or no launcher answers. start_seconds: the
-    median time of recent starts of workers; None before the first one.
+    median time of recent starts of workers; None before the first one. num_starts: ordered starts until now whose end was
+    seen; 0 while the first one goes on.
     """
 
     time: float
@@ -82,6 +83,7 @@ class Signals:
     decode: PoolSignals
     load: LoadSignals | None
     start_seconds: float | None = None
+    num_starts: int = 0
 
     def pool(self, role: Role) -> PoolSignals:
         """Return the workers of a pool."""

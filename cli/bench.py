@@ -1,6 +1,7 @@
 """``kvbaton bench --profile``: measures a service and writes its timing model."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from autoscaler.timing_model import write_timing
@@ -15,6 +16,9 @@ from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs
 
+_UNKNOWN_START_SECONDS = 60.0
+"""The time of a start of a service that runs already."""
+
 
 def bench(arguments: Sequence[str]) -> None:
     """Run ``kvbaton bench``."""
@@ -26,24 +30,27 @@ def bench(arguments: Sequence[str]) -> None:
 
 async def _run(settings: BenchSettings) -> None:
     if settings.url is not None:
-        await _profile(settings, endpoint_at(settings.url, settings), settings.admin or "")
+        endpoint = endpoint_at(settings.url, settings)
+        await _profile(settings, endpoint, settings.admin or "", _UNKNOWN_START_SECONDS)
         return
+    begin = time.monotonic()
 
     async def use(facts: dict[str, Facts], _: asyncio.Event) -> None:
-        await _profile(
-            settings, local_endpoint(settings, facts[ROUTER]), local_address(facts[ROUTER]["admin"])
-        )
+        seconds = time.monotonic() - begin
+        admin = local_address(facts[ROUTER]["admin"])
+        await _profile(settings, local_endpoint(settings, facts[ROUTER]), admin, seconds)
 
     await run_local(settings, use)
 
 
-async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str) -> None:
+async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str, start_seconds: float) -> None:
+    """Measure the service and write the file. start_seconds: those of a start, unless the settings have them."""
     async with admin_session(settings.admin_key) as session:
         router = RouterAdmin(admin, session)
         model = await profile(
             endpoint,
             router,
-            settings.start_seconds,
+            settings.start_seconds or start_seconds,
             settings.longest_prompt,
             _note,
             rounds=settings.rounds,

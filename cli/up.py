@@ -29,8 +29,12 @@ def serve(arguments: Sequence[str]) -> None:
 
 
 def _serve_until_stopped(settings: RoutersSettings) -> None:
+    is_scaled = isinstance(settings, UpSettings) and settings.autoscale
     if settings.dry_run:
-        print("\n".join(planned(settings)))
+        largest = (
+            settings.with_largest_pools() if isinstance(settings, UpSettings) and is_scaled else settings
+        )
+        print("\n".join(planned(largest)))
         return
     configure_logs("up", settings.log_level)
     logger.info("kvbaton %s", version("kvbaton"))

@@ -47,7 +47,9 @@ class PoolScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The decision for one pool.
 
     desired: workers that it is to have. held: further workers that it needs and does not get now; negative: those that it
-    could do without and keeps. held_by: one of ``HOLDS``; None if nothing is held.
+    could do without and keeps. held_by: one of ``HOLDS``; None if nothing is held. correction: measured times as a multiple
+    of those of the timing model; is_correction_bounded: it is at its bound, so the model must be measured again. least: the
+    least number of workers; a pool of 0 waits for the first request.
     """
 
     desired: Annotated[int, Meta(ge=0)]
@@ -55,6 +57,9 @@ class PoolScaling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reason: ScalingReason
     held: int = 0
     held_by: ScalingReason | None = None
+    correction: Annotated[float, Meta(gt=0.0)] = 1.0
+    is_correction_bounded: bool = False
+    least: Annotated[int, Meta(ge=0)] = 1
 
 
 class ScalingReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

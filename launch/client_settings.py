@@ -164,8 +164,9 @@ class BenchSettings(ClientSettings):
     """Tokens of the longest prompt."""
     rounds: int = Field(default=3, ge=1)
     """Repetitions of all measurements. Their medians count."""
-    start_seconds: float = Field(default=20.0, gt=0, le=MAX_SECONDS)
-    """Time from the order to start a worker to its first request, to begin with: an autoscaler measures it itself."""
+    start_seconds: float | None = Field(default=None, gt=0, le=MAX_SECONDS)
+    """Time from the order to start a worker to its first request; unset: measured, if the service is started for this, else
+    60. An autoscaler measures later starts itself."""
     seed: int = 0
     """Seed of the prompts."""
     admin: Address | None = None

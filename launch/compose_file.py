@@ -15,6 +15,7 @@ from launch.arguments import to_arguments
 from launch.compose_settings import ComposeSettings
 from launch.memory_plan import weight_bytes
 from launch.model import find_model
+from launch.scaling_settings import WAKE_SECONDS
 from launch.settings import DEMO
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,7 +71,8 @@ def compose_text(settings: ComposeSettings) -> str:
         model=model,
         ranks=settings.tensor_parallel_size,
         num_workers=sum(map(len, places.values())),
-        replicas={"prefill": settings.least_prefill, "decode": settings.least_decode},
+        replicas={"prefill": max(1, settings.least_prefill), "decode": max(1, settings.least_decode)},
+        wake_seconds=WAKE_SECONDS if settings.may_be_empty else None,
         gpu_workers=[
             worker
             for role, taken in places.items()

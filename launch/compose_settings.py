@@ -53,8 +53,8 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
                 f"{missing} is not set: list the GPUs of both roles, or of none", param=missing
             )
         if self.prefill_devices is None or self.decode_devices is None:
-            _refuse_empty(self.least_prefill, "prefill")
-            _refuse_empty(self.least_decode, "decode")
+            _refuse_empty(self.most_prefill, "prefill")
+            _refuse_empty(self.most_decode, "decode")
             places = list(range(self.most_prefill + self.most_decode))
             return {Role.PREFILL: places[: self.most_prefill], Role.DECODE: places[self.most_prefill :]}
         prefill = self._listed("prefill", self.prefill_devices, self.prefill, self.max_prefill)
@@ -81,7 +81,8 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
                     f" side, the first one a multiple of {size}",
                     param=name,
                 )
-        _refuse_empty(number, role)
+        if not self.autoscale:
+            _refuse_empty(number, role)
         fixed, param = (number, role) if not self.autoscale else (most, f"max_{role}")
         if fixed is not None and fixed != len(groups):
             raise SettingError(

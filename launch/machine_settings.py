@@ -1,9 +1,11 @@
 """The settings of the commands that start a service on this machine and keep it running."""
 
+from typing import Any
+
 from pydantic import Field, model_validator
 from pydantic_settings import CliPositionalArg
 
-from launch.scaling_settings import AutoscaleSettings
+from launch.scaling_settings import WAKE_SECONDS, AutoscaleSettings
 from launch.settings import DEMO, LocalSettings, LogLevel
 
 
@@ -41,6 +43,7 @@ class UpSettings(AutoscaleSettings, RoutersSettings):
       kvbaton up --prefill 2 --decode 6 --prefill-devices 0,1 --decode-devices 2-7 --dry-run
       kvbaton up --http 127.0.0.1:0 --grpc 127.0.0.1:0 --ready-file ready.json
       kvbaton up --autoscale --prefill 1:4 --decode 1:4
+      kvbaton up --autoscale --prefill 0:4 --decode 0:4
       kvbaton up --autoscale --prefill 1:4 --decode 1:4 --timing timing.json --ttft-goal-ms 500 --itl-goal-ms 50
     """
 
@@ -56,6 +59,17 @@ class UpSettings(AutoscaleSettings, RoutersSettings):
     def usual_prefill_nice(self) -> int:
         """The niceness of prefill workers on the CPU that has not been set: a process cannot give it back with its role."""
         return 0 if self.autoscale else super().usual_prefill_nice
+
+    @property
+    def largest_pools(self) -> tuple[int, int, int]:
+        """The numbers of ``pools`` that have grown to their bounds."""
+        num_prefill, num_decode, num_both = self.pools
+        return self.max_prefill or num_prefill, self.max_decode or num_decode, num_both
+
+    @property
+    def router_defaults(self) -> dict[str, Any]:
+        """Settings of the routers that differ from a router's own defaults: requests wait for the start of an empty pool."""
+        return {"worker_wait_seconds": WAKE_SECONDS} if self.may_be_empty else {}
 
     def with_largest_pools(self) -> "UpSettings":
         """Return the settings of pools that have grown to their bounds."""

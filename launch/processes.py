@@ -31,11 +31,12 @@ def local_processes(
     secret_file: Path,
     cores: Sequence[int] | None = None,
     num_devices: int | None = None,
+    router_defaults: Mapping[str, Any] | None = None,
 ) -> list[ProcessSpec]:
     """Return the routers first, then ``prefill-0 … decode-0 … both-0 …``, all on the model in folder ``model``.
 
     cores: those that the workers share; None: those of this process. num_devices: the machine's GPUs; None: counted.
-    Raises SettingError if there are too few of either.
+    router_defaults: settings of routers that nothing else gives. Raises SettingError if there are too few of either.
     """
     name = settings.served_model_name or model_name(settings.model)
     shared = {
@@ -56,7 +57,7 @@ def local_processes(
         "num_threads": num_threads,
         "admin": LOOPBACK,
     }
-    given = from_file(settings, Role.ROUTER)
+    given = {**(router_defaults or {}), **from_file(settings, Role.ROUTER)}
     if not settings.keeps_files:
         given.pop("files_dir", None)
     routers = router_names(settings)

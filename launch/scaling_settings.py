@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 from launch.settings import PairSettings
 from serving.settings import Settings
 
+WAKE_SECONDS = 540.0
+"""The ``worker_wait_seconds`` of routers whose pools may be empty: below ``request_timeout_seconds``, above most starts."""
 _PACE = ("scaling_interval_seconds", "shrink_after_seconds")
 
 
@@ -38,7 +40,11 @@ class ScalingSettings(Settings):
         found = dict(values)
         for name in ("prefill", "decode"):
             if isinstance(text := found.get(name), str) and ":" in text:
-                found[name], _, found[f"max_{name}"] = text.partition(":")
+                given = found.get(f"max_{name}")
+                found[name], _, most = text.partition(":")
+                if given is not None and str(given) != most:
+                    raise ValueError(f"{name} is {text}, and max_{name} is {given}: give one of the two")
+                found[f"max_{name}"] = most
         return found
 
 
@@ -52,7 +58,10 @@ class AutoscaleSettings(ScalingSettings, PairSettings):
     """The settings of a command that may scale the pools that it describes."""
 
     autoscale: bool = False
-    """Scale the pools; prefill and decode are then the least numbers of workers, and 1:4 stands for least and greatest."""
+    """Scale the pools; prefill and decode are then the least numbers of workers, and 1:4 stands for least and greatest.
+
+    A pool of 0:4 is empty while there are no requests. The first request then waits for the start of a worker.
+    """
 
     @property
     def least_prefill(self) -> int:
@@ -73,6 +82,11 @@ class AutoscaleSettings(ScalingSettings, PairSettings):
     def most_decode(self) -> int:
         """The greatest number of decode workers."""
         return self.max_decode or self.least_decode
+
+    @property
+    def may_be_empty(self) -> bool:
+        """True if a pool may shrink to no worker."""
+        return self.autoscale and 0 in (self.least_prefill, self.least_decode)
 
     @model_validator(mode="after")
     def _check_autoscale(self) -> "AutoscaleSettings":

@@ -138,7 +138,7 @@ class LocalSettings(WorkerOptions, PoolSettings):
 
     @model_validator(mode="after")
     def _check_pools(self) -> "LocalSettings":
-        num_prefill, num_decode, num_both = self.pools
+        num_prefill, num_decode, num_both = self.largest_pools
         if bool(num_prefill) != bool(num_decode):
             missing, there = ("decode", "prefill") if num_prefill else ("prefill", "decode")
             raise ValueError(
@@ -147,6 +147,11 @@ class LocalSettings(WorkerOptions, PoolSettings):
         if not num_prefill + num_both:
             raise ValueError("prefill, decode and both are all 0; there must be at least one worker")
         return self
+
+    @property
+    def largest_pools(self) -> tuple[int, int, int]:
+        """The numbers of ``pools`` that have grown to their bounds."""
+        return self.pools
 
     @property
     def pools(self) -> tuple[int, int, int]:

@@ -11,7 +11,7 @@ from router.batches.service import BatchService
 from router.metrics import SAMPLE_SECONDS, RouterMetrics
 from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
-from router.scaling import ScalingLeases, ScalingReports
+from router.scaling import ScalingReports
 from router.worker_facts import worker_facts
 from serving.metric_aliases import Alias, AliasCollector
 from serving.process_facts import process_identity
@@ -20,20 +20,19 @@ from serving.process_facts import process_identity
 class Inspection:
     """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics.
 
-    num_restarts: how often its supervisor has restarted the router. scaling: the reports of the autoscaler. scaling_leases:
-    which autoscaler may scale the service.
+    num_restarts: how often its supervisor has restarted the router. scaling: the reports of the autoscaler.
     """
 
     def __init__(
         self,
         path: RequestPath,
         metrics: RouterMetrics,
+        scaling: ScalingReports,
         batches: BatchService | None,
         aliases: Sequence[Alias],
         num_restarts: int = 0,
     ) -> None:
-        self.scaling = ScalingReports(metrics.scaling)
-        self.scaling_leases = ScalingLeases(metrics.scaling)
+        self._scaling = scaling
         self._aliases = aliases
         self._num_restarts = num_restarts
         self._path = path
@@ -49,7 +48,7 @@ class Inspection:
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
         metrics.load.set_pools(self._loads(), path.registry.memory.restarts)
         metrics.recent.set()
-        self.scaling.publish()
+        self._scaling.publish()
         return AliasCollector(metrics, self._aliases, self._model_name)
 
     def facts(self) -> dict[str, Any]:
@@ -75,7 +74,7 @@ class Inspection:
 
     def pools(self) -> dict[str, dict[str, Any]]:
         """Return the load of each pool, and the autoscaler's decision about it, as plain data, by role."""
-        decided = self.scaling.facts()
+        decided = self._scaling.facts()
         return {
             load.role.value: {**load.as_dict(), **decided.get(load.role.value, {})} for load in self._loads()
         }

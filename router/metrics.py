@@ -275,6 +275,8 @@ class ScalingMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._desired = _gauge(registry, "desired_workers")
         self._held = _gauge(registry, "scaling_held_workers")
+        self._correction = _gauge(registry, "timing_correction")
+        self._is_bounded = _gauge(registry, "timing_correction_bounded")
         self._age = _optional_gauge(registry, "scaling_decision_age_seconds")
         self._decisions = _counter(registry, "scaling_decisions_total")
         self._restarts = _optional_gauge(registry, "autoscaler_restarts")
@@ -295,10 +297,12 @@ class ScalingMetrics:
 
         num_restarts: of the autoscaler; None without a decision.
         """
-        for gauge in (self._desired, self._held):
+        for gauge in (self._desired, self._held, self._correction, self._is_bounded):
             gauge.clear()
         for role, decision in pools.items():
             self._desired.labels(role.value).set(decision.desired)
+            self._correction.labels(role.value).set(decision.correction)
+            self._is_bounded.labels(role.value).set(decision.is_correction_bounded)
             for reason in HOLDS:
                 held = decision.held if decision.held_by is reason else 0
                 self._held.labels(role.value, reason.value).set(held)

@@ -8,7 +8,7 @@ from router.inbox import UnreadBytes
 from router.metrics import RequestMetrics
 from router.model_source import ModelSource
 from router.pipeline import Pipeline
-from router.readiness import what_is_missing
+from router.readiness import Wakes, what_is_missing
 from router.registry import Registry
 from router.request_preparer import RequestPreparer
 from router.request_run import RequestRuns
@@ -22,9 +22,10 @@ from router.unreachable_pairs import UnreachablePairs
 
 
 class RequestPath:
-    """Owns the parts that every request passes. To be used in one event loop."""
+    """Owns the parts that every request passes. To be used in one event loop. wakes: see ``readiness``."""
 
-    def __init__(self, settings: RouterSettings, metrics: RequestMetrics) -> None:
+    def __init__(self, settings: RouterSettings, metrics: RequestMetrics, wakes: Wakes) -> None:
+        self._wakes = wakes
         self.changes = ChangeSignal()
         self.registry = Registry(self.changes, settings.worker_wait_seconds)
         self.models = ModelSource(self.changes, settings.served_model_name, settings.parsers)
@@ -50,7 +51,7 @@ class RequestPath:
     @property
     def missing(self) -> str | None:
         """The model or the workers that are missing to answer a request; None if there are all."""
-        return what_is_missing(self.models, self.registry)
+        return what_is_missing(self.models, self.registry, self._wakes)
 
     async def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Block until ``is_true``; it is called again after every change of the workers or the model."""

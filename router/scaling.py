@@ -28,6 +28,11 @@ class ScalingReports:
         for role, decision in _pools(report).items():
             self._metrics.decided(role, decision)
 
+    def wakes(self, roles: frozenset[Role]) -> bool:
+        """Return True if an autoscaler starts a worker of each of these roles when a request waits for one."""
+        pools = self._pools()
+        return bool(roles) and all(role in pools and pools[role].least == 0 for role in roles)
+
     def publish(self) -> None:
         """Set the gauges to the values of this moment."""
         is_valid = self._last is not None and bool(self._pools())

@@ -18,6 +18,7 @@ from router.moving import Mover
 from router.pipeline import Pipeline
 from router.public_apis import PublicApis
 from router.request_path import RequestPath
+from router.scaling import ScalingLeases, ScalingReports
 from router.scaling_admin import ScalingAdmin
 from router.settings import RouterSettings
 from router.worker_admin import WorkerAdmin
@@ -59,7 +60,8 @@ class RouterService:
     def __init__(self, settings: RouterSettings, clock: Callable[[], float] = time.time) -> None:
         self._settings = settings
         metrics = RouterMetrics(settings.goals)
-        self._path = RequestPath(settings, metrics.requests)
+        scaling = ScalingReports(metrics.scaling)
+        self._path = RequestPath(settings, metrics.requests, scaling.wakes)
         mover = Mover(self._path.registry, self._path.runs, metrics.moves)
         evacuation = Evacuation(
             self._path.registry,
@@ -75,7 +77,9 @@ class RouterService:
             self._path.tracker, clients.running, lambda: self._public.wait_answered(), settings.drain_seconds
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
-        self._inspection = Inspection(self._path, metrics, batches, settings.aliases, settings.num_restarts)
+        self._inspection = Inspection(
+            self._path, metrics, scaling, batches, settings.aliases, settings.num_restarts
+        )
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
         )
@@ -90,9 +94,7 @@ class RouterService:
             access=access,
             routes=[
                 *WorkerAdmin(self._path, access, self._inspection.facts).routes(),
-                *ScalingAdmin(
-                    self._inspection.scaling, self._inspection.scaling_leases, self._inspection.pools
-                ).routes(),
+                *ScalingAdmin(scaling, ScalingLeases(metrics.scaling), self._inspection.pools).routes(),
             ],
         )
         self._watchers: list[asyncio.Task[None]] = []

@@ -131,6 +131,14 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "scaling_decision_age_seconds": Metric(
         "Seconds since a decision of the autoscaler last reached this router; not published if that is an hour ago."
     ),
+    "timing_correction": Metric(
+        "Measured times as a multiple of those of the autoscaler's timing model (prefill: prompts, decode: steps).",
+        ("pool",),
+    ),
+    "timing_correction_bounded": Metric(
+        "1 if that multiple is at its bound, so that the timing model must be measured again; else 0.",
+        ("pool",),
+    ),
     "autoscaler_restarts": Metric(
         "How often the autoscaler has failed and begun again, by its last decision; not published if that is older than 60 "
         "s."

@@ -1,9 +1,12 @@
 """Starts and removes simulated workers, as a launcher does: a start takes time, or never ends."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 
 from autoscaler.decision import Order, Verb
+from autoscaler.pools import NUM_STARTS
 from autoscaler.sharing import OTHER
 from autoscaler.signals import PoolSignals
 from autoscaler.simulation.pool import SimulatedPool, SimulatedWorker
@@ -36,6 +39,7 @@ class SimulatedLauncher:
         self._timing = timing
         self._starts = starts or (lambda number: timing.start_seconds)
         self._starting: dict[str, _Starting] = {}
+        self._took: deque[float] = deque(maxlen=NUM_STARTS)
         self._num_named = 0
 
     def attach(self, role: Role) -> None:
@@ -57,7 +61,7 @@ class SimulatedLauncher:
                     self._pool.flip(self._cheapest(role).name, OTHER[role])
                 case Verb.FORGET:
                     of_role = [(one.since, name) for name, one in self._starting.items() if one.role is role]
-                    del self._starting[min(of_role)[1]]
+                    self._ended(min(of_role)[1])
 
     def num_existing(self, role: Role) -> int:
         """Return how many workers of a pool occupy devices."""
@@ -85,6 +89,22 @@ class SimulatedLauncher:
             ),
         )
 
+    @property
+    def start_seconds(self) -> float | None:
+        """The median time of recent starts, also of those that were given up; None before the first one."""
+        return median(self._took) if self._took else None
+
+    @property
+    def num_starts(self) -> int:
+        """The number of recent starts that have ended."""
+        return len(self._took)
+
+    def _ended(self, name: str) -> _Starting:
+        """Remove a start that is over, and keep its time."""
+        started = self._starting.pop(name)
+        self._took.append(self._timeline.now - started.since)
+        return started
+
     def _add(self, role: Role) -> None:
         number = self._num_named
         name = self._name(role)
@@ -93,8 +113,8 @@ class SimulatedLauncher:
             self._timeline.after(seconds, lambda: self._on_ready(name))
 
     def _on_ready(self, name: str) -> None:
-        if (started := self._starting.pop(name, None)) is not None:
-            self._pool.add(name, started.role)
+        if name in self._starting:
+            self._pool.add(name, self._ended(name).role)
 
     def _cheapest(self, role: Role) -> SimulatedWorker:
         """Return the worker whose work is moved with the least effort."""

@@ -116,6 +116,8 @@ class Simulation:
             prefill=self._launcher.signals(Role.PREFILL),
             decode=self._launcher.signals(Role.DECODE),
             load=load,
+            start_seconds=self._launcher.start_seconds,
+            num_starts=self._launcher.num_starts,
         )
         timing = scenario.believed or scenario.truth
         decision, self._memory = decide(scenario.policy, timing, self._memory, signals)

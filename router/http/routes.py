@@ -55,5 +55,5 @@ def all_routes(
         *TokenizerEndpoints(bodies, models, registry, path.tokenizers).routes(),
         *file_routes(bodies, batches, settings),
         *ModelEndpoints(models, registry).routes(),
-        *StatusEndpoints(models, registry, drain, collector, api).routes(),
+        *StatusEndpoints(lambda: path.missing, drain, collector, api).routes(),
     ]

@@ -7,9 +7,6 @@ from prometheus_client.registry import Collector
 
 from router.draining import Drain
 from router.http.bodies.body import Json
-from router.model_source import ModelSource
-from router.readiness import what_is_missing
-from router.registry import Registry
 from serving.health import health_response
 from serving.metrics import CONTENT_TYPE, MetricsPage
 
@@ -18,18 +15,19 @@ _METRICS_SECONDS = 1.0
 
 
 class StatusEndpoints:
-    """Reports the state of the router. collector: returns the metrics of this moment. document: of OpenAPI."""
+    """Reports the state of the router. missing: describes what requests lack. collector: returns the metrics of this moment.
+
+    document: of OpenAPI.
+    """
 
     def __init__(
         self,
-        models: ModelSource,
-        registry: Registry,
+        missing: Callable[[], str | None],
         drain: Drain,
         collector: Callable[[], Awaitable[Collector]],
         document: Json,
     ) -> None:
-        self._models = models
-        self._registry = registry
+        self._missing = missing
         self._drain = drain
         self._metrics = MetricsPage(collector, _METRICS_SECONDS)
         self._document = document
@@ -47,11 +45,11 @@ class StatusEndpoints:
 
     async def health(self, _: web.Request) -> web.Response:
         """GET /health: 200 if requests can be answered, else 503 and what is missing."""
-        return health_response(what_is_missing(self._models, self._registry))
+        return health_response(self._missing())
 
     async def ready(self, _: web.Request) -> web.Response:
         """GET /ready: like /health, but also 503 as soon as the router drains."""
-        return health_response(self._drain.reason or what_is_missing(self._models, self._registry))
+        return health_response(self._drain.reason or self._missing())
 
     async def version(self, _: web.Request) -> web.Response:
         """GET /version."""

@@ -41,7 +41,8 @@ QUIET = LoadSignals(
 def signals(
     time: float, prefill: PoolSignals, decode: PoolSignals, load: LoadSignals | None = QUIET
 ) -> Signals:
-    return Signals(time=time, prefill=prefill, decode=decode, load=load)
+    """Return signals of a service in which workers have been started before."""
+    return Signals(time=time, prefill=prefill, decode=decode, load=load, num_starts=1)
 
 
 def ready(number: int, in_flight: float = 0.0) -> PoolSignals:

@@ -12,7 +12,7 @@ import pytest
 
 from autoscaler.controller import Controller
 from autoscaler.decision import Decision, Verb
-from autoscaler.policy import PoolBounds, ScalingPolicy
+from autoscaler.policy import Damping, PoolBounds, ScalingPolicy
 from autoscaler.timing_model import PrefillTiming
 from contract.errors import UnavailableError
 from contract.identity import Role
@@ -27,7 +27,12 @@ from tests.text.tiny_model import END
 
 SAY = Script(tokens=[END])
 SLOW = msgspec.structs.replace(TIMING, prefill=PrefillTiming(base_seconds=0.8, seconds_per_token=1e-3))
-POLICY = ScalingPolicy(prefill=PoolBounds(most=6), decode=PoolBounds(most=6), goals=GOALS)
+POLICY = ScalingPolicy(
+    prefill=PoolBounds(most=6),
+    decode=PoolBounds(most=6),
+    goals=GOALS,
+    damping=Damping(first_start=0.0),  # else the first start would be waited for longer than requests count
+)
 
 
 class Launcher:

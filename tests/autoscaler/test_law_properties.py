@@ -126,6 +126,7 @@ class World:
                 prefill=self.pools[P].signals(self.now, turn.in_flight[0]),
                 decode=self.pools[D].signals(self.now, turn.in_flight[1]),
                 load=turn.load,
+                num_starts=1,
             )
             decision, memory = decide(self.policy, TIMING, self.memory, signals)
             assert decide(self.policy, TIMING, self.memory, signals) == (decision, memory)

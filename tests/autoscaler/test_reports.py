@@ -50,6 +50,16 @@ def test_the_least_number_holds_nothing_of_an_idle_pool() -> None:
     assert (report.desired, report.held, report.held_by) == (1, 0, None)
 
 
+def test_an_idle_pool_on_its_way_to_the_least_number_is_not_held_by_its_bounds() -> None:
+    """Three workers of at most four, and at least one: the pool waits, and then loses one after the other."""
+    idle = replace(QUIET, arrival_rate=0.0, ttft_p90=None, itl_p90=None)
+    law = Law()
+    reports = [prefill(one) for one in law.run(ready(3), ready(1), idle, seconds=600)]
+    assert {report.reason for report in reports} == {ScalingReason.STABILIZING, ScalingReason.IDLE}
+    assert ScalingReason.BOUNDS not in {report.held_by for report in reports}
+    assert reports[0].least == 1
+
+
 def test_the_budget_holds_what_it_has_no_device_for() -> None:
     law = Law(replace(POLICY, budget=4))
     report = prefill(law.run(ready(2), ready(2), BUSY)[-1])

@@ -117,6 +117,24 @@ async def test_without_a_timing_file_it_decides_from_the_first_second_and_sends_
     assert chats.num_right > 0
 
 
+async def test_pools_shrink_to_nothing_and_the_request_that_comes_then_waits_for_workers(
+    tmp_path: Path,
+) -> None:
+    """The router stays ready, and the same happens again."""
+    bounds = ("--prefill", "0:1", "--decode", "0:1")
+    async with running_scaled(tmp_path, None, *bounds) as scaled:
+        for number in (1, 2):
+            await scaled.until_line(r"(prefill|decode)-0 ended \(pid", 2 * number)
+            assert await scaled.workers() == {}
+            assert await scaled.service.get_text(scaled.router["http"], "/ready")
+            async with chatting(scaled.service.http, 1.0, length=60) as chats:
+                async with asyncio.timeout(100):
+                    while not chats.num_right:
+                        await asyncio.sleep(0.1)
+            assert chats.wrong == []
+            await scaled.until_line(r"prefill 0→1 \(wake\).*decode 0→1 \(wake\)", number)
+
+
 async def test_while_the_router_does_not_answer_nothing_changes_and_that_is_logged(tmp_path: Path) -> None:
     """Requests pile up in the frozen router. They are no spike when it goes on, and a restarted router is none."""
     timing = on_paper(prompt=0.35, step=0.05)
@@ -148,17 +166,18 @@ async def test_while_the_router_does_not_answer_nothing_changes_and_that_is_logg
 
 
 async def test_a_worker_that_hangs_in_its_start_is_given_up_and_replaced(tmp_path: Path) -> None:
-    timing = on_paper(prompt=2.4, step=0.05, start=7.0)
+    """A decode worker starts at the same time: its start is the one that shows how long the other may take."""
+    timing = on_paper(prompt=2.4, step=1.0, start=7.0)
     async with (
-        running_scaled(tmp_path, timing, "--prefill", "1:2", "--decode", "1") as scaled,
+        running_scaled(tmp_path, timing, "--prefill", "1:2", "--decode", "1:2") as scaled,
         chatting(scaled.service.http, 2.0, length=60) as chats,
     ):
         started = await scaled.until_line(r"prefill-1 started \(pid")
         hanging = int(re.findall(r"pid (\d+)", started)[0])
         os.kill(hanging, signal.SIGSTOP)
-        given_up = await scaled.until_line(r"autoscaler\.controller: prefill 1→2 .*1 given up")
-        assert "decode 1" in given_up
-        await scaled.until_serving(prefill=2, decode=1)
+        await scaled.until_line("decode-1 ready")
+        await scaled.until_line(r"autoscaler\.controller: prefill 1→2 .*1 given up")
+        await scaled.until_serving(prefill=2, decode=2)
         assert wait_gone(hanging)
-        assert len([line for line in scaled.orders() if "given up" not in line]) == 1
+        assert len(scaled.lines(r"prefill-1 started \(pid")) == 2
     assert chats.wrong == []

@@ -136,11 +136,22 @@ def test_a_time_without_metrics_changes_nothing_and_the_law_goes_on_afterwards()
 
 def test_a_worker_that_never_becomes_ready_is_replaced() -> None:
     load = arrivals(steps((0, 2), (300, 8)), 8, 900, LENGTHS, 10)
-    report = simulate(load, 900, starts=lambda number: None if number in (2, 3) else 20.0)
+    report = simulate(load, 900, starts=lambda number: None if number in (3, 4) else 20.0)
     forgotten = [one.time for one in report.decisions for order in one.orders if order.verb is Verb.FORGET]
     assert forgotten
     assert report.num_answers == report.num_requests
     assert report.decisions[-1].pools[P].present >= 3
+
+
+def test_starts_that_take_far_longer_than_the_timing_file_has_are_waited_for() -> None:
+    """A start takes 150 s, and the file has 20: after 60 s it would be given up, again and again."""
+    load = arrivals(steps((0, 2), (300, 8)), 8, 1800, LENGTHS, 10)
+    report = simulate(load, 1800, starts=lambda number: 150.0)
+    assert not [order for one in report.decisions for order in one.orders if order.verb is Verb.FORGET]
+    told = msgspec.structs.replace(TIMING, start_seconds=150.0)
+    control = simulate(load, 1800, believed=told, starts=lambda number: 150.0)
+    assert report.attainment >= control.attainment - 0.05
+    assert report.attainment > 0.5
 
 
 def test_a_model_that_is_wrong_by_half_is_corrected_by_what_is_measured() -> None:

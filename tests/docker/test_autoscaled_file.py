@@ -154,6 +154,23 @@ def test_the_groups_of_the_socket_can_be_given(timing: Path, tmp_path: Path) -> 
     assert "/run/rootless.sock" in [v["source"] for v in services["autoscaler"]["volumes"]]
 
 
+@pytest.mark.parametrize(
+    ("flags", "profile"),
+    [(("--prefill", "0:2", "--decode", "0:6"), "cpu"), ((*GPUS, "--prefill", "0", "--decode", "0"), "gpu")],
+)
+def test_a_pool_that_may_be_empty_begins_with_a_container_to_copy_and_requests_wait_for_it(
+    flags: tuple[str, ...], profile: str, timing: Path, tmp_path: Path
+) -> None:
+    services = by_hand(profile, {}, scaled(tmp_path, *flags))
+    settings = command_of(services)
+    assert (settings.prefill, settings.max_prefill) == (0, 2)
+    assert (settings.decode, settings.max_decode) == (0, 6)
+    assert not [name for name, service in services.items() if "replicas" in service.get("deploy", {})]
+    assert services["router"]["environment"]["KVBATON_WORKER_WAIT_SECONDS"] == 540.0
+    never = by_hand("cpu", {}, scaled(tmp_path, *RANGES))
+    assert "KVBATON_WORKER_WAIT_SECONDS" not in never["router"]["environment"]
+
+
 @pytest.mark.parametrize(("flags", "has_gpu"), [(RANGES, False), (GPUS, True)])
 def test_without_a_timing_file_the_autoscaler_guesses_by_the_size_of_the_model(
     flags: tuple[str, ...], has_gpu: bool, tmp_path: Path
@@ -176,7 +193,10 @@ def test_without_a_timing_file_the_autoscaler_guesses_by_the_size_of_the_model(
         (("--prefill", "1:2"), "max_prefill has no effect without autoscale"),
         (("--autoscale", "--timing", "missing.json"), "timing file missing.json cannot be read"),
         (("--autoscale", "--timing", "TIMING", "--prefill", "3:2"), "max_prefill is 2"),
-        (("--autoscale", "--timing", "TIMING", "--prefill", "0:2"), "prefill is 0"),
+        (("--autoscale", "--timing", "TIMING", "--prefill", "0"), "prefill is 0"),
+        (("--autoscale", "--timing", "BROKEN"), "timing file .*broken.json cannot be used"),
+        (("--autoscale", "--prefill", "1:3", "--max-prefill", "2"), "prefill is 1:3, and max_prefill is 2"),
+        (("--autoscale", "--prefill", "2:3", "--decode", "2:3", "--budget", "3"), "budget is 3"),
         (
             ("--autoscale", "--timing", "TIMING", *GPUS, "--decode", "1:5"),
             "max_decode is 5, and decode_devices",
@@ -187,7 +207,10 @@ def test_without_a_timing_file_the_autoscaler_guesses_by_the_size_of_the_model(
 def test_contradictions_are_refused(
     flags: tuple[str, ...], message: str, timing: Path, tmp_path: Path
 ) -> None:
-    given = [str(timing) if flag == "TIMING" else flag for flag in flags]
+    broken = tmp_path / "broken.json"
+    broken.write_text("{}")
+    files = {"TIMING": str(timing), "BROKEN": str(broken)}
+    given = [files.get(flag, flag) for flag in flags]
     with pytest.raises(SettingError, match=message):
         written(tmp_path, *given)
     assert not (tmp_path / "compose.yaml").exists()

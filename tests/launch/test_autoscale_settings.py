@@ -61,6 +61,11 @@ def test_the_largest_pools_have_a_process_for_each_worker_and_routers_get_the_go
         (("--scaling-interval-seconds", "1"), "scaling_interval_seconds has no effect"),
         ((*SCALED, "--prefill", "4:2", "--decode", "1"), "max_prefill is 2"),
         ((*SCALED, "--prefill", "1:x"), "max_prefill"),
+        ((*SCALED, "--prefill", "1:3", "--max-prefill", "2"), "prefill is 1:3, and max_prefill is 2"),
+        ((*SCALED, "--max-decode", "4", "--decode", "1:3"), "decode is 1:3, and max_decode is 4"),
+        ((*SCALED, "--prefill", "0", "--decode", "0"), "prefill, decode and both are all 0"),
+        ((*SCALED, "--prefill", "0:2", "--decode", "0"), "decode is 0"),
+        (("--prefill", "0:2", "--decode", "0:2"), "max_prefill has no effect"),
         ((*SCALED, "--prefill", ":3"), "prefill"),
         ((*SCALED, "--both", "1"), "aggregated workers are not scaled"),
     ],
@@ -74,3 +79,34 @@ def test_contradictory_settings_are_refused(flags: tuple[str, ...], named: str) 
 def test_a_budget_below_the_least_pools_is_refused() -> None:
     with pytest.raises(SettingError, match="budget is 2"):
         policy_of(settings(*SCALED, "--prefill", "2:4", "--decode", "1:4", "--budget", "2"))
+
+
+def test_the_same_greatest_number_may_be_given_twice() -> None:
+    assert settings(*SCALED, "--prefill", "1:3", "--max-prefill", "3", "--decode", "1").max_prefill == 3
+
+
+@pytest.mark.parametrize(("least", "seconds"), [("0", "540.0"), ("1", None)])
+def test_a_request_waits_for_an_empty_pool_longer_than_a_start_takes(least: str, seconds: str | None) -> None:
+    given = settings(*SCALED, "--prefill", f"{least}:4", "--decode", f"{least}:4")
+    policy = policy_of(given)
+    assert (policy.prefill.least, policy.decode.least) == (int(least), int(least))
+    router, *workers = local_processes(
+        given.with_largest_pools(),
+        Path("/models/one"),
+        Path("/private/secret"),
+        router_defaults=given.router_defaults,
+    )
+    assert router.env is not None
+    assert router.env.get("KVBATON_WORKER_WAIT_SECONDS") == seconds
+    assert len(workers) == 8
+    assert not any("KVBATON_WORKER_WAIT_SECONDS" in (worker.env or {}) for worker in workers)
+
+
+def test_the_wait_for_an_empty_pool_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVBATON_WORKER_WAIT_SECONDS", "90")
+    given = settings(*SCALED, "--prefill", "0:4", "--decode", "0:4")
+    model, secret = Path("/models/one"), Path("/private/secret")
+    router, *_ = local_processes(
+        given.with_largest_pools(), model, secret, router_defaults=given.router_defaults
+    )
+    assert (router.env or {})["KVBATON_WORKER_WAIT_SECONDS"] == "90"

@@ -135,6 +135,12 @@ def test_dry_run_prints_the_plan_and_starts_nothing(
     printed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in printed] == ["prefill-0", "decode-0", "decode-1"]
     assert not ready.exists()
+    up(["--dry-run", "--device", "cpu", "--autoscale", "--prefill", "0:2", "--decode", "1:3"])
+    planned = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in planned] == [
+        *("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+    ]
+    assert "5 workers on this machine" in planned[0]
     serve(["demo", "--dry-run", "--device", "cpu"])
     assert capsys.readouterr().out.startswith("both-0  device cpu  KV pool found at start")
     with pytest.raises(SettingError, match="prefill_devices has GPU 98, and this machine has"):

@@ -111,6 +111,25 @@ async def test_a_report_appears_on_all_pages_of_the_router() -> None:
         assert (await cluster.metrics())['kvbaton_desired_workers{pool="prefill"}'] == 3
 
 
+@pytest.mark.parametrize(("least", "status"), [(0, 200), (1, 503)])
+async def test_a_router_without_workers_is_ready_if_an_autoscaler_wakes_its_pools(
+    least: int, status: int
+) -> None:
+    """Else a load balancer would send no request, and no worker would ever be started."""
+    async with running_cluster(SAY, PAIR) as cluster:
+        pool = {**POOL, "desired": 0, "least": least}
+        await put(cluster, {"prefill": pool, "decode": {**pool, "least": 0}})
+        for name in list(cluster.workers):
+            await cluster.workers.pop(name).stop()
+        await cluster.until(lambda state: not state["workers"])
+        for path in ("/ready", "/health"):
+            async with cluster.session.get(cluster.url(path)) as response:
+                assert response.status == status
+        admin = f"http://{cluster.service.addresses.admin}/ready"
+        async with cluster.session.get(admin) as response:
+            assert response.status == status
+
+
 @pytest.mark.parametrize(
     "body",
     [
