@@ -179,8 +179,8 @@ class Controller:
 
 def _warn_of_bound(role: Role, pool: PoolDecision) -> None:
     logger.warning(
-        "the measured times of %s workers are %.2g times those of the timing model, which is the bound of a correction: the "
-        "pool may get the wrong number of workers; measure the model again (kvbaton bench --profile)",
+        "the measured times of %s workers differ from those of the timing model by more than the bound of a correction "
+        "(%.2g times is used): the pool may get the wrong number of workers; measure the model again (kvbaton bench --profile)",
         role.value,
         pool.correction,
     )

@@ -1,7 +1,7 @@
 """Feed-forward: the workers that a rate of arrivals needs, from the timing model alone."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autoscaler.forecast import Expected
 from autoscaler.policy import Goals
@@ -33,13 +33,15 @@ class Corrections:
     """Factors by which measured times differ from the model's, as moving means.
 
     A measured model is corrected between 0.5 and 2. A guess is replaced by the mean of the readings that there are, as the
-    first one is more certain than the guess. num_prefill, num_step: readings until now.
+    first one is more certain than the guess. num_prefill, num_step: readings until now. doubted: pools whose last reading
+    was dropped.
     """
 
     prefill: float = 1.0
     step: float = 1.0
     num_prefill: int = 0
     num_step: int = 0
+    doubted: frozenset[Role] = field(default=frozenset(), compare=False)
 
     def with_reading(self, timing: TimingModel, load: LoadSignals, answers_each: float) -> "Corrections":
         """Return the factors after one more reading. answers_each: answers that each decode worker continues.
@@ -55,13 +57,19 @@ class Corrections:
             if _is_plausible(timing, observed):
                 factor = _moved(timing, self.prefill, self.num_prefill, observed)
                 changed = replace(changed, prefill=factor, num_prefill=self.num_prefill + 1)
+            changed = changed.with_doubt(Role.PREFILL, not _is_plausible(timing, observed))
         if load.step_seconds and answers_each >= 1.0:
             predicted = timing.step_seconds(answers_each, answers_each * mean_context(load))
             observed = load.step_seconds / predicted if predicted else math.inf
             if _is_plausible(timing, observed):
                 factor = _moved(timing, self.step, self.num_step, observed)
                 changed = replace(changed, step=factor, num_step=self.num_step + 1)
+            changed = changed.with_doubt(Role.DECODE, not _is_plausible(timing, observed))
         return changed
+
+    def with_doubt(self, role: Role, is_doubted: bool) -> "Corrections":
+        """Return the factors after a reading of a pool that was dropped, or was not."""
+        return replace(self, doubted=self.doubted | {role} if is_doubted else self.doubted - {role})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +96,12 @@ class Demand:
         return self.corrections.prefill if role is Role.PREFILL else self.corrections.step
 
     def is_correction_bounded(self, role: Role) -> bool:
-        """Return True if this factor is at its bound, so that the pool is sized by times that are not those measured."""
+        """Return True if the pool is sized by times that are not those measured.
+
+        The factor is at its bound, or the last reading was dropped.
+        """
+        if role in self.corrections.doubted:
+            return True
         factor = self.correction(role)
         return max(factor, 1.0 / factor) >= _AT_BOUND * self.most_correction
 

@@ -37,6 +37,9 @@ def test_a_correction_at_its_bound_is_told_in_the_decision() -> None:
     report = decision.report()
     assert (report.prefill.correction, report.prefill.is_correction_bounded) == (2.0, True)
     assert (report.decode.correction, report.decode.is_correction_bounded) == (1.0, False)
+    absurd = replace(QUIET, prefill_seconds_per_token=1.0)
+    decision = law.run(ready(1, 0.3), ready(1, 2.0), absurd, seconds=5)[-1]
+    assert decision.pools[P].is_correction_bounded
     near = replace(QUIET, prefill_seconds_per_token=1.5 * TIMING.prefill.seconds(600.0) / 600.0)
     decision = law.run(ready(1, 0.3), ready(1, 2.0), near, seconds=300)[-1]
     assert not decision.pools[P].is_correction_bounded
@@ -46,12 +49,12 @@ def test_a_correction_at_its_bound_is_told_in_the_decision() -> None:
 async def test_a_correction_at_its_bound_is_logged_once_and_published(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The prefill worker reports that a prompt token takes nine seconds."""
+    """The prefill worker reports that a prompt token takes six seconds."""
     async with running_service() as service:
         slow = service.cluster.workers["prefill-0"].stream
         for _ in range(20):
             await service.ask(1)
-            slow.report(pb.Load(prefill_seconds_per_token=9.0))
+            slow.report(pb.Load(prefill_seconds_per_token=6.0))
             async with asyncio.timeout(20):
                 while not any(
                     one["prefill_seconds_per_token"] for one in (await service.admins[0].pool())["workers"]
