@@ -180,7 +180,7 @@ class Controller:
 def _warn_of_bound(role: Role, pool: PoolDecision) -> None:
     logger.warning(
         "the measured times of %s workers differ from those of the timing model by more than the bound of a correction "
-        "(%.2g times is used): the pool may get the wrong number of workers; measure the model again (kvbaton bench --profile)",
+        "(%.2g times is used): the number of workers may be wrong; measure the model again (kvbaton bench --profile)",
         role.value,
         pool.correction,
     )
