@@ -1,6 +1,6 @@
 """Measures what one router process passes per second of its own CPU time, without an engine.
 
-    python -m benchmarks.router [--rounds 3] [--only streams,completions,idle,two]
+    python -m benchmarks.router [--rounds 3] [--only streams,completions,workers,idle,two]
 
 The workers (``benchmarks.router_worker``) and the clients are parts of this process. The router is another one, whose CPU
 seconds are counted, so that other processes change the figures little.
@@ -8,6 +8,8 @@ seconds are counted, so that other processes change the figures little.
 - streams: 64 concurrent streams from a pair that hands over; a worker sends one message a step, with a token of each.
 - completions: answers of two tokens, each on a connection of its own, by one worker and by a pair, for few and for many
   clients at once.
+- workers: the same streams from one and from many workers. Each worker sends a message a step, so the more workers, the
+  fewer tokens a message has, and the router's work for a message weighs more.
 - two: twice as many streams over two routers, which share the workers; per CPU second of the router that used more.
 - idle: streams that are open and silent: the router's memory, and its descriptors before, during and after them.
 """
@@ -44,7 +46,7 @@ from serving.descriptors import raise_descriptor_limit
 from text.model_card import ModelCard
 
 MODEL = Path(__file__).parents[1] / "kvbaton" / "demo_model"
-PARTS = ("streams", "completions", "idle", "two")
+PARTS = ("streams", "completions", "workers", "idle", "two")
 _ANSWERS = Path(__file__).parents[1] / "README.md"
 _START_SECONDS = 60.0
 _PAIR = (Role.PREFILL, Role.DECODE)
@@ -55,7 +57,7 @@ _CLOSED_DESCRIPTORS = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """The sizes of a run. few, many: concurrent clients. time_limit: seconds for one measurement."""
+    """The sizes of a run. few, many: concurrent clients. fan_in: numbers of workers. time_limit: in seconds."""
 
     num_streams: int = 64
     num_tokens: int = 500
@@ -64,6 +66,7 @@ class Plan:
     few: int = 16
     many: int = 64
     num_idle: int = 10_000
+    fan_in: tuple[int, ...] = (1, 16, 64)
     rounds: int = 3
     time_limit: float = 600.0
 
@@ -220,6 +223,12 @@ async def measure_router(plan: Plan, parts: tuple[str, ...] = PARTS) -> dict[str
                     str(at_once): await _median(plan, partial(bench.completions, at_once))
                     for at_once in (plan.few, plan.many)
                 }
+    if "workers" in parts:
+        figures["workers"] = {}
+        for num_workers in plan.fan_in:
+            async with running_bench(plan, _ALONE * num_workers) as bench:
+                one = partial(stream, bench.router.http, COMPLETIONS)
+                figures["workers"][str(num_workers)] = await _median(plan, partial(bench.streams, one))
     if "two" in parts:
         figures["two"] = {}
         for num_routers in (1, 2):
@@ -251,6 +260,13 @@ def table(figures: dict[str, Any]) -> str:
         for name, ways in figures.get("completions", {}).items()
         for at_once, found in ways.items()
     ]
+    rows += [
+        (
+            f"tokens of {plan['num_streams']} streams, {count} aggregated worker{'s'[: int(count) > 1]}",
+            f"{found['median']:,.0f}",
+        )
+        for count, found in figures.get("workers", {}).items()
+    ]
     if two := figures.get("two"):
         one, both = (two[number]["median"] for number in ("1", "2"))
         rows.append(("tokens over two routers", f"{both:,.0f} ({both / one:.2f} times one)"))
@@ -279,9 +295,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the figures")
     given = parser.parse_args()
     raise_descriptor_limit()
-    figures = asyncio.run(measure_router(Plan(rounds=given.rounds), tuple(given.only.split(","))))
+    parts = tuple(given.only.split(","))
+    figures = asyncio.run(measure_router(Plan(rounds=given.rounds), parts))
     print(table(figures))
-    write_result("router_demo", {"command": command_line("benchmarks.router"), **figures}, given.results)
+    name = "router_demo" if set(parts) == set(PARTS) else f"router_{'_'.join(parts)}"
+    write_result(name, {"command": command_line("benchmarks.router"), **figures}, given.results)
 
 
 if __name__ == "__main__":

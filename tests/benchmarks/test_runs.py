@@ -261,14 +261,16 @@ async def test_a_router_alone(children: list[psutil.Process]) -> None:
         few=4,
         many=8,
         num_idle=20,
+        fan_in=(1, 2),
         rounds=1,
     )
     found = await router.measure_router(plan)
     answers = [rate for ways in found["completions"].values() for rate in ways.values()]
-    rates = [*found["streams"].values(), *answers, *found["two"].values()]
-    assert len(rates) == 9 and all(rate["median"] > 0 for rate in rates)
+    rates = [*found["streams"].values(), *answers, *found["workers"].values(), *found["two"].values()]
+    assert len(rates) == 11 and all(rate["median"] > 0 for rate in rates)
     idle = found["idle"]
     assert idle["descriptors_during"] >= idle["descriptors_before"] + 20 > idle["descriptors_after"]
     assert "| tokens of 3 streams, chats |" in router.table(found)
+    assert "| tokens of 3 streams, 2 aggregated workers |" in router.table(found)
     assert "| tokens over two routers |" in router.table(found)
     assert not new_children(children)
