@@ -25,6 +25,8 @@ from serving.metric_names import PREFIX, ROUTER_METRICS
 _LONG = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _TOKENS = tuple(float(first * 10**power) for power in range(6) for first in (1, 2, 5))
 _NUM_RECENT_MOVES = 256
+_MAX_KEYS = 64
+_KEY_CHARACTERS = 12
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
 _RATES = ("requests_per_second", "tokens_per_second", "errors_per_second", "replays_per_second")
@@ -158,11 +160,11 @@ class RequestMetrics:
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         }
 
-    def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings) -> None:
-        """Count a request with a complete answer."""
+    def succeeded(self, reason: FinishReason, usage: Usage, timings: Timings, tenant: str) -> None:
+        """Count a request with a complete answer. tenant: of its API key; empty without one."""
         success = self._usual_success.get(reason) or self._success.labels(reason.value)
         success.inc()
-        self.sizes.observe(usage)
+        self.sizes.observe(usage, tenant)
         self.times.observe(timings, usage.num_completion_tokens)
 
     def failed(self, kind: ErrorKind) -> None:
@@ -222,14 +224,40 @@ class RequestSizes:
         self._prompt = _histogram(registry, "request_prompt_tokens", _TOKENS)
         self._uncached = _histogram(registry, "request_uncached_prompt_tokens", _TOKENS)
         self._answer = _histogram(registry, "request_generation_tokens", _TOKENS)
+        self._keys = KeyTokens(registry)
 
-    def observe(self, usage: Usage) -> None:
-        """Record the tokens of one request."""
+    def observe(self, usage: Usage, tenant: str) -> None:
+        """Record the tokens of one request. tenant: of its API key; empty without one."""
         num_tokens = usage.num_prompt_tokens
         self._prompt_tokens.add(num_tokens)
         self._prompt.observe(num_tokens)
         self._uncached.observe(num_tokens - usage.num_cached_tokens)
         self._answer.observe(usage.num_completion_tokens)
+        self._keys.observe(usage, tenant)
+
+
+class KeyTokens:
+    """The prompt tokens of each API key, and those that a prefix cache had: a client that defeats the cache is seen here."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._labels: dict[str, str] = {"": "none"}
+        self._prompt = Tally[str]()
+        self._cached = Tally[str]()
+        for name, sums in (
+            ("key_prompt_tokens_total", self._prompt),
+            ("key_cached_tokens_total", self._cached),
+        ):
+            _tally(registry, name).set(sums)
+
+    def observe(self, usage: Usage, tenant: str) -> None:
+        """Record the tokens of one request."""
+        label = self._labels.get(tenant)
+        if label is None:
+            label = tenant[:_KEY_CHARACTERS] if len(self._labels) <= _MAX_KEYS else "other"
+            if label != "other":
+                self._labels[tenant] = label
+        self._prompt[label] += usage.num_prompt_tokens
+        self._cached[label] += usage.num_cached_tokens
 
 
 class DrainMetrics:

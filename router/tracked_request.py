@@ -108,7 +108,7 @@ class TrackedRequest:
         self._stopwatch.transfer = report.transfer
         delta.usage = usage
         delta.timings = self._stopwatch.split(time.monotonic())
-        self._metrics.succeeded(reason, usage, delta.timings)
+        self._metrics.succeeded(reason, usage, delta.timings, self.request.tenant)
         self._enter(RequestState.FINISHED)
 
     def _enter(self, state: RequestState) -> None:

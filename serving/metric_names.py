@@ -173,6 +173,11 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     ),
     "request_generation_tokens": Metric("Tokens of the answer of a finished request.", is_histogram=True),
     "prompt_tokens_total": Metric("Prompt tokens of finished requests."),
+    "key_prompt_tokens_total": Metric(
+        "Prompt tokens of finished requests, by the API key's digest: none without a key, other beyond 64 keys.",
+        ("key",),
+    ),
+    "key_cached_tokens_total": Metric("Those of them that were found in a prefix cache.", ("key",)),
     "generation_tokens_total": Metric("Tokens delivered."),
     "request_success_total": Metric("Finished requests.", ("finished_reason",)),
     "request_errors_total": Metric("Requests that ended with an error, by kind.", ("kind",)),

@@ -1,5 +1,6 @@
 """Requests as agents send them: tools that cannot run here, custom tools, namespaces, and items of their histories."""
 
+import hashlib
 import json
 import logging
 from pathlib import Path
@@ -278,6 +279,56 @@ async def test_hosted_calls_of_anthropic_are_calls_and_results(tmp_path: Path) -
             "user: hi;assistant: I look. web_search query=moose;"
             "tool: [web_search_result: left out, this model reads text only];assistant: Found.;user: on;assistant: "
         )
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.37; cc_entrypoint=cli; cch={};"
+
+
+async def test_metadata_of_transport_is_not_a_part_of_the_prompt(tmp_path: Path) -> None:
+    """C2: a line that differs in every request stood first, so that nothing behind it was ever cached."""
+
+    def bodies(number: int) -> list[tuple[str, dict[str, Any]]]:
+        line = BILLING.format(number)
+        blocks = [{"type": "text", "text": line}, {"type": "text", "text": "Be good."}]
+        return [
+            (MESSAGES, {**SAY, "system": blocks}),
+            (MESSAGES, {**SAY, "system": f"{line}\nBe good."}),
+            (CHAT, {"messages": [{"role": "system", "content": blocks}, *SAY["messages"]]}),
+            (RESPONSES, {"input": "hi", "instructions": f"{line}\n\nBe good."}),
+        ]
+
+    async with writing_cluster(tmp_path, "ok") as cluster:
+        for number in range(2):
+            for path, body in bodies(number):
+                assert (await cluster.post(path, body))[0] == 200
+                assert prompt_of(cluster) == "system: Be good.;user: hi;assistant: "
+        await cluster.post(MESSAGES, {**SAY, "system": BILLING})
+        assert prompt_of(cluster) == "user: hi;assistant: "
+        kept = f"I ask about\n{BILLING}"
+        await cluster.post(
+            MESSAGES, {**SAY, "system": kept, "messages": [{"role": "user", "content": BILLING}]}
+        )
+        assert prompt_of(cluster) == f"system: {kept};user: {BILLING};assistant: "
+
+
+async def test_the_cache_rate_of_each_key_is_published(tmp_path: Path) -> None:
+    """C2: a client that defeats the prefix cache is found by its key; labels beyond 64 keys are one."""
+    keys = [f"key-{number}" for number in range(66)]
+    cached = {"num_cached_tokens": 4}
+    async with writing_cluster(tmp_path, "ok", api_keys=",".join(keys), script=cached) as cluster:
+        for key in keys:
+            headers = {"Authorization": f"Bearer {key}"}
+            status, answer = await cluster.post(CHAT, {"messages": SAY["messages"]}, headers=headers)
+            assert status == 200, answer
+        found = await cluster.metrics()
+    shown = {
+        name: value for name, value in found.items() if name.startswith("kvbaton_key_cached_tokens_total")
+    }
+    assert len(shown) == 65 and sum(shown.values()) == 4 * len(keys)
+    assert shown['kvbaton_key_cached_tokens_total{key="other"}'] == 8
+    digest = hashlib.sha256(b"key-0").hexdigest()[:12]
+    assert shown[f'kvbaton_key_cached_tokens_total{{key="{digest}"}}'] == 4
+    assert found[f'kvbaton_key_prompt_tokens_total{{key="{digest}"}}'] == answer["usage"]["prompt_tokens"]
 
 
 TEXT = st.text(st.sampled_from('ab"\\/\n\té😀{}u0'), max_size=20)

@@ -6,6 +6,7 @@ import pytest
 
 from contract.errors import UnsupportedFieldError
 from router.http.bodies.body import Body
+from router.http.fields.offered_tools import OfferedTools
 from router.http.responses.conversation import response_chat
 from router.http.schema.responses import RESPONSE
 from text.chat import parse_messages
@@ -65,5 +66,5 @@ def test_parts_of_responses_stay_parts_as_those_of_chats_do() -> None:
         },
     ]
     kept = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    messages = response_chat(Body({"input": items}, RESPONSE)).messages
+    messages = response_chat(Body({"input": items}, RESPONSE), OfferedTools()).messages
     assert [message["content"] for message in messages] == [kept, kept, "a", "c\nd"]

@@ -127,7 +127,7 @@ def test_neighbouring_system_messages_are_shown(
     "template", [sources.ONE_SYSTEM, sources.LOSES_SYSTEMS, sources.TRAP, sources.GENERIC]
 )
 def test_a_later_system_message_is_shown(template: str, tmp_path: Path) -> None:
-    """F6: a system message within the conversation stays there, or is moved to the first one."""
+    """F6: a system message within the conversation stays there."""
     answer = {"role": "assistant", "content": "Sunny."}
     first, later = {"role": "system", "content": "Rule A."}, {"role": "system", "content": "Rule B."}
     prompt = rendered(tmp_path, template, [first, USER, answer, later, USER])

@@ -33,7 +33,7 @@ REPORTS: list[tuple[str, dict[str, str]]] = [
     ("KNOWS_DEVELOPER", {"developer": "text"}),
     (
         "ONE_SYSTEM",
-        {"neighbouring system messages": "merged", "later system messages": "moved to the first one"},
+        {"neighbouring system messages": "merged", "later system messages": "marked in a user turn"},
     ),
     ("LOSES_SYSTEMS", {"neighbouring system messages": "merged"}),
     ("NO_SYSTEM", {"system": "in the first user message", "developer": "as system"}),

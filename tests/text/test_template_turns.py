@@ -125,14 +125,14 @@ def transformers_render(source: str, messages: list[Any], tools: Any = None) -> 
         ),
         (
             [USER, {"role": "system", "content": "Be brief."}, AGAIN],
-            "<S>Be brief.<user>What is the weather?\n\nAnd tomorrow?<assistant>",
+            "<user>What is the weather?\n\n<system-reminder>\nBe brief.\n</system-reminder>\n\nAnd tomorrow?<assistant>",
         ),
     ],
 )
 def test_neighbours_of_one_role_are_merged_for_a_template_whose_roles_alternate(
     messages: list[Any], wanted: str
 ) -> None:
-    """F6: also those that became neighbours because a system message between them was moved."""
+    """F6: also those that became neighbours because a system message between them was marked."""
     assert rendered(ALTERNATES, messages) == wanted
 
 

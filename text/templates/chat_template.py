@@ -14,6 +14,7 @@ from text.templates.forms import Form, shape
 from text.templates.probe import REFUSED, Findings, Probe
 from text.templates.questions_messages import ask_about_messages
 from text.templates.questions_tools import ask_about_documents, ask_about_tools, described_tool, document
+from text.templates.questions_turns import ask_about_turns
 from text.templates.report import TemplateReport
 from text.templates.sandbox import (
     DEFAULT,
@@ -141,6 +142,7 @@ class ChatTemplate:
             ask_about_tools(probe)
         if name != TOOL_USE:
             ask_about_documents(probe)
+        ask_about_turns(probe)
         return probe.findings
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from text.chat import Chat
+from text.chat import Chat, Message
 from text.templates.forms import Form
 from text.templates.probe import Probe, chat, message_of, part, with_parts, word
 
@@ -103,17 +103,18 @@ def _ask_leading(probe: Probe) -> None:
 
 
 def _ask_later(probe: Probe) -> None:
+    """Find the roles whose later messages are written at their place; some templates move them to the top themselves."""
     roles = () if probe.form.system == "user" else {"system", probe.form.developer}
     for role in sorted(roles):
         form = replace(probe.form, later=probe.form.later | {role})
-        inside = chat(message_of("user"), message_of("assistant"), message_of(role), message_of("user"))
-        both = chat(
-            message_of("system"),
-            message_of("user"),
-            message_of("assistant"),
-            message_of(role),
-            message_of("user"),
-        )
-        if all(probe.written(conversation, form) is not None for conversation in (inside, both)):
+        inside = [message_of("user"), message_of("assistant"), message_of(role), message_of("user")]
+        both = [message_of("system"), *inside]
+        if all(_is_in_order(probe.written(chat(*messages), form), messages) for messages in (inside, both)):
             probe.keep(form)
-    probe.note("later system messages", "kept" if "system" in probe.form.later else "moved to the first one")
+    probe.note("later system messages", "kept" if "system" in probe.form.later else "marked in a user turn")
+
+
+def _is_in_order(written: str | None, messages: list[Message]) -> bool:
+    """Return whether the prompt has the texts of all messages in their order."""
+    places = [-1 if written is None else written.find(message["content"]) for message in messages]
+    return min(places) >= 0 and places == sorted(places)

@@ -1,4 +1,8 @@
-"""Merges adjacent and later system and developer messages, for templates that do not support them."""
+"""Merges leading system and developer messages, and marks later ones, for templates that do not support them.
+
+A later message stays at its place, so that the prompt of a conversation is the beginning of the prompt of its next turn: a
+text that moved to the top would let every turn compute everything anew.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -8,6 +12,8 @@ from text.chat import Message
 SEPARATOR = "\n\n"
 """Separates the texts of merged messages."""
 SYSTEM_ROLES = ("system", "developer")
+_BEGIN = "<system-reminder>\n"
+_END = "\n</system-reminder>"
 
 
 def content_text(content: Any) -> str:
@@ -22,22 +28,53 @@ def merge_systems(
 ) -> list[Message]:
     """Return the messages with their leading system messages merged, unless ``apart`` has their roles (each pair).
 
-    Later ones whose role is not in ``later`` are appended to the leading one, in order.
+    Later ones whose role is not in ``later`` become marked texts of a turn of the user, at their places.
     """
     num_leading = next(
         (index for index, message in enumerate(messages) if message["role"] not in SYSTEM_ROLES),
         len(messages),
     )
     leading = messages[:num_leading]
-    rest = messages[num_leading:]
-    moved = [message for message in rest if message["role"] in SYSTEM_ROLES and message["role"] not in later]
-    kept = [message for message in rest if message["role"] not in SYSTEM_ROLES or message["role"] in later]
-    if _may_stay_apart(leading, apart):
-        if moved:
-            leading = [*leading[:-1], _merged([*leading[-1:], *moved])]
-    elif leading or moved:
-        leading = [_merged([*leading, *moved])]
-    return leading + kept
+    if leading and not _may_stay_apart(leading, apart):
+        leading = [_merged(leading)]
+    return leading + _marked(messages[num_leading:], later)
+
+
+def _marked(messages: list[Message], later: frozenset[str]) -> list[Message]:
+    """Return the messages with each system message whose role is not in ``later`` within another one, marked.
+
+    It follows the text of the question or of the tool's result before it: a message of its own would be a new question,
+    before which many templates drop the model's reasoning. Behind an answer it precedes the next question.
+    """
+    found: list[Message] = []
+    waiting: list[str] = []
+    for message in messages:
+        role = message["role"]
+        if role in SYSTEM_ROLES and role not in later:
+            text = f"{_BEGIN}{content_text(message['content'])}{_END}"
+            if found and found[-1]["role"] in ("user", "tool") and not waiting:
+                found[-1] = _with_text(found[-1], after=text)
+            else:
+                waiting.append(text)
+            continue
+        if waiting and role == "user":
+            message = _with_text(message, before=SEPARATOR.join(waiting))
+            waiting = []
+        elif waiting:
+            found.append({"role": "user", "content": SEPARATOR.join(waiting)})
+            waiting = []
+        found.append(message)
+    if waiting:
+        found.append({"role": "user", "content": SEPARATOR.join(waiting)})
+    return found
+
+
+def _with_text(message: Message, *, before: str = "", after: str = "") -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        parts = [{"type": "text", "text": text} for text in (before, after)]
+        return {**message, "content": [part for part in [parts[0], *content, parts[1]] if part["text"]]}
+    return {**message, "content": SEPARATOR.join(text for text in (before, content, after) if text)}
 
 
 def system_into_user(messages: list[Message]) -> list[Message]:

@@ -13,6 +13,7 @@ from router.http.fields.thinking import thinking_kwargs
 from text.chat import RESERVED, Chat, parse_messages
 from text.parsing.forced import forced_calls_schema
 from text.tools import Tool
+from text.transport_lines import drop_transport_lines
 
 MAX_TOOLS = 4096
 """Most functions when ``tool_choice`` forces a call."""
@@ -43,7 +44,7 @@ def chat_of(body: Body, offered: OfferedTools | None = None) -> Chat:
             param="continue_final_message",
         )
     return Chat(
-        messages=parse_messages(body.get("messages")),
+        messages=drop_transport_lines(parse_messages(body.get("messages"))),
         tools=offered.shown,
         tool_choice=offered.choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),

@@ -9,6 +9,7 @@ from router.limits import MAX_MESSAGES
 from text.chat import Message
 from text.placeholders import document_text, readable
 from text.tools import check_call_name
+from text.transport_lines import drop_transport_lines
 
 ROLES = ("user", "assistant", "system")
 _CALL_PREFIX = "toolu_"
@@ -32,7 +33,7 @@ def conversation_of(body: Body) -> list[Message]:
     found = [] if system in (None, "", []) else [_text_message("system", _blocks(system, "system"), "system")]
     for role, blocks in _turns(raw):
         found += _TURNS[role](blocks)
-    return found
+    return drop_transport_lines(found)
 
 
 def is_continued(messages: list[Message]) -> bool:

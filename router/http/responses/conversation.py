@@ -18,6 +18,7 @@ from router.http.responses.builtin_items import (
 from router.limits import MAX_MESSAGES
 from text.chat import Chat, Message
 from text.placeholders import placeholder, readable
+from text.transport_lines import drop_transport_lines
 
 ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
@@ -32,7 +33,7 @@ def response_chat(body: Body, offered: OfferedTools) -> Chat:
     instructions = body.string("instructions")
     messages = [] if instructions is None else [{"role": "system", "content": instructions}]
     return Chat(
-        messages=messages + _messages(body.get("input")),
+        messages=drop_transport_lines(messages + _messages(body.get("input"))),
         tools=offered.shown,
         tool_choice=offered.choice,
         parallel_tool_calls=body.flag("parallel_tool_calls", default=True),
