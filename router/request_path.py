@@ -43,7 +43,11 @@ class RequestPath:
             self.models,
             self.registry,
             self.tokenizers,
-            TenantRules(settings.shared_prefix_cache, settings.max_priority),
+            TenantRules(
+                settings.shared_prefix_cache,
+                settings.max_priority,
+                is_lower_first=settings.priority_order == "lower-first",
+            ),
             settings.request_timeout_seconds,
         )
         self.pipeline = Pipeline(self.models, preparer, self.tracker, self.runs)

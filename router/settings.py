@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -109,6 +109,9 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     """Share of the workers' decode capacity that one API key may use while other keys are active; 1: all of it."""
     max_priority: int = Field(default=100, ge=0, lt=2**31)
     """The highest ``priority`` of a request; higher ones are lowered to it."""
+    priority_order: Literal["higher-first", "lower-first"] = "higher-first"
+    """Order of ``priority``: requests with a higher one run earlier, or, as in vLLM, those with a lower one, whose negative
+    max_priority then limits."""
     shared_prefix_cache: bool = False
     """Let clients with different API keys reuse each other's cached prompts; ``cached_tokens`` then reveals them."""
     request_timeout_seconds: float = Field(default=600.0, gt=0)

@@ -6,6 +6,7 @@ from hashlib import sha256
 from msgspec import structs
 
 from router.prepared_request import PreparedRequest
+from router.request import BACKGROUND_PRIORITY
 
 _DOMAIN = b"kvbaton.cache_salt.v1"
 
@@ -15,20 +16,24 @@ class TenantRules:
     """The rules for clients.
 
     shares_prefix_cache: clients with different API keys reuse each other's cached prompts. max_priority: a higher priority
-    counts as this one.
+    counts as this one. is_lower_first: clients give the first requests the lowest numbers; ``max_priority`` is then that of
+    the number's negative.
     """
 
     shares_prefix_cache: bool = False
     max_priority: int = 100
+    is_lower_first: bool = False
 
     def apply(self, request: PreparedRequest) -> PreparedRequest:
         """Return the request as it is queued and sent to workers."""
         salt = request.cache_salt
+        is_turned = self.is_lower_first and request.priority != BACKGROUND_PRIORITY
+        priority = min(-request.priority if is_turned else request.priority, self.max_priority)
         if request.tenant and not self.shares_prefix_cache:
             salt = tenant_salt(request.tenant, salt)
-        elif request.priority <= self.max_priority:
+        elif request.priority == priority:
             return request
-        return structs.replace(request, priority=min(request.priority, self.max_priority), cache_salt=salt)
+        return structs.replace(request, priority=priority, cache_salt=salt)
 
 
 def tenant_salt(tenant: str, cache_salt: str) -> str:

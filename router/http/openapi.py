@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from http import HTTPStatus
 
-from router.http.bodies.body import Json
+from router.http.bodies.body import UNSERVED, Json
 from router.http.schema.answers import ANSWERS, ref
 from router.http.schema.chat import CHAT
 from router.http.schema.completion import COMPLETION
@@ -119,9 +119,18 @@ def _health(summary: str) -> Json:
     return operation
 
 
+def _served(body: Json) -> Json:
+    """Return the description of a body without the fields that are rejected, also in inner objects."""
+    fields = body.get("properties")
+    if fields is None:
+        return body
+    kept = {name: _served(field) for name, field in fields.items() if UNSERVED not in field}
+    return {**body, "properties": kept}
+
+
 def _post(summary: str, body: Json, content: Json, *errors: int, body_type: str = _JSON) -> Json:
     operation = _get(summary, content, 400, 404, 413, 415, 500, 503, 504, *errors)
-    return {**operation, "requestBody": {"required": True, "content": {body_type: {"schema": body}}}}
+    return {**operation, "requestBody": {"required": True, "content": {body_type: {"schema": _served(body)}}}}
 
 
 def _generation(summary: str, body: Json, answer: str) -> Json:

@@ -1,6 +1,7 @@
 """The OpenAPI document describes what the router does; schemathesis tests a running one against it."""
 
 import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from contract.identity import Role
 from router.http.bodies.body import UNSERVED, Body
 from router.http.fields.chat import CHAT_FIELDS
 from router.http.fields.unsupported import NEUTRAL
+from router.http.openapi import document
 from router.http.responses.fields import RESPONSE_NEUTRAL
 from router.http.schema.chat import CHAT
 from router.http.schema.completion import COMPLETION
@@ -85,6 +87,20 @@ def test_a_field_is_supported_or_rejected() -> None:
         assert unserved == NEUTRAL.keys() - set(served)
     rejected = {name for name, field in RESPONSE["properties"].items() if UNSERVED in field}
     assert rejected == RESPONSE_NEUTRAL.keys()
+
+
+def test_the_document_has_no_field_that_is_rejected() -> None:
+    """They are known by name to the router alone."""
+    found = document("1", needs_key=False, metrics_need_key=False)
+    bodies = [
+        path["post"]["requestBody"]
+        for path in found["paths"].values()
+        if "requestBody" in path.get("post", {})
+    ]
+    assert len(bodies) > 6 and UNSERVED not in json.dumps(bodies)
+    (chat,) = found["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"].values()
+    assert {"messages", "tools", "top_k"} <= chat["schema"]["properties"].keys()
+    assert "audio" not in chat["schema"]["properties"]
 
 
 @pytest.mark.parametrize("name", ["nothing", "tools"])

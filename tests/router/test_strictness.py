@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from contract.identity import Role
+from router.http.fields.foreign import PEER_FIELDS
 from router.http.fields.unsupported import NEUTRAL
 from router.testing.script import Script
 from tests.router.cluster import running_cluster
@@ -22,6 +23,27 @@ IGNORED: dict[str, Any] = {
     "prompt_cache_retention": "24h",
     "client_metadata": {"session": {"id": 1}},
     "prediction": {"type": "content", "content": "hello"},
+    "request_id": "mine",
+    "session_id": "s",
+    "rid": "r",
+    "prompt_cache_options": {"mode": "implicit"},
+}
+ASKING: dict[str, Any] = {
+    "continuous_usage_stats": True,
+    "thinking_token_budget": 100,
+    "include_reasoning": False,
+    "logprob_token_ids": [1, 2],
+    "return_tokens_as_token_ids": True,
+    "repetition_detection": {"max_pattern_size": 3},
+    "stream_interval": 8,
+    "truncation_side": "middle",
+    "dry_multiplier": 0.8,
+    "mirostat": 2,
+    "typical_p": 0.9,
+    "xtc_probability": 0.5,
+    "kv_transfer_params": {"do_remote_decode": True},
+    "custom_logit_processor": "x",
+    "watermark": True,
 }
 IDLE = {name: values[0] if values else None for name, values in NEUTRAL.items()}
 
@@ -68,6 +90,28 @@ async def test_ignored_fields_are_accepted_under_strict_api_too() -> None:
             for path, body in ((CHAT, SAY), (TEXT, {"prompt": "a"})):
                 status, answer = await cluster.post(path, {**body, **fields})
                 assert status == 200, answer
+
+
+@pytest.mark.parametrize("name", ASKING)
+async def test_fields_of_other_servers_are_rejected_by_name(name: str) -> None:
+    place = "stream_options." if name == "continuous_usage_stats" else ""
+    field: dict[str, Any] = {name: ASKING[name]}
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
+        for path, body in ((CHAT, SAY), (TEXT, {"prompt": "a"})):
+            asking = {"stream": True, "stream_options": field} if place else field
+            status, answer = await cluster.post(path, {**body, **asking})
+            assert check_error(answer, status, f"{place}{name}")["code"] == "unsupported_parameter"
+            assert name in answer["error"]["message"]
+            assert cluster.workers["both-0"].received.decodes == []
+
+
+async def test_every_field_of_other_servers_asks_for_nothing_or_is_rejected() -> None:
+    async with running_cluster(HELLO, (Role.AGGREGATED,)) as cluster:
+        for name in PEER_FIELDS.keys() - {"tools", "functions", "chat_template_kwargs"}:
+            status, answer = await cluster.post(TEXT, {"prompt": "a", name: {"asks": "something"}})
+            assert status == 400 and answer["error"]["param"] == name, (name, answer)
+            for idle in NEUTRAL[name]:
+                assert (await cluster.post(TEXT, {"prompt": "a", name: idle}))[0] == 200, (name, idle)
 
 
 async def test_the_types_of_ignored_fields_are_checked() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,6 +72,27 @@ def test_a_priority_counts_up_to_the_limit(priority: int, limit: int) -> None:
         request_id="a", prompt_token_ids=[1], priority=priority, cache_salt="", arrival=0.0, deadline=1.0
     )
     assert TenantRules(max_priority=limit).apply(request).priority == min(priority, limit)
+
+
+@pytest.mark.parametrize(
+    ("sent", "counts"), [(-5, 5), (5, -5), (0, 0), (-200, 100), (BACKGROUND_PRIORITY,) * 2]
+)
+def test_lower_priorities_go_first_if_the_operator_says_so(sent: int, counts: int) -> None:
+    """The requests of batches stay last."""
+    request = PreparedRequest(
+        request_id="a", prompt_token_ids=[1], priority=sent, cache_salt="", arrival=0.0, deadline=1.0
+    )
+    assert TenantRules(is_lower_first=True).apply(request).priority == counts
+
+
+@pytest.mark.parametrize("order", ["higher-first", "lower-first"])
+async def test_workers_get_priorities_in_the_order_of_the_setting(order: str) -> None:
+    async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,), priority_order=order) as cluster:
+        for key in ("", "sk"):
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            await cluster.post(TEXT, {"prompt": "x", "priority": 7}, headers=headers)
+        found = {call.task.priority for call in cluster.workers["both-0"].received.decodes}
+    assert found == {7 if order == "higher-first" else -7}
 
 
 async def test_a_flood_of_the_highest_priority_does_not_starve_others() -> None:

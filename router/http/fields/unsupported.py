@@ -9,6 +9,7 @@ from typing import Any
 
 from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body, Reader
+from router.http.fields.foreign import PEER_FIELDS
 
 FOREIGN = (
     "system",
@@ -36,6 +37,7 @@ FOREIGN = (
 )
 """Fields of other APIs and servers that instruct the model or constrain its answer: ignoring them would drop that."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **PEER_FIELDS,
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -61,9 +63,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt_adapter_request": (),
     "mm_processor_kwargs": ({},),
     "spaces_between_special_tokens": (True, False),
+    "truncation_side": ("left", "right"),  # of truncate_prompt_tokens
+    "thinking_token_budget": (-1,),
+    "stream_interval": (1,),
+    "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_mm_kwargs": (True, False),
+    "watermarking": (False,),
     **dict.fromkeys(FOREIGN, ()),
 }
-"""Field → the values (besides null) that ask for nothing."""
+"""Field → the values (besides null) that ask for nothing; hand-written entries go over the generated ones."""
 OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_completion_tokens": (),
     "response_format": (),
@@ -75,6 +84,8 @@ OPENAI_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "return_token_ids": (False,),
 }
 """``NEUTRAL`` for fields of chats and text completions, on the endpoints that have other names for them, or none."""
+STREAM_NEUTRAL: dict[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,)}
+"""``NEUTRAL`` of ``stream_options``."""
 
 
 def _texts(body: Body, name: str) -> None:
@@ -92,6 +103,10 @@ _IGNORED: dict[str, Reader] = {
     "store": Body.flag,
     "prompt_cache_retention": Body.string,
     "client_metadata": Body.object,
+    "request_id": Body.string,
+    "session_id": Body.string,
+    "rid": Body.string,
+    "prompt_cache_options": Body.object,
     "prediction": Body.object,
 }
 

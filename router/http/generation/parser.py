@@ -12,7 +12,7 @@ from router.http.fields.chat import CHAT_FIELDS, chat_of, forced_calls
 from router.http.fields.offered_tools import offered_tools
 from router.http.fields.prompts import prompts_of
 from router.http.fields.sampling import shared_fields
-from router.http.fields.unsupported import reject_unsupported
+from router.http.fields.unsupported import STREAM_NEUTRAL, reject_unless_neutral, reject_unsupported
 from router.http.formatter import AnswerOptions
 from router.http.generation.chat_formatter import ChatFormatter
 from router.http.generation.completion_formatter import CompletionFormatter
@@ -79,6 +79,9 @@ class GenerationParser:
         stream = body.flag("stream")
         if body.get("stream_options") is not None and not stream:
             raise InvalidRequestError("stream_options is allowed with stream only", param="stream_options")
+        options = body.object("stream_options")
+        for name, neutral in STREAM_NEUTRAL.items():
+            reject_unless_neutral(f"stream_options.{name}", options.fields.get(name), neutral)
         first = requests[0]
         num_choices = len(requests) * first.num_choices
         if num_choices > self._max_answers:
@@ -91,7 +94,7 @@ class GenerationParser:
             model=first.model or self._models.card().name,
             created=int(time.time()),
             stream=stream,
-            include_usage=stream and body.object("stream_options").flag("include_usage"),
+            include_usage=stream and options.flag("include_usage"),
             logprobs=first.logprobs is not None,
             return_token_ids=body.flag("return_token_ids"),
             timings=body.flag("timings"),

@@ -3,7 +3,7 @@
 from contract.requests import MAX_CHOICES
 from contract.sampling import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_REPETITION_PENALTY
 from router.http.bodies.body import Json
-from router.http.fields.unsupported import NEUTRAL
+from router.http.fields.unsupported import NEUTRAL, STREAM_NEUTRAL
 from router.http.schema.grammars import GRAMMARS
 from router.http.schema.notation import INT31, INT64, MODEL, TOKEN_ID, field, numbers, refused_fields
 from router.limits import MAX_LOGIT_BIASES, MAX_STOP_CHARACTERS, MAX_STOP_TOKEN_IDS, MAX_STOPS
@@ -18,9 +18,14 @@ IGNORED: dict[str, Json] = {
     "store": field("boolean", "Ignored: nothing is stored."),
     "prompt_cache_retention": field("string", "Ignored."),
     "client_metadata": field("object", "Ignored.", additionalProperties=True),
+    "request_id": field("string", "Ignored: a request's name is the header X-Request-Id."),
+    "rid": field("string", "Ignored, as request_id."),
+    "prompt_cache_options": field("object", "Ignored.", additionalProperties=True),
+    "session_id": field("string", "Ignored: prompts that begin alike share their KV by themselves."),
     "prediction": field("object", "Ignored: it affects only the speed.", additionalProperties=True),
 }
 GENERATION: dict[str, Json] = {
+    **refused_fields(NEUTRAL),
     "model": MODEL,
     "max_tokens": field("integer", "Maximum number of new tokens.", **numbers(1, INT31)),
     "min_tokens": field("integer", "Minimum number of new tokens.", **numbers(0, INT31)),
@@ -76,6 +81,7 @@ GENERATION: dict[str, Json] = {
         properties={
             "include_usage": field("boolean", "Send an additional event with the usage."),
             "include_obfuscation": field("boolean", "Ignored."),
+            **refused_fields(STREAM_NEUTRAL),
         },
     ),
     "n": field("integer", "Number of answers to each prompt. Default: 1.", **numbers(1, MAX_CHOICES)),
@@ -90,9 +96,10 @@ GENERATION: dict[str, Json] = {
     "return_token_ids": field("boolean", "Return the token ids of each choice."),
     "timings": field("boolean", "Return the latency of each stage, in seconds."),
     "priority": field(
-        "integer", "Requests with a higher priority run earlier. Default: 0.", **numbers(-INT31 - 1, INT31)
+        "integer",
+        "Requests with a higher one run earlier (with the setting priority_order a lower one). Default: 0.",
+        **numbers(-INT31 - 1, INT31),
     ),
     "cache_salt": field("string", "Prompts with different salts never share cached KV."),
     **IGNORED,
-    **refused_fields(NEUTRAL),
 }
