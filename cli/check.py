@@ -11,12 +11,15 @@ from contract.errors import SettingError
 from launch.arguments import parse
 from launch.client_settings import CheckSettings
 from launch.model import find_model
+from serving.log_lines import safe_line
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 
 _LONG = {"--json": "--as-json"}
 """Short flags that cannot be names of settings."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+_WEIGHTS = ("*.safetensors",)
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
+"""Files that run their author's code when they are loaded, so no command of kvbaton loads them."""
 
 
 @dataclass
@@ -30,16 +33,15 @@ class Finding:
     def as_json(self) -> str:
         """Return everything as one JSON object."""
         found = {**self.facts, "chat_templates": self.templates, "problems": self.problems}
-        return json.dumps(found, indent=2, ensure_ascii=False)
+        return json.dumps(found, indent=2)
 
     def as_text(self) -> str:
-        """Return everything as tables for people."""
+        """Return everything as tables for people; what the folder's files contain cannot control a terminal."""
         lines = _table(self.facts)
         for name, abilities in self.templates.items():
             lines += ["", f"chat template {name!r}:", *("  " + line for line in _table(abilities))]
-        return "\n".join(
-            [*lines, *("" for _ in self.problems[:1]), *(f"problem: {one}" for one in self.problems)]
-        )
+        lines += [*("" for _ in self.problems[:1]), *(f"problem: {one}" for one in self.problems)]
+        return "\n".join(map(safe_line, lines))
 
 
 def check(arguments: Sequence[str]) -> None:
@@ -55,6 +57,8 @@ def examine(folder: Path) -> Finding:
     """Read a model folder without its weights. Raises SettingError if config.json is missing or broken."""
     config = read_json(folder / "config.json")
     finding = Finding({"folder": str(folder), **_config_facts(config), **_weights(folder)})
+    if problem := _problem_of_weights(folder):
+        finding.problems.append(problem)
     try:
         card = ModelCard.from_folder(folder)
     except SettingError as error:
@@ -64,9 +68,19 @@ def examine(folder: Path) -> Finding:
         _add_card(finding, card)
     finally:
         card.close()
-    if not finding.facts["weights"]:
-        finding.problems.append(f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}")
     return finding
+
+
+def _problem_of_weights(folder: Path) -> str | None:
+    """Return why the folder's weights cannot be loaded; None if there are some that can."""
+    if _files(folder, _WEIGHTS):
+        return None
+    if pickles := _files(folder, _PICKLES):
+        return (
+            f"the only weights are pickles ({pickles[0].name}), which run their author's code when they are loaded:"
+            " convert them to safetensors"
+        )
+    return f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}"
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:
@@ -108,9 +122,13 @@ def _config_facts(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(folder: Path) -> dict[str, Any]:
-    files = [file for pattern in _WEIGHTS for file in sorted(folder.glob(pattern)) if file.is_file()]
+    files = _files(folder, _WEIGHTS)
     size = sum(file.stat().st_size for file in files)
     return {"weights": len(files), "weights in GiB": round(size / 2**30, 3)}
+
+
+def _files(folder: Path, patterns: Sequence[str]) -> list[Path]:
+    return [file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()]
 
 
 def _table(values: dict[str, Any]) -> list[str]:

@@ -62,6 +62,7 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     origins: dict[str, str] = {}
     try:
         flags = source(args=list(arguments))()
+        _refuse_secrets(settings_class, flags)
         variables = EnvSettingsSource(settings_class)()
         file = _file(flags.get("config") or variables.get("config"))
         given = file.given(command, setting_names(command)) if file else {}
@@ -101,6 +102,18 @@ def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSourc
 
 def _file(path: str | None) -> SettingsFile | None:
     return read_settings_file(Path(path), all_setting_names()) if path else None
+
+
+def _refuse_secrets(settings_class: type[Settings], flags: Iterable[str]) -> None:
+    """Raise SettingError for a secret on the command line, which every user of the machine can read there."""
+    for name in filter(is_secret, flags):
+        files = [each for each in (f"{name}_file", f"{name}s_file") if each in settings_class.model_fields]
+        other = f"give --{files[0].replace('_', '-')} FILE" if files else "put it into the file of --config"
+        raise SettingError(
+            f"{name} is given as a flag, which other users of this machine can see: set the variable"
+            f" {variable(name)}, or {other}",
+            param=name,
+        )
 
 
 def _refuse_booleans(
@@ -147,6 +160,8 @@ def _explain(settings_class: type[Settings], error: ValidationError, origins: Ma
 
 
 def _how_to_set(name: str, field: FieldInfo | None) -> str:
+    if is_secret(name):
+        return variable(name)
     flag = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
     return f"{flag} or {variable(name)}"
 

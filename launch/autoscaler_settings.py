@@ -37,7 +37,7 @@ class AutoscalerCommand(HostNameOptions, RankOptions, ScalingSettings, CommandSe
     router_admin: Address = "127.0.0.1:9101"
     """HOST:PORT of the routers' admin ports; a name is resolved again and again, and may stand for several routers."""
     admin_key: str | None = Field(default=None, repr=False)
-    """Admin key of the routers; prefer the variable or a file: other users of this machine can see a flag."""
+    """Admin key of the routers. Not accepted as a flag, which other users of this machine can see."""
     admin_keys_file: Path | None = None
     """File with the admin keys of the routers, the first of which is used if admin_key is unset."""
     admin: ListenAddress = "127.0.0.1:9102"

@@ -30,7 +30,7 @@ class ClientSettings(LocalSettings):
     url: Url | None = None
     """URL of a running service (http://127.0.0.1:8000); unset: start a service for this command, and stop it afterwards."""
     api_key: str | None = Field(default=None, repr=False)
-    """API key for the service at --url; prefer the variable: other users of this machine can see a flag."""
+    """API key for the service at --url. Not accepted as a flag, which other users of this machine can see."""
     ca_file: Path | None = None
     """File of CA certificates (PEM) to trust for an https service at --url; unset: those of this machine."""
     http: ListenAddress = "127.0.0.1:0"
@@ -172,7 +172,7 @@ class BenchSettings(ClientSettings):
     admin: Address | None = None
     """HOST:PORT of the admin port of a router of the service at --url."""
     admin_key: str | None = Field(default=None, repr=False)
-    """Admin key of that router; prefer the variable: other users of this machine can see a flag."""
+    """Admin key of that router. Not accepted as a flag, which other users of this machine can see."""
 
     @model_validator(mode="after")
     def _check_profile(self) -> "BenchSettings":

@@ -21,7 +21,7 @@ class OperatorSettings(CommandSettings):
     ready_file: Path | None = None
     """File that a running `kvbaton up --ready-file FILE` has written."""
     admin_key: str | None = Field(default=None, repr=False)
-    """Admin key of the routers; prefer the variable: other users of this machine can see a flag."""
+    """Admin key of the routers. Not accepted as a flag, which other users of this machine can see."""
     as_json: bool = False
     """Print JSON; short form: --json."""
     log_level: LogLevel = "error"

@@ -16,7 +16,7 @@ from contract.scaling import ScalingLease, ScalingReport
 _TIMEOUT = aiohttp.ClientTimeout(total=10.0, sock_connect=5.0)
 _LEASE_TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 """A frozen router must not hold up the decision about the others for longer."""
-_KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY or --admin-key"
+_KEY_HINT = "give an admin key of the router as KVBATON_ADMIN_KEY"
 
 
 _SILENT_SECONDS = 2.0

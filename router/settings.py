@@ -56,9 +56,10 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     secret_file: Path | None = None
     """File with the cluster secret (mode 0600)."""
     secret: str | None = Field(default=None, repr=False)
-    """The cluster secret itself, for tests; prefer the file."""
+    """The cluster secret itself, for tests; prefer the file. Not accepted as a flag."""
     api_keys: str | None = Field(default=None, repr=False)
-    """API keys of clients, separated by commas; prefer the file. Without any key, every client is accepted."""
+    """API keys of clients, separated by commas; prefer the file. Not accepted as a flag, which other users of this
+    machine can see. Without any key, every client is accepted."""
     api_keys_file: Path | None = None
     """File with API keys, one per line; # begins a comment. It is read again when it changes."""
     metrics_need_key: bool = True

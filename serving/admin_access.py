@@ -28,8 +28,9 @@ class AdminKeyOptions(Options):
     """The keys of operators."""
 
     admin_keys: str | None = Field(default=None, repr=False)
-    """Keys of operators for the actions of the admin port, separated by commas; prefer the file. If unset, only root and the
-    user of this process may use them, from this machine, and no one those of a router with API keys."""
+    """Keys of operators for the actions of the admin port, separated by commas; prefer the file. Not accepted as a
+    flag. If unset, only root and the user of this process may use them, from this machine, and no one those of a router with
+    API keys."""
     admin_keys_file: Path | None = None
     """File with admin keys, one per line; # begins a comment. It is read again when it changes."""
 

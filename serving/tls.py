@@ -30,6 +30,10 @@ class _Pair:
     configuration: grpc.ServerCertificateConfiguration
 
 
+_SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
+"""Suites of TLS 1.2 with forward secrecy and authenticated encryption (RFC 9325, section 4.2). TLS 1.3 has no others."""
+
+
 class Tls:
     """The TLS credentials of HTTP and gRPC servers with one certificate. Owns the newest usable pair.
 
@@ -101,6 +105,7 @@ def _read_pair(certificate: Path, key: Path) -> _Pair:
     key_bytes = read_private_file(key, "tls_key_file")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_ciphers(_SUITES)
     context.set_alpn_protocols(["http/1.1"])
     try:
         context.load_cert_chain(certificate, key, password=_no_password)

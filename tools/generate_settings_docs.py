@@ -14,6 +14,7 @@ from contract.options import bounds
 from launch.arguments import is_hidden, is_positional
 from launch.command_settings import NEVER_IN_A_FILE, settings_class
 from launch.settings import variable
+from serving.settings_file import is_secret
 from tools.generated_files import write_or_check
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "settings.md"
@@ -38,7 +39,8 @@ name, a value out of range or a contradiction stops the process.
 - An unknown key stops every command that reads the file, even if it is in another command's table.
 - `prefill`, `decode` and `both` are tables, and also numbers of workers for `up`: write the numbers
   into `[up]`.
-- A secret is accepted only in a file that no other user can read (`chmod 600`).
+- A secret is accepted only in a file that no other user can read (`chmod 600`). No secret is
+  accepted as a flag: other users of the machine can see it.
 - The file cannot contain `config`.
 
 ## `up` and its processes
@@ -84,7 +86,14 @@ def _row(name: str, field: FieldInfo) -> str:
     flag = name.upper() if is_positional(field) else f"--{name.replace('_', '-')}"
     shown = f"`{name}`" if name not in NEVER_IN_A_FILE else f"`{name}` (not in a file)"
     meaning = (field.description or "").replace("|", "\\|").replace("\n", " ")
-    cells = [shown, f"`{flag}`", f"`{variable(name)}`", _type(field), _default(field), meaning]
+    cells = [
+        shown,
+        "–" if is_secret(name) else f"`{flag}`",
+        f"`{variable(name)}`",
+        _type(field),
+        _default(field),
+        meaning,
+    ]
     return f"| {' | '.join(cells)} |"
 
 

@@ -84,3 +84,42 @@ def test_a_broken_tokenizer_is_a_problem(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_path_that_is_not_a_model_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert checked(capsys, str(tmp_path))[0] == 2
     assert checked(capsys, str(tmp_path / "none"))[0] == 2
+
+
+EVIL = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e\u2066"
+UNSAFE = set(EVIL) - set("owned]0;[2J31m")
+
+
+def test_a_folder_cannot_control_the_terminal_of_its_judge(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Wherever the text is: in fields, in names of tokens and of templates, in errors, and in the folder's own name."""
+    folder = folder_with(
+        tmp_path, GENERIC, architectures=[EVIL], torch_dtype=EVIL, quantization_config={"quant_method": EVIL}
+    )
+    named = {
+        "eos_token": EVIL,
+        "bos_token": f"a\nproblem: {EVIL}",
+        "chat_template": [{"name": EVIL, "template": GENERIC}],
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    evil = folder.rename(tmp_path / f"{EVIL}\n")
+    for flags in ((), ("--json",)):
+        _, text = checked(capsys, *flags, str(evil))
+        assert "owned" in text
+        assert not UNSAFE & set(text)
+        assert not [line for line in text.splitlines() if line.startswith("problem: ") and "owned" in line]
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.pt", "consolidated.00.pth", "x.ckpt", "w.pkl", "w.pickle"]
+)
+def test_a_folder_whose_only_weights_are_a_pickle_is_refused(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = folder_with(tmp_path, GENERIC)
+    (folder / "a.safetensors").rename(folder / name)
+    code, text = checked(capsys, str(folder))
+    assert (code, f"the only weights are pickles ({name})" in text) == (1, True)
+    (folder / "a.safetensors").write_bytes(b"1234")
+    assert checked(capsys, str(folder))[0] == 0

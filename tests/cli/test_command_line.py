@@ -8,7 +8,10 @@ import sys
 import pytest
 
 from cli.commands import COMMANDS
-from launch.command_settings import all_setting_names
+from contract.errors import SettingError
+from launch.arguments import is_positional, parse
+from launch.command_settings import all_setting_names, settings_class
+from serving.settings_file import is_secret
 
 
 def kvbaton(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -133,6 +136,51 @@ def test_a_url_of_another_kind_is_refused() -> None:
 
 def test_a_router_without_a_secret_is_refused() -> None:
     assert refusal("router", "--http", "127.0.0.1:0").startswith("secret_file is not set")
+
+
+def needed_by(command: str) -> list[str]:
+    """Return a word for each argument without which the command line is refused before its flags are read."""
+    fields = settings_class(command).model_fields.values()
+    return ["x" for field in fields if is_positional(field) and field.is_required()]
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "other"),
+    [
+        ("router", "--api-keys", "KVBATON_API_KEYS, or give --api-keys-file FILE"),
+        ("router", "--admin-keys", "KVBATON_ADMIN_KEYS, or give --admin-keys-file FILE"),
+        ("router", "--secret", "KVBATON_SECRET, or give --secret-file FILE"),
+        ("decode", "--admin-keys", "--admin-keys-file FILE"),
+        ("autoscaler", "--admin-key", "KVBATON_ADMIN_KEY, or give --admin-keys-file FILE"),
+        ("workers", "--admin-key", "KVBATON_ADMIN_KEY, or put it into the file of --config"),
+        ("run", "--api-key", "KVBATON_API_KEY, or put it into the file of --config"),
+    ],
+)
+def test_a_secret_is_not_accepted_as_a_flag(command: str, flag: str, other: str) -> None:
+    """Other users of the machine can see it in the list of processes."""
+    for words in ((flag, "sk-not-to-be-told"), (f"{flag}=sk-not-to-be-told",)):
+        with pytest.raises(SettingError) as caught:
+            parse(settings_class(command), f"kvbaton {command}", [*words, *needed_by(command)])
+        assert "is given as a flag, which other users of this machine can see" in caught.value.message
+        assert other in caught.value.message
+        assert "sk-not-to-be-told" not in caught.value.message
+
+
+def test_no_command_has_a_secret_that_may_be_a_flag() -> None:
+    """A setting that is added later is found by its name."""
+    secrets = {
+        (command, name) for command, names in all_setting_names().items() for name in names if is_secret(name)
+    }
+    assert {
+        ("router", "api_keys"),
+        ("router", "secret"),
+        ("top", "admin_key"),
+        ("chat", "api_key"),
+    } <= secrets
+    for command, name in secrets:
+        with pytest.raises(SettingError, match=f"{name} is given as a flag"):
+            words = [f"--{name.replace('_', '-')}=x", *needed_by(command)]
+            parse(settings_class(command), f"kvbaton {command}", words)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ class SlowDisk(FullDisk):
 async def test_an_upload_that_is_cancelled_while_its_file_is_created_leaves_nothing(tmp_path: Path) -> None:
     disk = SlowDisk()
     async with Bench(tmp_path, disk=disk).service() as service:
-        endpoints = FileEndpoints(service.storage, service.runner, timeout_seconds=60.0, stall_seconds=60.0)
+        endpoints = FileEndpoints(
+            service.storage, service.runner, timeout_seconds=60.0, body_seconds=60.0, stall_seconds=60.0
+        )
         headers = {"Content-Type": "multipart/form-data; boundary=b"}
         uploading = asyncio.create_task(endpoints.upload(make_mocked_request("POST", "/v1/files", headers)))
         await asyncio.to_thread(disk.is_asked.wait, 10)

@@ -1,6 +1,8 @@
 """Certificate and key: errors are reported at start."""
 
+import asyncio
 import os
+import ssl
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,39 @@ def test_what_is_no_regular_file_is_refused_at_once(
         certificate.mkdir()
     with pytest.raises(SettingError, match=r"tls_certificate_file .* is not a regular file|cannot be read"):
         read_tls(certificate, pair[1])
+
+
+MODERN = "ECDHE-ECDSA-AES256-GCM-SHA384"
+OLD = ("ECDHE-ECDSA-AES128-SHA", "ECDHE-ECDSA-AES256-SHA384")
+
+
+@pytest.mark.parametrize("suite", [MODERN, *OLD])
+async def test_tls_1_2_has_suites_with_forward_secrecy_and_authenticated_encryption_only(
+    suite: str, pair: tuple[Path, Path]
+) -> None:
+    """A suite with CBC is open to padding oracles, one without ECDHE to those who get the key later."""
+    tls = read_tls(*pair)
+    assert tls is not None
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=tls.context)
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_mode = ssl.CERT_NONE
+    client.maximum_version = ssl.TLSVersion.TLSv1_2
+    client.set_ciphers(f"{suite}:@SECLEVEL=0")
+    address = server.sockets[0].getsockname()
+    async with server:
+        if suite == MODERN:
+            _, writer = await asyncio.open_connection(*address, ssl=client)
+            assert writer.get_extra_info("cipher")[0] == suite
+            writer.close()
+        else:
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.open_connection(*address, ssl=client)
+
+
+def test_every_offered_suite_is_modern(pair: tuple[Path, Path]) -> None:
+    tls = read_tls(*pair)
+    assert tls is not None
+    for suite in tls.context.get_ciphers():
+        assert suite["aead"], suite["name"]
+        assert suite["protocol"] == "TLSv1.3" or suite["name"].startswith("ECDHE-"), suite["name"]

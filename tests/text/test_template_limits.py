@@ -10,8 +10,9 @@ import pytest
 from contract.errors import InvalidRequestError, SettingError
 from text.chat import Chat
 from text.templates.chat_template import ChatTemplate
-from text.templates.process import ProcessRenderer, RenderLimits
+from text.templates.process import ProcessRenderer
 from text.templates.sandbox import DEFAULT, TemplateLimitError
+from text.templates.settings import RenderLimits
 
 LIMITS = RenderLimits(cpu_seconds=0.5, max_memory_bytes=320 * 2**20, max_output_characters=2**22)
 DOUBLED = "{% set ns = namespace(x=START) %}{% for i in range(60) %}{% set ns.x = STEP %}{% endfor %}{{ ns.x | length }}"
@@ -141,3 +142,17 @@ def test_a_template_that_is_slow_in_every_form_stops_the_start(template: str) ->
     with pytest.raises(SettingError, match="probing it takes more than 60 s"):
         ChatTemplate(template, bos_token=None, eos_token=None, clock=lambda: float(next(seconds)))
     assert next(seconds) == 62
+
+
+def test_the_process_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs what the model's author wrote; a way out of the sandbox must not find the service's keys."""
+    for name in ("KVBATON_API_KEYS", "KVBATON_SECRET", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "ANYTHING"):
+        monkeypatch.setenv(name, "hunter2")
+    renderer = ProcessRenderer({"default": "x"})
+    try:
+        (process,) = psutil.Process().children()
+        given = process.environ()
+        assert renderer.render("default", {}) == "x"
+    finally:
+        renderer.close()
+    assert given.keys() <= {"LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PATH", "TZ"}

@@ -10,7 +10,6 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import IO, Any
 
 import psutil
@@ -18,6 +17,7 @@ import psutil
 from contract.errors import InternalError, SettingError
 from text.templates.child import HEADER, INVALID, REFUSAL, TEXT, decode_frame, encode_frame
 from text.templates.sandbox import TemplateLimitError, TemplateRefusalError
+from text.templates.settings import RenderLimits, render_environment
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.templates.child import main; main()"
@@ -26,19 +26,6 @@ _PROGRAM = (
 
 _LOOK_SECONDS = 1.0
 """Interval of checks of a process that does not answer."""
-
-
-@dataclass(frozen=True)
-class RenderLimits:
-    """The limits of one rendering: CPU time, address space of the process, and characters of the prompt.
-
-    wall_seconds: time limit of an answer, for which the process may have to wait for a CPU.
-    """
-
-    cpu_seconds: float = 2.0
-    max_memory_bytes: int = 640 * 2**20
-    max_output_characters: int = 32 * 2**20
-    wall_seconds: float = 60.0
 
 
 class _StoppedError(TemplateLimitError):
@@ -85,7 +72,12 @@ class ProcessRenderer:
         self._stop()
         command = [sys.executable, "-S", "-E", "-c", _PROGRAM, json.dumps(sys.path)]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, process_group=0
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            process_group=0,
+            env=render_environment(),
         )
         if process.stdin is not None:
             os.set_blocking(process.stdin.fileno(), False)

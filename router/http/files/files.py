@@ -16,7 +16,7 @@ from router.http.access import tenant_of
 from router.http.bodies.body import Json
 from router.http.boundary import request_id_header
 from router.http.files.pages import page
-from router.http.files.uploads import check_form, kept_seconds, read_form
+from router.http.files.uploads import UploadDeadline, check_form, kept_seconds, read_form
 
 _CHUNK_BYTES = 2**18
 _MAX_PAGE = 10_000
@@ -26,15 +26,23 @@ _FORM_FIELDS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 class FileEndpoints:
     """Handlers of files.
 
-    timeout_seconds: time for one upload. stall_seconds: how long a client may read nothing of a file's content.
+    timeout_seconds: time for one upload. body_seconds: time for one that is slow. stall_seconds: time in which a client may
+    read nothing of a file's content.
     """
 
     def __init__(
-        self, storage: Storage, runner: BatchRunner, timeout_seconds: float, stall_seconds: float
+        self,
+        storage: Storage,
+        runner: BatchRunner,
+        *,
+        timeout_seconds: float,
+        body_seconds: float,
+        stall_seconds: float,
     ) -> None:
         self._storage = storage
         self._runner = runner
         self._timeout_seconds = timeout_seconds
+        self._body_seconds = body_seconds
         self._stall_seconds = stall_seconds
 
     async def upload(self, request: web.Request) -> web.Response:
@@ -43,14 +51,18 @@ class FileEndpoints:
         upload = Upload(self._storage.store, tenant_of(request))
         try:
             await self._storage.run(upload.create)
-            async with asyncio.timeout(self._timeout_seconds):
-                form = await read_form(request, self._storage, upload)
+            async with asyncio.timeout(None) as timeout:
+                deadline = UploadDeadline(timeout, self._body_seconds, self._timeout_seconds)
+                form = await read_form(request, self._storage, upload, deadline)
             _check_fields(form.fields)
             if form.filename is None:
                 raise InvalidRequestError("the form has no file", param="file")
             file = await self._storage.run(upload.finish, form.filename, kept_seconds(form.fields))
         except TimeoutError:
-            raise DeadlineError(f"the upload was not complete after {self._timeout_seconds:g} s") from None
+            raise DeadlineError(
+                f"the upload is too slow: it was not complete after {self._body_seconds:g} s and the time that its bytes"
+                f" take at 256 KiB/s, or after {self._timeout_seconds:g} s"
+            ) from None
         finally:
             await self._storage.run(upload.abort)
         return web.json_response(file_object(file))

@@ -19,7 +19,11 @@ def file_routes(
         return [web.route(method, path, _reject) for method, path in _PATHS]
     ignore_odd_names()
     files = FileEndpoints(
-        service.storage, service.runner, settings.request_timeout_seconds, settings.client_stall_seconds
+        service.storage,
+        service.runner,
+        timeout_seconds=settings.request_timeout_seconds,
+        body_seconds=settings.body_timeout_seconds,
+        stall_seconds=settings.client_stall_seconds,
     )
     batches = BatchEndpoints(bodies, service.storage, service.runner)
     handlers = (

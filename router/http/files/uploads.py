@@ -1,5 +1,7 @@
 """The body of an upload: multipart/form-data, whose file is written to the disk while it arrives."""
 
+import asyncio
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +21,13 @@ _MAX_FIELDS = 16
 _FORM_BYTES = _MAX_FIELDS * 2**14
 """Most bytes of a form beside the file: the fields, and the headers of its parts."""
 _MAX_NAME_CHARACTERS = 255
+_MIN_BYTES_PER_SECOND = 2**18
+"""An upload whose mean rate stays below this for longer than its time ends: it holds a connection and a file."""
+_INVISIBLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
+"""Control characters, line separators, marks of direction, and characters that cannot be seen."""
 
 
 def ignore_odd_names() -> None:
@@ -51,8 +60,39 @@ def check_form(request: web.Request, max_file_bytes: int) -> None:
         )
 
 
-async def read_form(request: web.Request, storage: Storage, upload: Upload) -> Form:
-    """Read the form and write its file to ``upload``. Raises KvbatonError."""
+class UploadDeadline:
+    """The end of one upload: ``seconds`` from its begin, and later for each byte that has arrived.
+
+    timeout: the time-out around the upload, which this extends to at most ``most_seconds``.
+    """
+
+    def __init__(self, timeout: asyncio.Timeout, seconds: float, most_seconds: float) -> None:
+        self._timeout = timeout
+        begin = asyncio.get_running_loop().time()
+        self._first = begin + seconds
+        self._last = begin + most_seconds
+        self._num_bytes = 0
+        self.add(0)
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have arrived."""
+        self._num_bytes += num_bytes
+        self._timeout.reschedule(min(self._last, self._first + self._num_bytes / _MIN_BYTES_PER_SECOND))
+
+
+def shown_name(filename: str) -> str:
+    """Return a client's name for a file as others may show it or save by it: its last part, without invisible characters.
+
+    Names that stand for folders, and names of which nothing is left, become "file".
+    """
+    text = filename.encode("utf-8", "replace").decode()  # invalid UTF-8 becomes "?"
+    last = re.split(r"[/\\]", text)[-1]
+    name = _INVISIBLE.sub("", last).strip()[:_MAX_NAME_CHARACTERS]
+    return "file" if name.strip(". ") == "" else name
+
+
+async def read_form(request: web.Request, storage: Storage, upload: Upload, deadline: UploadDeadline) -> Form:
+    """Read the form and write its file to ``upload``; extend ``deadline`` as it arrives. Raises KvbatonError."""
     form = Form()
     try:
         reader = await request.multipart()
@@ -61,7 +101,7 @@ async def read_form(request: web.Request, storage: Storage, upload: Upload) -> F
                 raise InvalidRequestError(
                     "the form contains another form; send file and purpose as its parts"
                 )
-            await _read_part(part, form, storage, upload)
+            await _read_part(part, form, storage, upload, deadline)
     except (ValueError, AssertionError, RuntimeError, HttpProcessingError, web.RequestPayloadError) as error:
         raise InvalidRequestError(
             f"the form cannot be read: {type(error).__name__}; is it multipart/form-data with its boundary?"
@@ -69,7 +109,9 @@ async def read_form(request: web.Request, storage: Storage, upload: Upload) -> F
     return form
 
 
-async def _read_part(part: BodyPartReader, form: Form, storage: Storage, upload: Upload) -> None:
+async def _read_part(
+    part: BodyPartReader, form: Form, storage: Storage, upload: Upload, deadline: UploadDeadline
+) -> None:
     name = part.name or ""
     if part.headers.get(hdrs.CONTENT_TRANSFER_ENCODING, "binary").lower() not in ("binary", "8bit", "7bit"):
         raise InvalidRequestError(
@@ -78,10 +120,10 @@ async def _read_part(part: BodyPartReader, form: Form, storage: Storage, upload:
     if name == "file":
         if form.filename is not None:
             raise InvalidRequestError("the form has two files; send one", param="file")
-        name_bytes = (part.filename or "file").encode("utf-8", "replace")  # invalid UTF-8 becomes "?"
-        form.filename = name_bytes.decode()[:_MAX_NAME_CHARACTERS]
+        form.filename = shown_name(part.filename or "")
         while chunk := await part.read_chunk(_CHUNK_BYTES):
             await storage.run(upload.write, bytes(chunk))
+            deadline.add(len(chunk))
         return
     if name in form.fields or len(form.fields) == _MAX_FIELDS:
         raise InvalidRequestError(
