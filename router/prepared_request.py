@@ -79,10 +79,13 @@ def prepare(
     max_model_len: int,
     timeout_seconds: float,
     stop: StopAutomaton = NO_STOPS,
+    *,
+    shortens_answers: bool = True,
 ) -> PreparedRequest:
     """Fill in every default and check every range.
 
-    stop: the automaton of its stop strings. Raises InvalidRequestError, and
+    stop: the automaton of its stop strings. shortens_answers: a limit of the answer that is larger than the room behind the
+    prompt becomes that room; else it is an error. Raises InvalidRequestError, and
     ContextLengthError, which is one.
     """
     if request.stop and not all(request.stop):
@@ -93,7 +96,7 @@ def prepare(
         top_k=card.top_k if request.top_k is None else request.top_k,
         top_p=card.top_p if request.top_p is None else request.top_p,
         seed=_checked_seed(request.seed),
-        max_tokens=_max_tokens(request, len(prompt_ids), max_model_len),
+        max_tokens=_max_tokens(request, len(prompt_ids), max_model_len, shortens_answers),
         min_tokens=request.min_tokens,
         stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
@@ -186,13 +189,15 @@ def _checked_seed(seed: int | None) -> int:
     return seed
 
 
-def _max_tokens(request: GenerationRequest, num_prompt: int, max_model_len: int) -> int:
+def _max_tokens(
+    request: GenerationRequest, num_prompt: int, max_model_len: int, shortens_answers: bool
+) -> int:
     room = max_model_len - num_prompt
     if request.max_tokens is not None and request.max_tokens < 1:
         raise InvalidRequestError(
             f"max_tokens is {request.max_tokens}; it must be 1 or more", param="max_tokens"
         )
-    wanted = 1 if request.max_tokens is None else request.max_tokens
+    wanted = 1 if request.max_tokens is None or shortens_answers else request.max_tokens
     if wanted > room:
         raise ContextLengthError(
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
@@ -201,5 +206,5 @@ def _max_tokens(request: GenerationRequest, num_prompt: int, max_model_len: int)
             param="messages" if isinstance(request.prompt, Chat) else "prompt",
         )
     if request.max_tokens is not None:
-        return request.max_tokens
+        return min(room, request.max_tokens)
     return room if request.default_max_tokens is None else min(room, request.default_max_tokens)

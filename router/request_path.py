@@ -49,6 +49,7 @@ class RequestPath:
                 is_lower_first=settings.priority_order == "lower-first",
             ),
             settings.request_timeout_seconds,
+            shortens_answers=not settings.strict_api,
         )
         self.pipeline = Pipeline(self.models, preparer, self.tracker, self.runs)
 

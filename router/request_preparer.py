@@ -22,7 +22,7 @@ _Request = GenerationRequest | EmbeddingRequest
 class RequestPreparer:
     """Applies chat template and tokenizer, the model's defaults, all limits, and the rules for clients.
 
-    timeout_seconds: the longest deadline of a request.
+    timeout_seconds: the longest deadline of a request. shortens_answers: see ``prepare``.
     """
 
     def __init__(
@@ -32,12 +32,15 @@ class RequestPreparer:
         tokenizers: TokenizerThreads,
         rules: TenantRules,
         timeout_seconds: float,
+        *,
+        shortens_answers: bool = True,
     ) -> None:
         self._models = models
         self._registry = registry
         self._tokenizers = tokenizers
         self._rules = rules
         self._timeout_seconds = timeout_seconds
+        self._shortens_answers = shortens_answers
         self._stops: WeakValueDictionary[tuple[str, ...], StopAutomaton] = WeakValueDictionary()
 
     def card_for(self, request: _Request) -> ModelCard:
@@ -91,7 +94,8 @@ class RequestPreparer:
         if isinstance(request, GenerationRequest):
             given = request.stop
             stop = self._stops.setdefault(given, StopAutomaton(given)) if given else NO_STOPS
-            make = partial(prepare, request, prompt_ids, card, stop=stop)
+            shortens = self._shortens_answers
+            make = partial(prepare, request, prompt_ids, card, stop=stop, shortens_answers=shortens)
         else:
             make = partial(prepare_embedding, request, prompt_ids, card)
         return self._rules.apply(self._within_length(make, card))

@@ -76,7 +76,7 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     tls_key_file: Path | None = None
     """Private key of the certificate (PEM, without a passphrase)."""
     strict_api: bool = False
-    """Reject unknown fields of requests instead of ignoring them."""
+    """Reject unknown fields of requests, tools that cannot run here and limits of answers beyond the model's length."""
     tool_parser: ToolParserName = "auto"
     """Format of the model's tool calls; auto: detected from its chat template; none: no tools."""
     reasoning_parser: ReasoningParserName = "auto"

@@ -316,7 +316,7 @@ async def test_an_unknown_model_is_404(path: str, stream: bool) -> None:
 async def test_too_long_is_context_length_exceeded(
     path: str, fields: dict[str, Any], param: str, asked: str
 ) -> None:
-    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,)) as cluster:
+    async with running_cluster(Script(tokens=[END]), (Role.AGGREGATED,), strict_api=True) as cluster:
         status, answer = await cluster.post(path, fields)
         error = check_error(answer, status, param)
         assert (status, error["code"]) == (400, "context_length_exceeded")

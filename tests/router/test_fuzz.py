@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from protos import worker_pb2 as pb
-from router.http.responses.conversation import ITEM_TYPES
 from router.http.schema.chat import CHAT
 from router.http.schema.completion import COMPLETION
 from router.http.schema.embedding import EMBEDDING
@@ -50,14 +49,29 @@ _OF_KIND: dict[str, st.SearchStrategy[Any]] = {
     "string": st.text(max_size=8),
     "object": st.dictionaries(st.text(max_size=6), _JSON, max_size=4),
 }
+_ITEM_TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "reasoning",
+    "custom_tool_call",
+    "local_shell_call",
+    "local_shell_call_output",
+    "image_generation_call",
+    "item_reference",
+    "another",
+)
 _MESSAGE = st.fixed_dictionaries(
     {},
     optional={
-        "type": st.sampled_from(ITEM_TYPES) | _JSON,
+        "type": st.sampled_from(_ITEM_TYPES) | _JSON,
         "role": st.sampled_from(["user", "assistant", "tool"]) | _JSON,
         "content": _JSON,
         "name": _JSON,
         "output": _JSON,
+        "input": _JSON,
+        "result": _JSON,
+        "id": _JSON,
         "arguments": _JSON,
         "call_id": _JSON,
         "summary": _JSON,

@@ -18,6 +18,7 @@ from router.http.generation.chat_formatter import ChatFormatter
 from router.http.generation.completion_formatter import CompletionFormatter
 from router.http.generation.echo import prompt_view, without_answer
 from router.http.schema.completion import MAX_LEGACY_LOGPROBS
+from router.http.schema.notation import INT31
 from router.model_source import ModelSource
 from router.request import COMPLETION_MAX_TOKENS, GenerationRequest, for_prompts
 
@@ -38,7 +39,7 @@ class GenerationParser:
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=chat,
-            max_tokens=body.integer(longest),
+            max_tokens=body.integer_within(longest, 1, INT31),
             logprobs=_chat_logprobs(body),
             tenant=origin.tenant,
             arrival=origin.arrival,
@@ -59,7 +60,7 @@ class GenerationParser:
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=first,
-            max_tokens=1 if hides_answer else body.integer("max_tokens"),
+            max_tokens=1 if hides_answer else body.integer_within("max_tokens", 1, INT31),
             default_max_tokens=COMPLETION_MAX_TOKENS,
             logprobs=body.integer_within("logprobs", 0, MAX_LEGACY_LOGPROBS),
             tenant=origin.tenant,

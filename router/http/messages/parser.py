@@ -49,7 +49,7 @@ class MessageParser:
         request = GenerationRequest(
             request_id=origin.request_id,
             prompt=chat,
-            default_max_tokens=max_tokens,
+            max_tokens=max_tokens,
             tenant=origin.tenant,
             arrival=origin.arrival,
             **forced_calls(chat, fields),
