@@ -22,7 +22,7 @@ from launch.devices import num_gpus
 from launch.local_cluster import WhenReady, cluster_secret, supervise
 from launch.machine_settings import UpSettings
 from launch.memory_plan import check_memory, weight_bytes
-from launch.model import find_model
+from launch.model import check_model, find_model
 from launch.processes import local_processes, num_ranks
 from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import router_names
@@ -64,6 +64,7 @@ async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
     timing = timing_of(settings, model)
     async with until_stopped() as stopped:
         largest = settings.with_largest_pools()
+        await asyncio.to_thread(check_model, settings, model)
         await asyncio.to_thread(check_memory, largest, model)
         with cluster_secret(settings.secret_file) as secret_file:
             specs = local_processes(largest, model, secret_file, router_defaults=settings.router_defaults)

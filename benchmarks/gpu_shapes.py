@@ -5,8 +5,7 @@ Times are in seconds; a weight and a KV element have 2 bytes, a weight in FP8 on
 
 from dataclasses import dataclass, replace
 
-from engine.models.config import DecoderConfig
-from engine.models.rope import RopeConfig
+from engine.models.config import DecoderConfig, RopeConfig
 
 _BYTES = 2
 

@@ -25,8 +25,9 @@ from engine.compute.inputs import PreparedInputs, prepare_inputs
 from engine.distributed.group import SingleRank
 from engine.fp8.choice import replace_linears
 from engine.fp8.linear import FP8, multiply
+from engine.models.config import Head
 from engine.models.decoder import CausalLM
-from engine.models.language_model import Head, LanguageModel
+from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import Sampling, begin_sampling, draw_by_torch

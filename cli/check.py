@@ -1,9 +1,10 @@
-"""``kvbaton check PATH``: describes a model folder and tests its chat template. Needs no torch."""
+"""``kvbaton check PATH``: reports whether and how a model folder is served, and tests its chat template. Needs no torch."""
 
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def examine(folder: Path) -> Finding:
     finding = Finding({"folder": str(folder), **_config_facts(config), **_weights(folder)})
     if problem := _problem_of_weights(folder):
         finding.problems.append(problem)
+    _add_engine(finding, folder)
     try:
         card = ModelCard.from_folder(folder)
     except SettingError as error:
@@ -80,7 +82,38 @@ def _problem_of_weights(folder: Path) -> str | None:
             f"the only weights are pickles ({pickles[0].name}), which run their author's code when they are loaded:"
             " convert them to safetensors"
         )
-    return f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}"
+    return f"there are no weights ({', '.join(_WEIGHTS)}) in {folder}; only its configuration was checked"
+
+
+def _add_engine(finding: Finding, folder: Path) -> None:
+    """Ask the engine whether and how it serves the folder; its refusal is a problem."""
+    if find_spec("safetensors") is None:
+        finding.facts["served by"] = (
+            "unknown: the engine is not installed here (pip install 'kvbaton[worker]')"
+        )
+        return
+    # Imported here: a router's installation has no engine.
+    from engine.models.served import examine as ask_engine
+
+    try:
+        served = ask_engine(folder)
+    except SettingError as error:
+        finding.facts["served by"] = "nothing: it is refused"
+        finding.problems.append(error.message)
+        return
+    way = "the own decoder" if served.is_own else "transformers"
+    if not served.is_tried:
+        way += ", which has not been tried with this family: the start decides"
+    finding.facts |= {
+        "served by": way,
+        "weights in memory": _gib(served.num_weight_bytes, served.dtype),
+        "KV bytes per token": served.kv_bytes_per_token,
+        "quantization": served.quantisation,
+    }
+
+
+def _gib(num_bytes: int | None, dtype: str | None) -> str | None:
+    return None if num_bytes is None else f"{num_bytes / 2**30:.3f} GiB in {dtype}"
 
 
 def _add_card(finding: Finding, card: ModelCard) -> None:

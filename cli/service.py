@@ -4,8 +4,10 @@ import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+from contract.errors import KvbatonError
 from contract.identity import Role
 from launch.arguments import parse
 from launch.settings import ServiceSettings
@@ -31,12 +33,18 @@ def enter_service(command: type[C], role: Role, arguments: Sequence[str]) -> C:
 
 
 def run_service(settings: C, serve: Callable[[C, OnReady], Awaitable[None]]) -> None:
-    """Run a service's entry point until it ends."""
+    """Run a service's entry point until it ends. A supervisor that waits for it gets the error of its start."""
 
     async def run() -> None:
         await serve(settings, _announcer(settings.ready_fd))
 
-    event_loop.run(run())
+    try:
+        event_loop.run(run())
+    except KvbatonError as error:
+        if settings.ready_fd is not None:
+            with suppress(OSError):  # the supervisor waits no longer
+                os.write(settings.ready_fd, json.dumps({"error": error.message}).encode() + b"\n")
+        raise
 
 
 def _announcer(ready_fd: int | None) -> OnReady:

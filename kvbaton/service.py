@@ -18,7 +18,7 @@ from kvbaton.settings import LLMSettings
 from launch.arguments import parse, to_arguments
 from launch.child_settings import from_file
 from launch.local_cluster import cluster_secret, supervise
-from launch.model import find_model, model_name
+from launch.model import check_model, find_model, model_name
 from launch.processes import local_processes
 from launch.router_processes import ROUTER
 from launch.router_settings import RouterCommand
@@ -45,6 +45,7 @@ class OfflineService:
 
     def __init__(self, settings: LLMSettings) -> None:
         self._model = find_model(settings.model)
+        check_model(settings, self._model)
         self._settings = settings
         self._ready: Future[tuple[Pipeline, ModelCard]] = Future()
         self._is_closed = False

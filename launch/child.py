@@ -1,8 +1,9 @@
 """Starts a child process on this machine, waits until it is ready, and stops it.
 
 A child gets ``--ready-fd N --parent-pid P --num-restarts K``. It writes one JSON line to N when it is ready (its addresses
-and its pid), asks the kernel to end it with P, and reports K to operators. It leads a process group of its own, so that a
-Ctrl-C in the terminal reaches the supervisor alone, and nothing that the child started outlives it.
+and its pid) or cannot start ({"error": why}), asks the kernel to end it with P, and reports K to operators. It leads a
+process group of its own, so that a Ctrl-C in the terminal reaches the supervisor alone, and nothing that the child
+started outlives it.
 
 It stays in the supervisor's session. Linux may divide the processors among sessions, however many threads of each wait
 (autogroup in sched(7)). With a session for each child, threads that deliver tokens waited up to a second while those of
@@ -53,6 +54,9 @@ class Child:
                 f"it ended before it was ready ({describe_exit(code)}); its own log messages give the reason"
             )
         facts: Facts = json.loads(line)
+        if "error" in facts:
+            await self.wait()
+            raise UnavailableError(f"it ended before it was ready: {facts['error']}")
         return {**facts, "pid": self.pid}
 
     async def wait(self) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from contract.identity import new_secret
 from launch.kept_process import Listener
 from launch.memory_plan import check_memory
-from launch.model import find_model
+from launch.model import check_model, find_model
 from launch.processes import local_processes
 from launch.settings import LocalSettings
 from launch.spec import Facts
@@ -54,6 +54,7 @@ async def serve_until(
     have stopped. No process is left when this returns or raises. Raises SettingError if the settings file contradicts
     itself or pools do not fit into the GPUs, UnavailableError if a process cannot start, and the errors of ``when_ready``.
     """
+    await asyncio.to_thread(check_model, settings, model)
     await asyncio.to_thread(check_memory, settings, model)
     with cluster_secret(settings.secret_file) as secret_file:
         specs = local_processes(settings, model, secret_file)

@@ -2,11 +2,12 @@
 
 import re
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
-from launch.settings import DEMO
+from launch.settings import DEMO, LocalSettings
 
 DEMO_NAME = "kvbaton-demo"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
@@ -52,6 +53,20 @@ def find_model(model: str) -> Path:
             f"model is {model!r}: neither an existing folder nor a Hugging Face id", param="model"
         )
     return _from_hub(model)
+
+
+def check_model(settings: LocalSettings, folder: Path) -> None:
+    """Raise the SettingError with which every worker would refuse a model, before any is started.
+
+    It takes about a second at most, since no weights are read. Without an engine on this machine nothing is checked.
+    """
+    if find_spec("safetensors") is None:
+        return
+    # Imported here: a router's installation has no engine.
+    from engine.models.served import examine
+
+    if not examine(folder, settings.dtype, settings.max_model_len).has_weights:
+        raise SettingError(f"model: {folder} has no weights (*.safetensors)", param="model")
 
 
 def model_folder(model: object) -> object:

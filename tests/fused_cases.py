@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.models.config import RopeConfig
 from engine.models.layers import RMSNorm
-from engine.models.rope import RopeConfig, inverse_frequencies, rotate, rotation
+from engine.models.rope import inverse_frequencies, rotate, rotation
 
 EPS = 1e-5
 HEADS = [(4, 2, 16), (14, 2, 64), (12, 2, 128), (1, 1, 80), (9, 3, 96), (8, 8, 2)]

@@ -4,11 +4,13 @@ Which layers are quantised is decided by what is stored: a weight in FP8 and its
 bits is refused by name.
 """
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from engine.fp8.scheme import Activations, Fp8Scheme
 from engine.models.checkpoint import PLAIN_DTYPES, Checkpoint, TensorPart, bad_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 STORED = "F8_E4M3"
 _WEIGHT = "weight"
@@ -62,20 +64,20 @@ class Fp8Checkpoint:
             return [self._num_outputs(layer), 1]
         return self._checkpoint.shape(name)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """Return the tensor on the host."""
         return self._read(name, None)
 
-    def part(self, name: str, part: TensorPart) -> Tensor:
+    def part(self, name: str, part: TensorPart) -> "Tensor":
         """Return a part of the tensor on the host; of a weight, only the bytes of that part are read."""
         return self._read(name, part)
 
-    def first_dtype(self) -> torch.dtype:
+    def first_dtype(self) -> str:
         """Return the dtype of the tensor whose name sorts first among those that are not quantised."""
         plain = [name for name in self._others if _split(name)[0] not in self.layers]
-        return self._checkpoint.tensor(min(plain)).dtype if plain else torch.float32
+        return self._checkpoint.named_dtype(min(plain)) if plain else "float32"
 
-    def _read(self, name: str, part: TensorPart | None) -> Tensor:
+    def _read(self, name: str, part: TensorPart | None) -> "Tensor":
         layer, kind = _split(name)
         if layer in self.layers and kind == _INPUT_SCALE:
             return self._scale(name, may_be_zero=False).view(1)
@@ -87,13 +89,13 @@ class Fp8Checkpoint:
         rows = part if part is not None and part.dim == 0 else None
         return stored.float().mul_(self._weight_scale(layer, rows))
 
-    def _weight_scale(self, layer: str, part: TensorPart | None) -> Tensor:
+    def _weight_scale(self, layer: str, part: TensorPart | None) -> "Tensor":
         """Return the scale of each row, ``[num_rows, 1]``, of the layer or of a part of its rows."""
         num_rows = self._num_outputs(layer)
         whole = self._scale(f"{layer}.{_SCALE}").reshape(-1, 1).expand(num_rows, 1)
         return (whole if part is None else whole[part.of(num_rows)]).contiguous()
 
-    def _scale(self, name: str, *, may_be_zero: bool = True) -> Tensor:
+    def _scale(self, name: str, *, may_be_zero: bool = True) -> "Tensor":
         """Return a scale. That of a weight of zeros may be 0; inputs are divided by theirs."""
         scale = self._checkpoint.tensor(name).float()
         is_right = scale.isfinite() & ((scale >= 0) if may_be_zero else (scale > 0))

@@ -1,20 +1,25 @@
-"""Read a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map."""
+"""Read a Hugging Face folder: configuration, end tokens, and safetensors weights by memory map.
 
-from collections.abc import Callable, Mapping
+Needs no torch until a tensor is read: names, shapes and dtypes stand in the files' headers.
+"""
+
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
 
 from contract.errors import SettingError
 from contract.model_folder import check_entries, end_token_ids, file_within, read_json_object
-from engine.models.load_progress import LoadProgress
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 PLAIN_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 """Numbers that need no scale, as safetensors names them."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = ("float32", "bfloat16", "float16")
+_STORED_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 HEAD_NAME = "lm_head.weight"
 _DECODER = "model."
 _IGNORED_SUFFIX = "rotary_emb.inv_freq"
@@ -45,8 +50,8 @@ def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Weights"
         return setting
     named = config.get("dtype") or config.get("torch_dtype") or checkpoint.first_dtype()
     name = str(named).removeprefix("torch.")
-    if name not in DTYPES:
-        raise bad_model(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPES)}")
+    if name not in DTYPE_NAMES:
+        raise bad_model(f"the checkpoint's dtype is {name}; set dtype to one of {', '.join(DTYPE_NAMES)}")
     return name
 
 
@@ -60,13 +65,8 @@ class TensorPart(Protocol):
     def of(self, length: int) -> slice:
         """Return the range in a dimension of this length."""
 
-    def whole_shape(self, shape: torch.Size) -> list[int]:
+    def whole_shape(self, shape: "torch.Size") -> list[int]:
         """Return the shape of the whole tensor whose part has ``shape``."""
-
-
-def _whole(name: str) -> TensorPart | None:
-    """Select all of every tensor."""
-    return None
 
 
 class Weights(Protocol):
@@ -81,14 +81,14 @@ class Weights(Protocol):
     def shape(self, name: str) -> list[int]:
         """Return a tensor's shape without reading it."""
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """Return a tensor on the host."""
 
-    def part(self, name: str, part: TensorPart) -> Tensor:
+    def part(self, name: str, part: TensorPart) -> "Tensor":
         """Return a part of a tensor on the host."""
 
-    def first_dtype(self) -> torch.dtype:
-        """Return the dtype of the tensor whose name sorts first."""
+    def first_dtype(self) -> str:
+        """Return the dtype of the tensor whose name sorts first, as torch names it."""
 
 
 class Checkpoint:
@@ -98,8 +98,10 @@ class Checkpoint:
     file calls its tensors "norm.weight", this class "model.norm.weight".
     """
 
-    def __init__(self, folder: Path) -> None:
-        stored = _files_by_name(folder)
+    def __init__(self, folder: Path, framework: str = "pt") -> None:
+        """Open a folder. framework: of the tensors, as safetensors names it; with "numpy" nothing imports torch."""
+        self._framework = framework
+        stored = _files_by_name(folder, framework)
         self.is_bare = not any(name.startswith(_DECODER) for name in stored)
         self._file_of = {f"{_DECODER}{name}": stored[name] for name in stored} if self.is_bare else stored
         self._open: dict[Path, Any] = {}
@@ -108,7 +110,7 @@ class Checkpoint:
         """Return the names of all tensors."""
         return set(self._file_of)
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """Return the tensor on the host, backed by the file's memory map. Raises KeyError for an unknown name."""
         tensor: Tensor = self._file(name).get_tensor(self._stored(name))
         return tensor
@@ -121,16 +123,21 @@ class Checkpoint:
         """Return the tensor's dtype, as safetensors names it, without reading it. Raises KeyError for an unknown name."""
         return str(self._file(name).get_slice(self._stored(name)).get_dtype())
 
-    def part(self, name: str, part: TensorPart) -> Tensor:
+    def part(self, name: str, part: TensorPart) -> "Tensor":
         """Return a part of the tensor on the host; only the bytes of that part are read."""
         stored = self._file(name).get_slice(self._stored(name))
         own = part.of(stored.get_shape()[part.dim])
         tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
         return tensor
 
-    def first_dtype(self) -> torch.dtype:
-        """Return the dtype of the tensor whose name sorts first."""
-        return self.tensor(min(self._file_of)).dtype
+    def first_dtype(self) -> str:
+        """Return the dtype of the tensor whose name sorts first, as torch names it."""
+        return self.named_dtype(min(self._file_of))
+
+    def named_dtype(self, name: str) -> str:
+        """Return a tensor's dtype, as torch names it where a model can be computed in it."""
+        stored = self.stored_dtype(name)
+        return _STORED_NAMES.get(stored, stored)
 
     def _stored(self, name: str) -> str:
         return name.removeprefix(_DECODER) if self.is_bare else name
@@ -138,45 +145,25 @@ class Checkpoint:
     def _file(self, name: str) -> Any:
         file = self._file_of[name]
         if file not in self._open:
-            self._open[file] = _open(file)
+            self._open[file] = _open(file, self._framework)
         return self._open[file]
 
 
-def load_weights(
-    model: nn.Module,
-    checkpoint: Weights,
-    device: torch.device,
-    part_of: Callable[[str], TensorPart | None] = _whole,
+def check_tensors(
+    expected: Mapping[str, Sequence[int]], checkpoint: Weights, have_scales: Set[str] = frozenset()
 ) -> None:
-    """Replace each parameter of ``model`` (usually on the meta device) by the checkpoint's tensor, in the parameter's dtype.
+    """Raise SettingError that names missing, unexpected and misshapen tensors, and numbers without their scale.
 
-    part_of: the part of a tensor to read by its name; None is all of it.
-
-    Each tensor is read once and put in place before the next. On the host, weights already in that dtype stay backed by the
-    memory map, so that several workers of one machine share them; they are read at first use. Raises SettingError that names
-    missing, unexpected and misshapen tensors, and numbers without their scale, before anything is read.
+    expected: the shape of each tensor of the model. have_scales: names of those whose numbers have scales.
     """
-    wanted = dict(model.named_parameters())
     found = {name for name in checkpoint.names() if not name.endswith(_IGNORED_SUFFIX)}
-    _refuse("misses", set(wanted) - found)
-    _refuse("has unexpected", found - set(wanted))
-    parts = {name: part_of(name) for name in wanted}
-    for name, part in parts.items():
-        shape = wanted[name].shape
-        asked = list(shape) if part is None else part.whole_shape(shape)
-        if (found_shape := checkpoint.shape(name)) != asked:
-            raise bad_model(f"tensor {name} is {found_shape}; config.json requires {asked}")
-        has_scale = wanted[name].dtype.itemsize == 1
-        if not has_scale and (stored := checkpoint.stored_dtype(name)) not in PLAIN_DTYPES:
+    _refuse("misses", set(expected) - found)
+    _refuse("has unexpected", found - set(expected))
+    for name, shape in expected.items():
+        if (found_shape := checkpoint.shape(name)) != list(shape):
+            raise bad_model(f"tensor {name} is {found_shape}; config.json requires {list(shape)}")
+        if name not in have_scales and (stored := checkpoint.stored_dtype(name)) not in PLAIN_DTYPES:
             raise bad_model(f"tensor {name} is stored as {stored}, and config.json describes no such numbers")
-    num_bytes = sum(parameter.nbytes for parameter in wanted.values())
-    with LoadProgress(num_bytes) as progress:
-        for name, part in parts.items():
-            tensor = checkpoint.tensor(name) if part is None else checkpoint.part(name, part)
-            owner = model.get_submodule(name.rpartition(".")[0])
-            loaded = tensor.to(device=device, dtype=wanted[name].dtype).contiguous()
-            owner.register_parameter(name.rpartition(".")[2], nn.Parameter(loaded, requires_grad=False))
-            progress.advance(loaded.nbytes)
 
 
 def _refuse(what: str, names: set[str]) -> None:
@@ -186,14 +173,14 @@ def _refuse(what: str, names: set[str]) -> None:
         raise bad_model(f"the checkpoint {what} {len(names)} tensors: {shown}{rest}")
 
 
-def _files_by_name(folder: Path) -> dict[str, Path]:
+def _files_by_name(folder: Path, framework: str) -> dict[str, Path]:
     """Map tensor names to files, by the index of a sharded checkpoint or from the single file."""
     index = read_json_object(folder / _INDEX)
     if index is None:
         single = folder / "model.safetensors"
         if not single.is_file():
             raise bad_model(f"{folder} has neither model.safetensors nor model.safetensors.index.json")
-        return dict.fromkeys(_open(single).keys(), single)
+        return dict.fromkeys(_open(single, framework).keys(), single)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise bad_model(f"{_INDEX} has no weight_map")
@@ -207,9 +194,9 @@ def _hashable(name: object) -> object:
     return name if isinstance(name, str) else repr(name)[:_SHOWN_CHARACTERS]
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, framework: str) -> Any:
     try:
-        return safe_open(str(file), framework="pt")
+        return safe_open(str(file), framework=framework)
     except (SafetensorError, OSError) as error:
         raise bad_model(f"{file} cannot be read as safetensors: {error}") from error
 

@@ -1,15 +1,39 @@
-"""The shape of one decoder, read from a checkpoint's config.json and checked."""
+"""The shape of one decoder, read from a checkpoint's config.json and checked. Needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from contract.errors import SettingError
-from engine.models.rope import RopeConfig
 
 RawConfig = Mapping[str, Any]
 _MAX_FLOAT = 1e30
 """Also keeps out what is no number, or infinite."""
+
+
+class Head(Enum):
+    """The layer that computes logits. OWN: a layer of its own. TIED: the embedding. NONE: there are no logits."""
+
+    OWN = auto()
+    TIED = auto()
+    NONE = auto()
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The parameters that map positions to angles.
+
+    rope_type: "default"; "linear" divides every frequency by ``factor``; "llama3" divides the low ones, keeps the
+    high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor.
+    """
+
+    rope_type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
 
 
 @dataclass(frozen=True)

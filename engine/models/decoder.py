@@ -16,8 +16,8 @@ from contract.errors import InternalError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
-from engine.models.config import DecoderConfig
-from engine.models.language_model import Head, LanguageModel
+from engine.models.config import DecoderConfig, Head
+from engine.models.language_model import LanguageModel
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
 from engine.models.sharding import embedding, row_parallel

@@ -8,12 +8,14 @@ from typing import Any
 from engine.models.config import (
     MAX_LAYERS,
     DecoderConfig,
+    Head,
     RawConfig,
     bad_config,
     flag,
     positive_float,
     positive_int,
 )
+from engine.models.registry import Shapes
 from engine.models.rope_parsing import rope_config
 
 _DEFAULT_WINDOW = 4096
@@ -101,3 +103,39 @@ def _qwen_windows(raw: RawConfig) -> tuple[int | None, ...]:
             f"layer type {unknown[0]!r} is not served; the served ones are {', '.join(_LAYER_TYPES)}"
         )
     return tuple(window if name == "sliding_attention" else None for name in layer_types)
+
+
+def decoder_tensors(config: DecoderConfig, head: Head) -> Shapes:
+    """Return the tensors of a checkpoint of ``engine.models.decoder``, by name, with the shape of each."""
+    width = config.hidden_size
+    query = config.num_heads * config.head_dim
+    kv = config.num_kv_heads * config.head_dim
+    of_layer = {
+        "input_layernorm": (width,),
+        "post_attention_layernorm": (width,),
+        "self_attn.q_proj": (query, width),
+        "self_attn.k_proj": (kv, width),
+        "self_attn.v_proj": (kv, width),
+        "self_attn.o_proj": (width, query),
+        "mlp.gate_proj": (config.intermediate_size, width),
+        "mlp.up_proj": (config.intermediate_size, width),
+        "mlp.down_proj": (width, config.intermediate_size),
+    }
+    if config.qk_norm:
+        of_layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (config.head_dim,))
+    biased = {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_bias),
+        "self_attn.o_proj": config.output_bias,
+        **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, width)}
+    for layer in range(config.num_layers):
+        place = f"model.layers.{layer}"
+        shapes |= {f"{place}.{name}.weight": shape for name, shape in of_layer.items()}
+        shapes |= {
+            f"{place}.{name}.bias": of_layer[name][:1] for name, has_bias in biased.items() if has_bias
+        }
+    shapes["model.norm.weight"] = (width,)
+    if head is Head.OWN:
+        shapes["lm_head.weight"] = (config.vocab_size, width)
+    return shapes

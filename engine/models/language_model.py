@@ -2,21 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import torch
 from torch import Tensor, nn
 
 from engine.attention.backend import AttentionStep
 from engine.connector import LayerWatch
-
-
-class Head(Enum):
-    """The layer that computes logits. OWN: a layer of its own. TIED: the embedding. NONE: there are no logits."""
-
-    OWN = auto()
-    TIED = auto()
-    NONE = auto()
 
 
 class LanguageModel(nn.Module, ABC):

@@ -18,6 +18,7 @@ from contract.errors import InternalError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.models.config import ModelShape, unserved
+from engine.models.transformers_rules import LATER, RECURRENT, SINKS, TWICE, UNEQUAL
 
 SERVING = "kvbaton"
 ASKING = "kvbaton_asking"
@@ -126,12 +127,11 @@ class Survey:
         if layers != list(range(num_layers)):
             raise unserved(
                 self._architecture,
-                f"its {num_layers} layers ask transformers' attention interface {len(layers)} times; each must do so "
-                "once, in their order (recurrent and linear layers have no paged KV)",
+                f"{RECURRENT if len(layers) < num_layers else TWICE} (its {num_layers} layers attend {len(layers)} times)",
             )
         shapes = {tuple(call.key.shape[1:]) for call in self._calls}
         if len(shapes) > 1:
-            raise unserved(self._architecture, f"its layers have keys of different shapes, {sorted(shapes)}")
+            raise unserved(self._architecture, f"{UNEQUAL}: {sorted(shapes)}")
         num_kv_heads, head_dim = shapes.pop()
         return ModelShape(vocab_size, num_layers, num_kv_heads, head_dim, num_positions)
 
@@ -150,11 +150,11 @@ class AskedMask:
 
 def _why_unserved(call: LayerCall) -> str | None:
     if unknown := sorted(set(call.others) - _WITHOUT_MEANING):
-        return f"its attention takes {unknown[0]!r}, which is not known here"
+        return SINKS if unknown[0] == "s_aux" else f"attention that takes {unknown[0]!r} is not served"
     if call.others.get("is_causal") is False:
-        return "its attention sees later tokens"
+        return LATER
     if call.key.shape != call.value.shape:
-        return f"its keys and values differ in shape ({list(call.key.shape)}, {list(call.value.shape)})"
+        return f"keys and values that differ in shape ({list(call.key.shape)}, {list(call.value.shape)}) are not served"
     if call.query.shape[1] % call.key.shape[1]:
         return f"its {call.query.shape[1]} heads are no multiple of its {call.key.shape[1]} KV heads"
     return _why_masked_otherwise(call.mask, call.shape.sliding_window)

@@ -1,15 +1,18 @@
-"""Architectures by name: the reader of the configuration and the model, each imported at first use."""
+"""Our own architectures by name: readers of the configuration, tensors and model, each imported at first use."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
-from contract.errors import SettingError
-from engine.distributed.group import RankGroup
-from engine.models.config import DecoderConfig, RawConfig
-from engine.models.language_model import Head, LanguageModel
+from engine.models.config import DecoderConfig, Head, RawConfig
+
+if TYPE_CHECKING:
+    from engine.distributed.group import RankGroup
+    from engine.models.language_model import LanguageModel
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shape of each tensor of a checkpoint, by name."""
 
 
 class _ReadConfig(Protocol):
@@ -17,21 +20,33 @@ class _ReadConfig(Protocol):
 
 
 class _Build(Protocol):
-    def __call__(self, config: DecoderConfig, head: Head, group: RankGroup) -> LanguageModel: ...
+    def __call__(self, config: DecoderConfig, head: Head, group: "RankGroup") -> "LanguageModel": ...
+
+
+class _Tensors(Protocol):
+    def __call__(self, config: DecoderConfig, head: Head) -> Shapes: ...
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """The places of both parts as "module:name". config: a function of config.json; model: the model's class."""
+    """The places of its parts as "module:name"; only the model's needs torch.
+
+    config: a function of config.json. tensors: a function of the configuration. model: the model's class.
+    """
 
     config: str
+    tensors: str = "engine.models.families:decoder_tensors"
     model: str = "engine.models.decoder:CausalLM"
 
     def read_config(self, raw: RawConfig) -> DecoderConfig:
         """Return the decoder that config.json describes. Raises SettingError for one that cannot be served."""
         return cast(_ReadConfig, _found(self.config))(raw)
 
-    def build(self, config: DecoderConfig, head: Head, group: RankGroup) -> LanguageModel:
+    def shapes(self, config: DecoderConfig, head: Head) -> Shapes:
+        """Return the tensors that a checkpoint of this configuration has."""
+        return cast(_Tensors, _found(self.tensors))(config, head)
+
+    def build(self, config: DecoderConfig, head: Head, group: "RankGroup") -> "LanguageModel":
         """Build the model of one rank, without weights."""
         return cast(_Build, _found(self.model))(config, head, group)
 
@@ -43,7 +58,9 @@ ARCHITECTURES = {
 }
 _FOR_TESTS = {
     "ScriptedForCausalLM": Architecture(
-        "engine.testing.model:scripted_config", "engine.testing.model:ScriptedModel"
+        "engine.testing.scripted_config:scripted_config",
+        "engine.testing.scripted_config:scripted_tensors",
+        "engine.testing.model:ScriptedModel",
     )
 }
 
@@ -55,31 +72,8 @@ def architecture_name(raw: RawConfig) -> str | None:
 
 
 def find_architecture(raw: RawConfig) -> Architecture | None:
-    """Return our architecture of that name, None for a decoder of transformers.
-
-    Raises SettingError that lists the served names.
-    """
-    name = architecture_name(raw)
-    found = (ARCHITECTURES | _FOR_TESTS).get(str(name))
-    if found is None and not _is_of_transformers(name):
-        missing = (
-            ""
-            if find_spec("transformers")
-            else " (which is not installed: pip install 'kvbaton[transformers]')"
-        )
-        raise SettingError(
-            f"the model's architecture is {name!r}; the served ones are {', '.join(ARCHITECTURES)}, and every "
-            f"...ForCausalLM of transformers{missing}",
-            param="model",
-        )
-    return found
-
-
-def _is_of_transformers(name: str | None) -> bool:
-    if name is None or find_spec("transformers") is None:
-        return False
-    is_decoder = cast(Callable[[str], bool], _found("engine.models.transformers_loading:is_decoder"))
-    return is_decoder(name)
+    """Return our architecture of that name, None for another one."""
+    return (ARCHITECTURES | _FOR_TESTS).get(str(architecture_name(raw)))
 
 
 def _found(place: str) -> object:

@@ -1,26 +1,11 @@
 """Rotary position embeddings (Su et al. 2021) with the scalings that the served families use."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The parameters that map positions to angles.
-
-    rope_type: "default"; "linear" divides every frequency by ``factor``; "llama3" divides the low ones, keeps the
-    high ones, and blends between wavelengths of ``original_max_position_embeddings`` / high_ and / low_freq_factor.
-    """
-
-    rope_type: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
+from engine.models.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:

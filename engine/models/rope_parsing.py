@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.models.config import RawConfig, bad_config, positive_float, positive_int
-from engine.models.rope import RopeConfig
+from engine.models.config import RawConfig, RopeConfig, bad_config, positive_float, positive_int
 
 ROPE_TYPES = ("default", "linear", "llama3")
 _DEFAULT_THETA = 10000.0

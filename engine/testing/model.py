@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
-from engine.models.config import DecoderConfig, RawConfig, bad_config
-from engine.models.families import shared_fields
-from engine.models.language_model import Head, LanguageModel
+from engine.models.config import Head
+from engine.models.language_model import LanguageModel
+from engine.testing.scripted_config import CODES, MARKERS, ScriptedConfig, ScriptTokens
 
 _NUM_HEADS = 3
 _GAIN = 8.0
@@ -35,39 +35,6 @@ _GAIN = 8.0
 _LOGIT_GAIN = 128.0
 _CLEAN = 0.99
 _SHAPE = LayerShape(scale=1.0, sliding_window=None)
-_CODES = "model.embed_tokens.weight"
-_MARKERS = ("begin", "answer", "lost")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptTokens:
-    """Token ids. begin: precedes the script. answer: precedes the answer. lost: the answer if no script can be read."""
-
-    begin: int
-    answer: int
-    lost: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScriptedConfig(DecoderConfig):
-    """Two layers of one KV head; ``hidden_size`` is the number of bits of a token's code."""
-
-    tokens: ScriptTokens
-
-    @property
-    def position_bits(self) -> int:
-        """The number of bits of a position."""
-        return self.max_position_embeddings.bit_length()
-
-
-def scripted_config(raw: RawConfig) -> ScriptedConfig:
-    """Read the configuration that ``write_scripted_model`` writes. Raises SettingError."""
-    tokens = raw.get("script_tokens")
-    if not isinstance(tokens, dict) or set(tokens) != set(_MARKERS):
-        raise bad_config(f"script_tokens is {tokens!r}; it must be an object of {', '.join(_MARKERS)}")
-    fields = shared_fields(raw)
-    windows = (None,) * fields["num_layers"]
-    return ScriptedConfig(**fields, sliding_windows=windows, tokens=ScriptTokens(**tokens))
 
 
 def write_scripted_model(
@@ -89,11 +56,11 @@ def write_scripted_model(
         "max_position_embeddings": max_model_len,
         "tie_word_embeddings": True,
         "eos_token_id": eos_token_id,
-        "script_tokens": {name: getattr(tokens, name) for name in _MARKERS},
+        "script_tokens": {name: getattr(tokens, name) for name in MARKERS},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     codes = _bits(torch.arange(vocab_size), num_bits).contiguous()
-    save_file({_CODES: codes}, folder / "model.safetensors")
+    save_file({CODES: codes}, folder / "model.safetensors")
     return folder
 
 
@@ -108,7 +75,7 @@ class ScriptedModel(LanguageModel):
     @property
     def _codes(self) -> Tensor:
         """The codes, ``[vocab_size, hidden_size]``."""
-        return self.get_parameter(_CODES)
+        return self.get_parameter(CODES)
 
     def forward(
         self,

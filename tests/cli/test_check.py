@@ -1,12 +1,16 @@
 """``kvbaton check``: its report about a model folder, and its exit codes."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cli.main import run_command
+from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_foreign_checkpoint
 from tests.text.tiny_model import model_files, write_model
 
 
@@ -32,14 +36,19 @@ GENERIC = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
 
 
 def test_a_good_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """F4: the probe's report is printed."""
-    folder = folder_with(tmp_path, GENERIC, architectures=["LlamaForCausalLM"], torch_dtype="bfloat16")
+    """F4: the probe's report is printed, and the verdict of the engine."""
+    folder = make_checkpoint(tmp_path, dtype=torch.bfloat16, max_position_embeddings=128)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<eos>", "chat_template": CHAT_TEMPLATE})
+    )
     code, text = checked(capsys, str(folder))
-    assert code == 0
+    assert code == 0, text
     lines = [line.split("  ") for line in text.splitlines()]
     found = {words[0]: words[-1].strip() for words in lines if len(words) > 1}
     assert (found["architecture"], found["dtype"]) == ("LlamaForCausalLM", "bfloat16")
-    assert (found["context length"], found["end tokens"]) == ("128", "1 <|end|>")
+    assert found["context length"] == "128"
+    assert (found["served by"], found["KV bytes per token"]) == ("the own decoder", str(2 * 2 * 2 * 16 * 2))
+    assert found["weights in memory"].endswith("GiB in bfloat16")
     assert "developer" in text and "as system" in text
     code, text = checked(capsys, "--json", str(folder))
     found_json = json.loads(text)
@@ -64,7 +73,7 @@ def test_problems_are_named(
 ) -> None:
     code, text = checked(capsys, str(folder_with(tmp_path, template)))
     assert code == 1
-    assert words in text.splitlines()[-1] or words in text
+    assert words in text
 
 
 def test_a_folder_without_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +117,8 @@ def test_a_folder_cannot_control_the_terminal_of_its_judge(
         _, text = checked(capsys, *flags, str(evil))
         assert "owned" in text
         assert not UNSAFE & set(text)
-        assert not [line for line in text.splitlines() if line.startswith("problem: ") and "owned" in line]
+        faked = [line for line in text.splitlines() if line.startswith("problem: ") and "owned" in line]
+        assert all(line.startswith("problem: the model's architecture is") for line in faked)
 
 
 @pytest.mark.parametrize(
@@ -122,4 +132,40 @@ def test_a_folder_whose_only_weights_are_a_pickle_is_refused(
     code, text = checked(capsys, str(folder))
     assert (code, f"the only weights are pickles ({name})" in text) == (1, True)
     (folder / "a.safetensors").write_bytes(b"1234")
-    assert checked(capsys, str(folder))[0] == 0
+    assert "pickles" not in checked(capsys, str(folder))[1]
+
+
+def test_a_refused_model_is_a_problem_and_exits_with_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The sentence is that of the loader, and the last line (the sampled forms are in test_served.py)."""
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    config = json.loads((folder / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "gptq"}}
+    (folder / "config.json").write_text(json.dumps(quantised))
+    code, text = checked(capsys, str(folder))
+    assert code == 1
+    assert "Olmo2ForCausalLM is not served: its weights are quantised" in text
+    (folder / "config.json").write_text(json.dumps(config))
+    code, text = checked(capsys, "--json", str(folder))
+    found = json.loads(text)
+    assert (found["served by"], found["KV bytes per token"]) == ("transformers", 2 * 2 * 2 * 16 * 4)
+
+
+def test_a_refused_model_ends_up_and_serve_before_a_process_starts(tmp_path: Path) -> None:
+    """The last line of a start is the reason, in the words of check."""
+    folder = make_checkpoint(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "awq"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for words in (["serve", str(folder)], ["up", "--model", str(folder)]):
+        ended = subprocess.run(
+            [sys.executable, "-m", "cli.main", *words, "--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ended.returncode == 2
+        assert "quant_method is 'awq'; only 'compressed-tensors' is served" in ended.stderr.splitlines()[-1]
+        assert "started" not in ended.stderr

@@ -60,12 +60,6 @@ def test_variations_of_the_families() -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (
-            {"architectures": ["BertModel"]},
-            "BertModel.*LlamaForCausalLM, MistralForCausalLM.*of transformers$",
-        ),
-        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGeneration"),
-        ({"architectures": []}, "architecture is None"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),

@@ -18,7 +18,8 @@ from engine.models.config import DecoderConfig
 from engine.models.loading import load
 from engine.models.sharding import config_of_rank
 from engine.settings import EngineSettings
-from engine.testing.model import ScriptTokens, write_scripted_model
+from engine.testing.model import write_scripted_model
+from engine.testing.scripted_config import ScriptTokens
 from tests.engine_compute.driver import Driver, Sequence, greedy
 from tests.engine_pair import outputs_of, tokens_of
 

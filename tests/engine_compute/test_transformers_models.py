@@ -134,12 +134,12 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
         (
             "Bloom",
             {"n_head": 4, "max_position_embeddings": 64},
-            "not behind transformers' attention interface",
+            "its attention cannot run over the paged KV cache",
         ),
-        ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "its attention takes 's_aux'"),
-        ("Electra", {"max_position_embeddings": 64}, "a layer's mask is not the causal one"),
-        ("DiffLlama", {"max_position_embeddings": 64}, "its 2 layers ask .* interface 4 times"),
-        ("Mamba", {"max_position_embeddings": 64}, "layers of the type 'linear_attention'"),
+        ("GptOss", {"num_local_experts": 4, "head_dim": 16}, "attention sinks are not served"),
+        ("Electra", {"max_position_embeddings": 64}, "attention to later tokens is not served"),
+        ("DiffLlama", {"max_position_embeddings": 64}, "layers that attend more than once are not served"),
+        ("Mamba", {"max_position_embeddings": 64}, "recurrent layers are not served"),
         (
             "DeepseekV2",
             {
@@ -148,7 +148,7 @@ def write(folder: Path, name: str, **fields: Any) -> Path:
                 "intermediate_size": 32,
                 "moe_intermediate_size": 32,
             },
-            "its keys and values differ in shape",
+            "keys and values differ in size",
         ),
     ],
 )
@@ -185,7 +185,10 @@ def test_unsupported_configurations_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match="its model_type 'phi' stands for another"):
         load_on_cpu(folder)
     change_config(folder, model_type="olmo2", architectures=["BertForCausalLM2"])
-    with pytest.raises(SettingError, match=r"is 'BertForCausalLM2'; the served ones are Llama.*transformers"):
+    with pytest.raises(
+        SettingError,
+        match=r"is 'BertForCausalLM2', which is not served; the served ones are Llama.*transformers",
+    ):
         load_on_cpu(folder)
 
 
@@ -261,7 +264,7 @@ def test_the_self_check_detects_leaks_between_requests(tmp_path: Path) -> None:
 
 def test_bidirectional_attention_is_rejected(tmp_path: Path) -> None:
     folder = change_config(make_foreign_checkpoint(tmp_path, "olmo2"), is_causal=False)
-    with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: its attention sees later tokens"):
+    with pytest.raises(SettingError, match="Olmo2ForCausalLM is not served: attention to later tokens"):
         load_on_cpu(folder)
 
 

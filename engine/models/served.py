@@ -1,0 +1,216 @@
+"""Decide from a model folder, without torch and without reading weights, whether and how the engine serves it.
+
+``kvbaton check`` prints the answer, a service asks before it starts a process, and the loader builds the model by it.
+"""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from contract.errors import SettingError
+from contract.layout import DTYPE_BYTES
+from engine.fp8.scheme import read_scheme
+from engine.fp8.stored import Fp8Checkpoint
+from engine.models.checkpoint import (
+    DTYPE_NAMES,
+    HEAD_NAME,
+    Checkpoint,
+    Weights,
+    check_tensors,
+    read_config,
+    resolve_dtype,
+)
+from engine.models.config import DecoderConfig, Head, RawConfig, bad_config, check_counts
+from engine.models.registry import Architecture, architecture_name, find_architecture
+
+_PROGRAM = "engine.models.facts_program"
+_PROGRAM_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A folder that our own decoder serves. length: the longest context. head: its output layer."""
+
+    architecture: Architecture
+    config: DecoderConfig
+    head: Head
+    weights: Weights
+    dtype: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """The way in which the engine serves a folder.
+
+    is_own: our own decoder computes it, else transformers. is_tried: False for a type of transformers that no version of
+    this engine has loaded, so that its start decides. dtype: of the computation; None where neither config.json nor the
+    weights name one. quantisation: None without. num_weight_bytes: of the weights in that dtype; None if unknown.
+    kv_bytes_per_token: over all layers; None if unknown. has_weights: False if there is config.json alone.
+    """
+
+    architecture: str
+    is_own: bool
+    is_tried: bool
+    dtype: str | None
+    quantisation: str | None
+    num_weight_bytes: int | None
+    kv_bytes_per_token: int | None
+    max_model_len: int
+    has_weights: bool
+
+
+def examine(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> Served:
+    """Return how the engine serves a folder, with weights or with config.json alone. Needs kvbaton[worker], not torch.
+
+    Raises SettingError, whose text is that of the loader, for one that it refuses. Takes about a second where transformers
+    reads the configuration, in a process of its own.
+    """
+    raw = read_config(folder)
+    has_weights = any(folder.glob("*.safetensors"))
+    checkpoint = Checkpoint(folder, "numpy") if has_weights else None
+    if checkpoint is not None:
+        check_counts(raw, len(checkpoint.names()))
+    architecture = find_architecture(raw)
+    if architecture is None:
+        return _examine_transformers(folder, raw, checkpoint, dtype, max_model_len)
+    return _examine_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
+
+
+def plan_own(
+    folder: Path,
+    raw: RawConfig,
+    architecture: Architecture,
+    checkpoint: Checkpoint,
+    dtype: str,
+    max_model_len: int | None,
+) -> OwnModel:
+    """Return how our own decoder serves a folder. Raises SettingError for one that it cannot serve.
+
+    The embedding is the output head if the configuration ties them and the checkpoint has no separate head. A decoder
+    that was saved alone, or by sentence-transformers, needs no head: it gives embeddings only.
+    """
+    scheme = read_scheme(raw)
+    weights: Weights = checkpoint if scheme is None else Fp8Checkpoint(checkpoint, scheme)
+    config = architecture.read_config(raw)
+    length = model_length(max_model_len, config.max_position_embeddings)
+    name = resolve_dtype(dtype, raw, weights)
+    head = _head(folder, config, checkpoint)
+    if head is Head.NONE:
+        _refuse_own_code(raw)
+    check_tensors(architecture.shapes(config, head), weights)
+    return OwnModel(architecture, config, head, weights, name, length)
+
+
+def model_length(setting: int | None, limit: int) -> int:
+    """Return the longest context. Raises SettingError if the setting is beyond the model's positions."""
+    if setting is not None and setting > limit:
+        raise SettingError(
+            f"max_model_len is {setting}; the model has {limit} positions, so it must lie in 2..{limit}",
+            param="max_model_len",
+        )
+    return setting or limit
+
+
+def _examine_own(
+    folder: Path,
+    raw: RawConfig,
+    architecture: Architecture,
+    checkpoint: Checkpoint | None,
+    dtype: str,
+    max_model_len: int | None,
+) -> Served:
+    name: str | None
+    if checkpoint is not None:
+        own = plan_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
+        config = own.config
+        name = own.dtype
+        num_numbers = _num_numbers(own.weights)
+    else:
+        read_scheme(raw)
+        config = architecture.read_config(raw)
+        name = _named_dtype(dtype, raw)
+        head = Head.TIED if config.tie_word_embeddings else Head.OWN
+        num_numbers = sum(map(prod, architecture.shapes(config, head).values()))
+    return Served(
+        architecture=str(architecture_name(raw)),
+        is_own=True,
+        is_tried=True,
+        dtype=name,
+        quantisation="FP8 (compressed-tensors)" if raw.get("quantization_config") else None,
+        num_weight_bytes=_bytes(num_numbers, name),
+        kv_bytes_per_token=_bytes(2 * config.num_layers * config.num_kv_heads * config.head_dim, name),
+        max_model_len=model_length(max_model_len, config.max_position_embeddings),
+        has_weights=checkpoint is not None,
+    )
+
+
+def _examine_transformers(
+    folder: Path, raw: RawConfig, checkpoint: Checkpoint | None, dtype: str, max_model_len: int | None
+) -> Served:
+    facts = _ask_transformers(folder)
+    shape = facts["kv_shape"]
+    name = _named_dtype(dtype, raw) if checkpoint is None else resolve_dtype(dtype, raw, checkpoint)
+    return Served(
+        architecture=str(architecture_name(raw)),
+        is_own=False,
+        is_tried=facts["is_tried"],
+        dtype=name,
+        quantisation=None,
+        num_weight_bytes=_bytes(None if checkpoint is None else _num_numbers(checkpoint), name),
+        kv_bytes_per_token=_bytes(2 * prod(shape) if shape else None, name),
+        max_model_len=model_length(max_model_len, facts["num_positions"]),
+        has_weights=checkpoint is not None,
+    )
+
+
+def _ask_transformers(folder: Path) -> dict[str, Any]:
+    """Return what ``facts_program`` prints. Raises SettingError with its text, and if it fails."""
+    command = [sys.executable, "-P", "-m", _PROGRAM, str(folder)]
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=_PROGRAM_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise SettingError(f"model: transformers cannot read {folder}: {error}", param="model") from error
+    facts: dict[str, Any] = json.loads(ended.stdout)
+    if "problem" in facts:
+        raise SettingError(facts["problem"], param="model")
+    return facts
+
+
+def _num_numbers(weights: Weights) -> int:
+    return sum(prod(weights.shape(name)) for name in weights.names())
+
+
+def _named_dtype(setting: str, raw: RawConfig) -> str | None:
+    """Return the dtype without weights; None if config.json names none."""
+    if setting != "auto":
+        return setting
+    name = str(raw.get("dtype") or raw.get("torch_dtype") or "").removeprefix("torch.")
+    return name if name in DTYPE_NAMES else None
+
+
+def _bytes(num_numbers: int | None, dtype: str | None) -> int | None:
+    return None if num_numbers is None or dtype is None else num_numbers * DTYPE_BYTES[dtype]
+
+
+def _head(folder: Path, config: DecoderConfig, checkpoint: Checkpoint) -> Head:
+    if HEAD_NAME in checkpoint.names():
+        return Head.OWN
+    if checkpoint.is_bare:
+        return Head.NONE
+    if config.tie_word_embeddings:
+        return Head.TIED
+    return Head.NONE if (folder / "modules.json").is_file() else Head.OWN
+
+
+def _refuse_own_code(raw: RawConfig) -> None:
+    """Refuse models with code of their own: embedding models use it for bidirectional attention, unseen in config.json."""
+    if "AutoModel" in (raw.get("auto_map") or {}) and raw.get("is_causal") is not True:
+        raise bad_config(
+            "auto_map names code of the model's own, which is not run; where its attention is causal, set is_causal to "
+            "true there"
+        )

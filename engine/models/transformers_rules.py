@@ -1,0 +1,258 @@
+"""Decide by its configuration whether a decoder of transformers gives right answers over the paged KV cache.
+
+Needs transformers' configurations, not torch: ``kvbaton check`` and the start of a service ask before a process is started,
+and the loader asks the same functions. The tables were found by loading a small model of each type. A type in neither has
+not been tried: the loader's survey and self-check decide.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from contract.errors import KvbatonError, SettingError
+from engine.models.config import RawConfig, unserved
+from engine.models.registry import ARCHITECTURES, architecture_name
+
+_REGISTRY = "ALL_ATTENTION_FUNCTIONS"
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+SINKS = "attention sinks are not served"
+RECURRENT = "recurrent layers are not served"
+_SPARSE = "sparse attention is not served"
+_MLA = "multi-head latent attention (MLA), whose keys and values differ in size, is not served"
+LATER = "attention to later tokens is not served"
+OTHER_ATTENTION = "its attention cannot run over the paged KV cache"
+_OTHER_POSITIONS = "positions that it counts in its own way are not served"
+UNEQUAL = "layers whose KV differs in shape are not served"
+TWICE = "layers that attend more than once are not served"
+
+_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_REASON_OF_LAYERS = {
+    "chunked_attention": "attention in chunks is not served",
+    "indexed_attention": _SPARSE,
+    "heavily_compressed_attention": _SPARSE,
+    "compressed_sparse_attention": _SPARSE,
+    "linear_attention": RECURRENT,
+    "conv": RECURRENT,
+    "hybrid": RECURRENT,
+    "hybrid_sliding": RECURRENT,
+    "mamba": RECURRENT,
+    "recurrent": RECURRENT,
+}
+_REASONS: Mapping[str, frozenset[str]] = {
+    SINKS: frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}),
+    RECURRENT: frozenset({"mamba", "mamba2", "rwkv", "xlstm", "zamba", "zamba2"}),
+    OTHER_ATTENTION: frozenset({"doge", "git", "modernbert-decoder"}),
+    _OTHER_POSITIONS: frozenset(
+        {
+            "camembert",
+            "data2vec-text",
+            "roberta",
+            "roberta-prelayernorm",
+            "xlm-roberta",
+            "xlm-roberta-xl",
+            "xmod",
+        }
+    ),
+    "the decoder of an encoder-decoder model is not served": frozenset(
+        {
+            "bart",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "marian",
+            "mbart",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+            "trocr",
+            "whisper",
+        }
+    ),
+    TWICE: frozenset({"diffllama", "hrm_text"}),
+}
+_REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind in kinds}
+_ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
+"""Types that attend to earlier tokens alone if ``is_decoder`` is set."""
+TRIED = _ENCODERS | frozenset(
+    """afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm ernie4_5 ernie4_5_moe exaone4
+    exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite
+    granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe
+    kolibri1 laguna lfm2 mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mixtral moshi nanochat olmo olmo2 olmo3
+    olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
+    vaultgemma""".split()
+)
+"""Types of which a small model gave transformers' own answers."""
+_EXPERT_HEADS = frozenset({"jetmoe"})
+"""Types that store the key and value of each chosen expert's head."""
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+
+
+@dataclass(frozen=True)
+class TransformersFacts:
+    """A configuration of transformers that can be served. num_positions: the longest context in tokens.
+
+    is_tried: models of its type are known to load. kv_shape: layers, KV heads and head_dim; None if unknown.
+    """
+
+    config: Any
+    num_positions: int
+    is_tried: bool
+    kv_shape: tuple[int, int, int] | None
+
+
+def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
+    """Read a folder whose architecture is not our own. Raises SettingError for one that is not served."""
+    architecture = architecture_name(raw)
+    if architecture is not None and raw.get("quantization_config"):
+        raise unserved(
+            architecture,
+            "its weights are quantised (quantization_config), which is served for built-in models only",
+        )
+    if architecture is None or find_spec("transformers") is None:
+        raise _unknown(architecture)
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+    if not architecture.endswith(_DECODERS) or architecture not in NAMES.values():
+        raise _unknown(architecture)
+    with refusing(architecture):
+        config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if NAMES.get(config.model_type) != architecture:
+            raise unserved(architecture, f"its model_type {config.model_type!r} stands for another")
+        if reason := why_unserved(config):
+            raise unserved(architecture, reason)
+        num_positions = _num_positions(config)
+        if num_positions is None:
+            raise unserved(architecture, "config.json does not give its number of positions")
+        is_tried = config.model_type in TRIED
+        return TransformersFacts(config, num_positions, is_tried, _kv_shape(config))
+
+
+@contextmanager
+def refusing(architecture: str, *own_names: str) -> Iterator[None]:
+    """Turn any error of transformers into the SettingError of a model that cannot be served.
+
+    own_names: what an error names that comes from an attention which does not ask transformers' interface.
+    """
+    try:
+        yield
+    except KvbatonError:
+        raise
+    except Exception as error:
+        is_ours = any(name in str(error) for name in own_names)
+        why = OTHER_ATTENTION if is_ours else "transformers cannot run it so"
+        raise unserved(architecture, f"{why} ({type(error).__name__}: {error})") from error
+
+
+def why_unserved(config: Any) -> str | None:
+    """Return why a model of this configuration would give wrong answers here, None if nothing is known against it."""
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        return "it has an encoder"
+    if config.get_text_config() is not config:
+        return "it takes more than text, and only models of text are served"
+    if getattr(config, "num_kv_shared_layers", 0):
+        return "layers that share their KV (num_kv_shared_layers) are not served"
+    if unknown := sorted(set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES):
+        return _REASON_OF_LAYERS.get(unknown[0], f"layers of the type {unknown[0]!r} are not served")
+    if config.model_type in _ENCODERS and not getattr(config, "is_decoder", False):
+        return LATER
+    if getattr(config, "is_causal", True) is False:
+        return LATER
+    if getattr(config, "kv_lora_rank", None) and _key_size(config) != getattr(config, "v_head_dim", None):
+        return _MLA
+    if len(_shapes(config)) > 1:
+        return UNEQUAL
+    if reason := _REASON_OF_TYPE.get(config.model_type):
+        return reason
+    return None if _asks_for_attention(config) else OTHER_ATTENTION
+
+
+def _asks_for_attention(config: Any) -> bool:
+    """Return whether the model's code gets its attention from transformers' registry, in which ours is.
+
+    Its text is searched, since importing it would take seconds. Types become servable with newer versions of transformers.
+    """
+    folder = Path(inspect.getfile(type(config))).parent
+    return any(_REGISTRY in file.read_text("utf-8") for file in folder.glob("modeling_*.py"))
+
+
+def _unknown(architecture: str | None) -> SettingError:
+    missing = (
+        "" if find_spec("transformers") else " (which is not installed: pip install 'kvbaton[transformers]')"
+    )
+    images = ", also of its text" if str(architecture).endswith("ForConditionalGeneration") else ""
+    return SettingError(
+        f"the model's architecture is {architecture!r}, which is not served{images}; the served ones are "
+        f"{', '.join(ARCHITECTURES)}, and every ...ForCausalLM of transformers{missing}",
+        param="model",
+    )
+
+
+def _key_size(config: Any) -> int:
+    return int(config.qk_nope_head_dim) + int(config.qk_rope_head_dim)
+
+
+def _shapes(config: Any) -> set[tuple[int, int]]:
+    """Return the KV heads and head_dim of the layers; empty if the configuration does not give them."""
+    layers = list(getattr(config, "per_layer_config", None) or [config])
+    shapes = {_shape_of(layer) for layer in layers}
+    return {shape for shape in shapes if shape is not None}
+
+
+def _shape_of(config: Any) -> tuple[int, int] | None:
+    num_heads = getattr(config, "num_attention_heads", None)
+    hidden_size = getattr(config, "hidden_size", None)
+    if getattr(config, "kv_lora_rank", None):
+        return int(num_heads or 0), _key_size(config)
+    if not isinstance(num_heads, int) or not isinstance(hidden_size, int) or num_heads < 1:
+        return None
+    head_dim = getattr(config, "head_dim", None) or hidden_size // num_heads
+    names = _KV_HEADS[-1:] if config.model_type in _EXPERT_HEADS else _KV_HEADS
+    found = (getattr(config, name, None) for name in names if _declares(config, name))
+    num_kv_heads = next((each for each in found if isinstance(each, int) and each), None)
+    if num_kv_heads is None or not isinstance(head_dim, int):
+        return None
+    return (1 if getattr(config, "multi_query", False) else num_kv_heads), head_dim
+
+
+def _declares(config: Any, name: str) -> bool:
+    """Return whether the type has this field: config.json may contain others, which nothing reads."""
+    kind = type(config)
+    return (
+        hasattr(kind, name)
+        or name in config.attribute_map
+        or name in getattr(kind, "__dataclass_fields__", ())
+    )
+
+
+def _kv_shape(config: Any) -> tuple[int, int, int] | None:
+    shapes = _shapes(config)
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if len(shapes) != 1 or not isinstance(num_layers, int):
+        return None
+    return (num_layers, *shapes.pop())
+
+
+def _num_positions(config: Any) -> int | None:
+    """Return the number of positions whose angles do not depend on the rest of the batch.
+
+    "longrope" changes the angles of all tokens of a batch as soon as one token lies beyond the original positions.
+    """
+    limit: int | None = getattr(config, "max_position_embeddings", None)
+    for parameters in _rope_parameters(config):
+        original = parameters.get("original_max_position_embeddings")
+        if limit and original and parameters.get("rope_type") == "longrope":
+            limit = min(limit, int(original))
+    return limit
+
+
+def _rope_parameters(config: Any) -> list[Mapping[str, Any]]:
+    """Return the rope parameters: one mapping, or one for each type of layer."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return nested or [parameters]
