@@ -235,11 +235,13 @@ async def test_demo_shows_two_answers_and_their_latency_breakdown(model: Path) -
 
 
 async def test_a_worker_that_cannot_start_ends_up_and_is_named(model: Path) -> None:
-    flags = ("--model", str(model), "--both", "1", "--max-model-len", "100000")
+    flags = ("--model", str(model), "--both", "1", "--kv-cache-bytes", "1")
     async with kvbaton("up", *FREE_PORTS, *flags) as command:
         output, _ = await command.process.communicate()
     assert command.process.returncode == 1
-    assert "kvbaton: both-0 could not start" in output.decode().splitlines()[-1]
+    last = output.decode().splitlines()[-1]
+    assert "kvbaton: both-0 could not start: it ended before it was ready: " in last
+    assert "there are 1 bytes for the KV cache" in last
 
 
 async def test_a_pool_grows_with_the_load(model: Path, tmp_path: Path) -> None:
