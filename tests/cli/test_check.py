@@ -118,7 +118,7 @@ def test_a_folder_cannot_control_the_terminal_of_its_judge(
         assert "owned" in text
         assert not UNSAFE & set(text)
         faked = [line for line in text.splitlines() if line.startswith("problem: ") and "owned" in line]
-        assert all(line.startswith("problem: the model's architecture is") for line in faked)
+        assert all(line.startswith(("problem: model", "problem: the model")) for line in faked)
 
 
 @pytest.mark.parametrize(
