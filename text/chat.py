@@ -101,13 +101,19 @@ def _parse_message(raw: Any, where: str) -> Message:
 
 
 def _served(raw: Message, where: str) -> Message:
-    """Check a message for unsupported keys; turn an empty list of parts in answers and results into an empty content."""
+    """Check a message for unsupported keys; turn an empty list of parts in answers and results into an empty content.
+
+    A result that is null is empty too: tools that return nothing send it.
+    """
     if unserved := next((key for key in _UNSERVED if raw.get(key)), None):
         raise UnsupportedFieldError(
             f"{where}.{unserved} is not supported by this version; put calls into tool_calls",
             param=f"{where}.{unserved}",
         )
-    is_empty = raw["role"] in ("assistant", "tool") and raw.get("content") == []
+    content = raw.get("content", ...)
+    is_empty = (raw["role"] in ("assistant", "tool") and content == []) or (
+        raw["role"] == "tool" and content is None
+    )
     return {**raw, "content": ""} if is_empty else raw
 
 

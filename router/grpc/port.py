@@ -5,7 +5,7 @@ import asyncio
 import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from protos import inference_pb2, inference_pb2_grpc
 from router.client_access import ClientAccess
@@ -18,6 +18,7 @@ from serving.grpc_options import public_server_options
 from serving.grpc_server import start_grpc
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+_REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 
 
 class GrpcPort:
@@ -55,6 +56,7 @@ class GrpcPort:
         reflection.enable_server_reflection(
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
+        self._server.add_generic_rpc_handlers((_reflection_v1(),))
         credentials = self._clients.tls.credentials if self._clients.tls else None
         return await start_grpc(self._server, settings.grpc, param="grpc", credentials=credentials)
 
@@ -84,3 +86,14 @@ class GrpcPort:
             tenant=lambda metadata: self._clients.keys.tenant(authorization_of(metadata)),
             hold=self._clients.held.holding,
         )
+
+
+def _reflection_v1() -> grpc.GenericRpcHandler:
+    """Return reflection under its final name, which clients try first. Its messages are those of v1alpha, byte for byte."""
+    servicer = reflection.aio.ReflectionServicer((_INFERENCE, health.SERVICE_NAME, _REFLECTION_V1))
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
+        response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": handler})

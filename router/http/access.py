@@ -11,7 +11,7 @@ from serving.api_keys import ApiKeys
 from serving.http_hosts import HostCheck
 from serving.wrong_keys import WrongKeys
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+_OPEN_PATHS = frozenset({"/", "/docs", "/health", "/ping", "/ready", "/version"})
 _METRICS = "/metrics"
 _PREFLIGHT_SECONDS = "600"
 _EXPOSED = "Retry-After, Server-Timing, X-Request-Id, x-kvbaton-request-id"

@@ -7,6 +7,7 @@ from aiohttp import hdrs, web
 from router.client_access import ClientAccess
 from router.draining import Drain
 from router.http.access import Cors, checking, key_check
+from router.http.bodies.expectation import check_expectation
 from router.http.boundary import boundary
 from router.http.lifetime import lifetime
 from router.settings import RouterSettings
@@ -42,5 +43,15 @@ def build_app(
             response.headers[hdrs.CONNECTION] = "close"  # force_close comes too late for the header
 
     app.on_response_prepare.append(end_connection)
-    app.add_routes(routes)
+    app.add_routes(_continued_later(route) for route in routes)
     return app
+
+
+def _continued_later(route: web.RouteDef) -> web.RouteDef:
+    """Return the route without an answer to ``Expect: 100-continue`` before keys and sizes are checked.
+
+    The reader of the body sends it (``router.http.bodies.expectation``).
+    """
+    return web.RouteDef(
+        route.method, route.path, route.handler, {**route.kwargs, "expect_handler": check_expectation}
+    )

@@ -62,6 +62,14 @@ def _paths(needs_key: bool, metrics_need_key: bool) -> Json:
         "/detokenize": {"post": closed(_post("Text of token ids", DETOKENIZE, _json("Text")))},
         "/health": {"get": _health("Whether a request can be answered now")},
         "/ready": {"get": _health("The same")},
+        "/": {"get": _get("A page with links, or JSON", {"text/html": {}, _JSON: {}})},
+        "/docs": {"get": _get("A page with every path", {"text/html": {}})},
+        "/ping": {"get": _health("The same as /health")},
+        "/load": {
+            "get": closed(
+                _get("Requests that wait or are being answered", {_JSON: {"schema": {"type": "object"}}})
+            )
+        },
         "/version": {"get": _get("The version", _json("Version"))},
         "/metrics": {"get": closed(metrics) if metrics_need_key else metrics},
         "/openapi.json": {"get": closed(_get("This document", {_JSON: {"schema": {"type": "object"}}}))},

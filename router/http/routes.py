@@ -19,6 +19,7 @@ from router.http.messages.endpoints import MessageEndpoints
 from router.http.messages.parser import MessageParser
 from router.http.models import ModelEndpoints
 from router.http.openapi import document
+from router.http.pages import PageEndpoints
 from router.http.responses.endpoints import ResponseEndpoints
 from router.http.responses.parser import ResponseParser
 from router.http.status import StatusEndpoints
@@ -55,5 +56,6 @@ def all_routes(
         *TokenizerEndpoints(bodies, models, registry, path.tokenizers).routes(),
         *file_routes(bodies, batches, settings),
         *ModelEndpoints(models, registry).routes(),
+        *PageEndpoints(api, lambda: path.missing, lambda: path.tracker.num_held).routes(),
         *StatusEndpoints(lambda: path.missing, drain, collector, api).routes(),
     ]

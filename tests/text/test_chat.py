@@ -132,7 +132,7 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
         ([{"role": "wizard", "content": "a"}], "messages[0].role", "'wizard'"),
         ([{"content": "a"}], "messages[0].role", "None"),
         ([{"role": "user"}], "messages[0].content", "missing"),
-        ([{"role": "tool", "content": None}], "messages[0].content", "missing"),
+        ([{"role": "tool"}], "messages[0].content", "missing"),
         ([{"role": "user", "content": 7}], "messages[0].content", "string or a list"),
         ([{"role": "user", "content": []}], "messages[0].content", "string or a list"),
         (

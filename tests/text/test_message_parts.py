@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from contract.errors import UnsupportedFieldError
+from contract.errors import InvalidRequestError, UnsupportedFieldError
 from router.http.bodies.body import Body
 from router.http.fields.offered_tools import OfferedTools
 from router.http.responses.conversation import response_chat
@@ -68,3 +68,12 @@ def test_parts_of_responses_stay_parts_as_those_of_chats_do() -> None:
     kept = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = response_chat(Body({"input": items}, RESPONSE), OfferedTools()).messages
     assert [message["content"] for message in messages] == [kept, kept, "a", "c\nd"]
+
+
+def test_a_result_that_is_null_is_empty() -> None:
+    """Tools that return nothing send it. A result without the key is still a mistake, as is a null question."""
+    (_, message) = parse_messages([USER, {"role": "tool", "tool_call_id": "a", "content": None}])
+    assert message["content"] == ""
+    for wrong in ({"role": "tool", "tool_call_id": "a"}, {"role": "user", "content": None}):
+        with pytest.raises(InvalidRequestError, match="content is missing"):
+            parse_messages([USER, wrong])

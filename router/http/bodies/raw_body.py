@@ -5,7 +5,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
-from aiohttp import web
+from aiohttp import hdrs, web
 
 from contract.errors import (
     InvalidRequestError,
@@ -14,6 +14,7 @@ from contract.errors import (
     UnsupportedMediaTypeError,
 )
 from router.http.bodies.decoding import LARGE_BYTES
+from router.http.bodies.expectation import let_body_come
 from router.throttling import Throttle
 
 _CHUNK_BYTES = 2**16
@@ -90,6 +91,8 @@ class OneBody:
             )
         if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
+        if hdrs.EXPECT in request.headers:
+            await let_body_come(request)
         pieces: list[bytes] = []
         try:
             if encoding == "identity":

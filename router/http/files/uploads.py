@@ -13,6 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 from router.batches.storage import Storage
 from router.batches.store import Upload
+from router.http.bodies.expectation import let_body_come
 from router.http.schema.files import MAX_KEPT_SECONDS, MIN_KEPT_SECONDS
 
 _CHUNK_BYTES = 2**16
@@ -94,6 +95,7 @@ def shown_name(filename: str) -> str:
 async def read_form(request: web.Request, storage: Storage, upload: Upload, deadline: UploadDeadline) -> Form:
     """Read the form and write its file to ``upload``; extend ``deadline`` as it arrives. Raises KvbatonError."""
     form = Form()
+    await let_body_come(request)
     try:
         reader = await request.multipart()
         while (part := await reader.next()) is not None:
