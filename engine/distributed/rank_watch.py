@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from engine.hosting.processor_time import processor_nanoseconds
+from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
 from engine.hosting.watching import RANK_CALLS, EngineWatch, LivenessTimeouts
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class RankWatch(threading.Thread):
             for rank, watch, calls in watches:
                 if now - checked_at > 2 * self._interval:
                     watch.was_away(now)
-                watch.ran(self._runtime(rank.pid), now)
+                watch.ran(self._runtime(rank.pid), now, queued_nanoseconds(rank.pid))
                 watch.answered({RANK_CALLS: calls.look(rank.num_answered, rank.owes_step)}, now)
                 if (reason := watch.complaint(now)) is not None:
                     logger.error("%s is killed: %s", rank.name, reason)

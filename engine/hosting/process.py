@@ -14,7 +14,7 @@ from pathlib import Path
 
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Stopped, ToEngine
 from engine.hosting.process_main import engine_main
-from engine.hosting.processor_time import processor_nanoseconds
+from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
 from engine.hosting.running import EnginePlan
 from engine.hosting.sockets import ClientSockets
 from engine.hosting.watching import EngineWatch, LivenessTimeouts
@@ -115,7 +115,8 @@ class EngineProcess:
             if now - checked_at > 2 * interval:
                 watch.was_away(now)
             checked_at = now
-            watch.ran(processor_nanoseconds(self.process.pid or 0), now)
+            pid = self.process.pid or 0
+            watch.ran(processor_nanoseconds(pid), now, queued_nanoseconds(pid))
             reason = watch.complaint(now)
             if reason is not None:
                 logger.error("the engine (process %s) is killed: %s", self.process.pid, reason)

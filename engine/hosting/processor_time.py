@@ -19,13 +19,21 @@ def processor_nanoseconds(pid: int, proc: Path = _PROC) -> int | None:
     return _sum_of(str(pid), proc)
 
 
-def _sum_of(pid: str, proc: Path) -> int:
+def queued_nanoseconds(pid: int, proc: Path = _PROC) -> int:
+    """Return the nanoseconds of ``processor_nanoseconds`` that were spent in the queue; 0 where nothing counts them."""
+    return _sum_of(str(pid), proc, is_queued_only=True)
+
+
+def _sum_of(pid: str, proc: Path, *, is_queued_only: bool = False) -> int:
     total = 0
     with suppress(*_GONE):
         for task in (proc / pid / "task").iterdir():
             with suppress(*_GONE):
                 running, queued, _ = (task / "schedstat").read_text().split()
-                total += int(running) + int(queued)
+                total += int(queued) + (0 if is_queued_only else int(running))
             with suppress(*_GONE):
-                total += sum(_sum_of(child, proc) for child in (task / "children").read_text().split())
+                total += sum(
+                    _sum_of(child, proc, is_queued_only=is_queued_only)
+                    for child in (task / "children").read_text().split()
+                )
     return total

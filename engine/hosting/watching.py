@@ -15,6 +15,8 @@ RANK_CALLS = "loop of calls"
 COMPUTING_FACTOR = 20
 _COMPUTING_SHARE = 0.02
 """The share of one core below which a process counts as not computing."""
+_STARVED_SHARE = 0.25
+"""The share of the time from which on a process that waits for a processor counts as starved."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class LivenessTimeouts:
     """The time limits of an engine that shows no sign of life.
 
     stopped_seconds: without processor time. hung_seconds: without progress of a thread; a step of a process that
-    computes may take ``COMPUTING_FACTOR`` times as long.
+    computes, and any thread of a process that other processes keep from the processors, may take ``COMPUTING_FACTOR``
+    times as long.
     """
 
     stopped_seconds: float
@@ -31,11 +34,12 @@ class LivenessTimeouts:
 
 @dataclass
 class _Count:
-    """A thread's count, the time of its last change, and the processor time of the process by then."""
+    """A thread's count, the time of its last change, and by then the process's processor time and time in the queue."""
 
     value: int
     since: float
     computed: int
+    queued: int
 
 
 class EngineWatch:
@@ -48,6 +52,7 @@ class EngineWatch:
         self._answered_at = now
         self._nanoseconds: int | None = None
         self._computed = 0
+        self._queued = 0
 
     def answered(self, counts: Mapping[str, int], now: float) -> None:
         """Record the counts that the engine has sent."""
@@ -55,10 +60,14 @@ class EngineWatch:
         for name, value in counts.items():
             known = self._counts.get(name)
             if known is None or known.value != value:
-                self._counts[name] = _Count(value, now, self._computed)
+                self._counts[name] = _Count(value, now, self._computed, self._queued)
 
-    def ran(self, nanoseconds: int | None, now: float) -> None:
-        """Record the process's time on a processor; None on systems that do not count it."""
+    def ran(self, nanoseconds: int | None, now: float, queued: int = 0) -> None:
+        """Record the process's time on a processor or in the queue for one; None on systems that do not count it.
+
+        queued: the part in the queue.
+        """
+        self._queued = max(self._queued, queued)  # a sum falls when a thread ends
         before = self._nanoseconds
         self._nanoseconds = nanoseconds
         if nanoseconds is None or before is None or nanoseconds != before:
@@ -72,6 +81,7 @@ class EngineWatch:
         for count in self._counts.values():
             count.since = now
             count.computed = self._computed
+            count.queued = self._queued
 
     def complaint(self, now: float, share: float = 1.0) -> str | None:
         """Return what is wrong, None if nothing. share: the part of a time limit that must have passed."""
@@ -83,7 +93,8 @@ class EngineWatch:
             return f"its process has not answered for {seconds:.1f} s"
         for name, count in self._counts.items():
             seconds = now - count.since
-            if seconds >= hung * (COMPUTING_FACTOR if self._computes(name, count, seconds) else 1):
+            is_excused = self._computes(name, count, seconds) or self._is_starved(count, seconds)
+            if seconds >= hung * (COMPUTING_FACTOR if is_excused else 1):
                 return f"its {name} has made no progress for {seconds:.1f} s"
         return None
 
@@ -93,3 +104,7 @@ class EngineWatch:
         return (
             self._nanoseconds is None or self._computed - count.computed >= _COMPUTING_SHARE * seconds * 1e9
         )
+
+    def _is_starved(self, count: _Count, seconds: float) -> bool:
+        """Return whether the process waited for a processor for a large part of the time: slowness is no hang then."""
+        return self._queued - count.queued >= _STARVED_SHARE * seconds * 1e9

@@ -8,7 +8,7 @@ import sys
 import hypothesis.strategies as st
 from hypothesis import given
 
-from engine.hosting.processor_time import processor_nanoseconds
+from engine.hosting.processor_time import processor_nanoseconds, queued_nanoseconds
 from engine.hosting.watching import COMPUTING_FACTOR, STEP_LOOP, EngineWatch, LivenessTimeouts
 
 TIMEOUTS = LivenessTimeouts(stopped_seconds=3.0, hung_seconds=30.0)
@@ -127,3 +127,38 @@ def test_a_stopped_process_has_no_time_on_a_processor_and_a_child_counts() -> No
         child.kill()
         child.wait()
     assert processor_nanoseconds(child.pid) is None
+
+
+def test_a_starved_process_is_slow_and_a_blocked_one_hangs() -> None:
+    """B13: at a load of 20 on two cores a healthy thread makes no progress for long, and waits in the queue meanwhile."""
+    starved, blocked, spinning = watched(), watched(), watched()
+    for now in range(1, 31):
+        starved.ran(now * SECOND // 2, now, queued=now * SECOND // 2)
+        blocked.ran(now * SECOND // 100, now, queued=now * SECOND // 100)
+        spinning.ran(now * SECOND, now)
+        for one in (starved, blocked, spinning):
+            one.answered({STEP_LOOP: now, OTHER: 0}, now)
+    assert starved.complaint(30) is None
+    assert blocked.complaint(30) == spinning.complaint(30) == f"its {OTHER} has made no progress for 30.0 s"
+    late = 30 * COMPUTING_FACTOR
+    starved.ran(late * SECOND // 2, late, queued=late * SECOND // 2)
+    assert "no progress" in str(starved.complaint(late))
+
+
+def test_two_processes_on_one_core_wait_in_its_queue() -> None:
+    """B13: the time that is measured is the wait for a processor, not the sleep of an idle process."""
+    core = str(min(os.sched_getaffinity(0)))
+    program = f"import os; os.sched_setaffinity(0, {{{core}}})\nwhile True: pass"
+    children = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(2)]
+    idle = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        while min(queued_nanoseconds(child.pid) for child in children) < SECOND // 5:
+            pass
+        before = queued_nanoseconds(idle.pid)
+        while min(queued_nanoseconds(child.pid) for child in children) < SECOND // 2:
+            pass
+        assert queued_nanoseconds(idle.pid) - before < SECOND // 5
+    finally:
+        for child in (*children, idle):
+            child.kill()
+            child.communicate()
