@@ -23,7 +23,7 @@ TRITON := $(VENV)/triton
 ANYWHERE := not explore and not gpu and not docker and not sdk and not triton and not system
 
 .PHONY: help install demo test test-slow test-system test-triton mutants explore soak chaos autoscale-demo check format format-check lint types imports sizes language protos \
-	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock clean
+	protos-check settings-docs settings-docs-check metrics-docs metrics-docs-check dashboards dashboards-check gpu-check test-docker test-sdk lock sbom clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -146,6 +146,16 @@ dashboards: install ## write docker/grafana/dashboards from tools/dashboards.py
 lock: install ## write the versions in .venv to constraints/cpu.txt
 	$(BIN)/python -m tools.lock > constraints/cpu.txt.new
 	mv constraints/cpu.txt.new constraints/cpu.txt
+
+SBOM := build/sbom
+LOCKS := router.lock worker.lock nixl.lock cpu.txt cuda.txt
+sbom: install ## write the components that each lock file names to build/sbom, as CycloneDX JSON
+	mkdir -p $(SBOM)
+	$(BIN)/python -m venv $(SBOM)/tool && $(SBOM)/tool/bin/pip install --quiet cyclonedx-bom==7.5.0
+	for lock in $(LOCKS); do \
+		$(SBOM)/tool/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON \
+			-o $(SBOM)/$$lock.cdx.json constraints/$$lock || exit 1; \
+	done
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

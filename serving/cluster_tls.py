@@ -3,7 +3,8 @@
 There are two authorities, one for routers and one for workers. Their keys are derived from the secret, so they need no files
 and no exchange; each process makes a key and a certificate for its own lifetime when it starts. A listener presents its
 certificate and requires one of the other authority. So the secret is never sent, another program that listens on a port
-receives nothing, and a worker cannot pose as a router. A worker's certificate is for its worker id and boot id.
+receives nothing. A worker's certificate is for its worker id and boot id. The roles hold for processes that follow the
+protocol: with the secret alone, a worker could derive the other authority's key and issue itself a router's certificate.
 """
 
 import datetime

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from contract.errors import InternalError, SettingError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
-from text.growth import check_growth
+from text.growth import check_added, check_growth
 from text.length_bound import LengthBound
 from text.message_tokens import MessageEncoder
 
@@ -70,6 +70,7 @@ class Tokenizer:
         _check_added_tokens(config)
         try:
             check_growth(text)
+            check_added([entry["content"] for entry in config.get(_ADDED, {}).values()])
             with PanicsAsErrors():
                 tokenizer = cls(FastTokenizer.from_str(text), config)
                 _check_ids(tokenizer)
@@ -151,11 +152,14 @@ class Tokenizer:
     def _add_missing_tokens(self, config: dict[str, Any], named: list[str]) -> None:
         known = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         added = sorted(config.get(_ADDED, {}).items(), key=lambda item: int(item[0]))
+        missing = []
         for _, entry in added:
             if entry["content"] not in known:
                 flags = {k: v for k, v in entry.items() if isinstance(v, bool)}
-                self._backend.add_tokens([AddedToken(entry["content"], **flags)])
+                missing.append(AddedToken(entry["content"], **flags))
                 known.add(entry["content"])
+        if missing:  # one call: the library builds its automaton anew at each
+            self._backend.add_tokens(missing)
         for content in named:
             if content not in known:
                 self._backend.add_special_tokens([AddedToken(content, special=True, normalized=False)])

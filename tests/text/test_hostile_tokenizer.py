@@ -99,3 +99,52 @@ def test_what_published_tokenizers_have_is_taken() -> None:
     spec = {"normalizer": {"type": "Sequence", "normalizers": sentencepiece}, "post_processor": None}
     check_growth(json.dumps(spec))
     assert MAX_GROWTH > 18 * 3 * 18
+
+
+def with_added(num: int, length: int) -> Callable[[dict[str, Any]], None]:
+    """Return a change that gives a tokenizer so many added tokens of this length."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+    def change(spec: dict[str, Any]) -> None:
+        first = len(spec["model"]["vocab"]) + len(spec["added_tokens"])
+        spec["added_tokens"] += [
+            {"id": first + number, "content": f"<{number}>".ljust(length, "x"), "special": True, **flags}
+            for number in range(num)
+        ]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("num", "length", "words"),
+    [
+        (2**17 + 1, 4, "added tokens; the limit is 131072"),
+        (1000, 2200, "added tokens have .* characters; the limit is 2097152"),
+    ],
+)
+def test_added_tokens_are_bounded_before_the_library_reads_them(
+    num: int, length: int, words: str, tmp_path: Path
+) -> None:
+    """600,000 of them took the library two minutes and a gigabyte."""
+    with pytest.raises(SettingError, match=words):
+        Tokenizer.from_folder(folder_with(tmp_path, with_added(num, length)))
+
+
+def test_the_added_tokens_of_the_configuration_are_bounded_too(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, lambda spec: None)
+    added = {str(1000 + number): {"content": f"<{number}>".ljust(2200, "x")} for number in range(1000)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    with pytest.raises(SettingError, match="the limit is 2097152"):
+        Tokenizer.from_folder(folder)
+
+
+def test_as_many_added_tokens_as_published_models_have_are_read(tmp_path: Path) -> None:
+    """Half of them are in tokenizer_config.json only; they get their ids in their order."""
+    folder = folder_with(tmp_path, with_added(3000, 20))
+    added = {str(10_000 + number): {"content": f"[{number}]"} for number in range(3000)}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    tokenizer = Tokenizer.from_folder(folder)
+    first = tokenizer.token_id("[0]")
+    assert first is not None
+    assert [tokenizer.token_id(f"[{number}]") for number in (0, 1, 2999)] == [first, first + 1, first + 2999]
+    assert tokenizer.encode("[2999]") == [first + 2999]

@@ -1,0 +1,20 @@
+"""The files that people look for when they judge a project's security."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_policy_has_a_way_to_report_and_is_linked() -> None:
+    policy = (ROOT / "SECURITY.md").read_text()
+    assert "Report a vulnerability" in policy and "Supported versions" in policy
+    assert "../SECURITY.md" in (ROOT / "docs" / "security.md").read_text()
+
+
+def test_the_bill_of_materials_is_made_of_every_file_that_an_image_installs() -> None:
+    locks = set(re.search(r"^LOCKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[1].split())  # type: ignore[index]
+    dockerfile = (ROOT / "docker" / "Dockerfile").read_text()
+    assert set(re.findall(r"constraints/(\w+\.lock)", dockerfile)) <= locks
+    assert {"cpu.txt", "cuda.txt"} <= locks
+    assert all((ROOT / "constraints" / lock).is_file() for lock in locks)
