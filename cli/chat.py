@@ -22,6 +22,7 @@ from launch.arguments import parse
 from launch.background import local_service
 from launch.client_settings import ChatSettings
 from serving.logs import configure_logs
+from serving.settings import first_listed
 from serving.settings_file import nearest
 
 _HELP = """/system TEXT  set the system message (without TEXT: none)
@@ -44,7 +45,7 @@ def chat(arguments: Sequence[str]) -> None:
     terminal = open_terminal()
     try:
         with _ended_by_sigterm(), _service(settings, terminal) as endpoint, asyncio.Runner() as runner:
-            model = settings.served_model_name or runner.run(served_model(endpoint))
+            model = first_listed(settings.served_model_name) or runner.run(served_model(endpoint))
             terminal.remark(f"{model} at {endpoint.url}. /help lists the commands, Ctrl-D leaves.")
             conversation = Conversation(endpoint, _body(settings, model), settings.system)
             Chat(conversation, terminal, runner).run()

@@ -14,6 +14,7 @@ from launch.local_cluster import run_local
 from launch.router_processes import ROUTER
 from launch.spec import Facts
 from serving.logs import configure_logs
+from serving.settings import first_listed
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -40,7 +41,7 @@ def _show(answer: Answer) -> None:
 
 
 async def _ask(settings: RunSettings, endpoint: Endpoint) -> Answer:
-    model = settings.served_model_name or await served_model(endpoint)
+    model = first_listed(settings.served_model_name) or await served_model(endpoint)
     body: dict[str, Any] = {"model": model, "temperature": settings.temperature}
     if settings.max_tokens is not None:
         body["max_tokens"] = settings.max_tokens

@@ -77,7 +77,7 @@ class PoolSettings(PairSettings):
     """The processes of one machine, and the numbers of workers."""
 
     served_model_name: str | None = None
-    """Model name for clients; unset: the id, or the folder's name."""
+    """Names of the model for clients, separated by commas; unset: the id, or the folder's name."""
     both: int | None = Field(default=None, ge=0, le=64)
     """Number of aggregated workers, which do both without a hand-over."""
 

@@ -10,6 +10,7 @@ from contract.errors import InternalError, KvbatonError, NotFoundError, Unavaila
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.registry import Registry
+from serving.settings import listed
 from text.model_card import MODEL_FILES, ModelCard
 from text.parsing.answer_format import ParserChoice
 
@@ -21,7 +22,8 @@ _MAX_BYTES = 256 * 2**20
 class ModelSource:
     """Owns the model card, and notifies ``changes`` when it is known.
 
-    served_model_name: name for clients; None: the folder's or the worker's. parsers: how answers are parsed.
+    served_model_name: names for clients, separated by commas, of which answers have the first one unless the request has
+    another; None: the folder's or the worker's. parsers: how answers are parsed.
     """
 
     def __init__(
@@ -31,7 +33,7 @@ class ModelSource:
         parsers: ParserChoice | None = None,
     ) -> None:
         self._changes = changes
-        self._served_model_name = served_model_name
+        self._given_names = listed(served_model_name or "")
         self._parsers = parsers
         self._card: ModelCard | None = None
         self._settling: asyncio.Event | None = None
@@ -49,10 +51,15 @@ class ModelSource:
             raise UnavailableError("no worker is ready: none has given its model, so it is not known yet")
         return self._card
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the served model, the main one first. Raises UnavailableError while it is not known."""
+        return self._given_names or (self.card().name,)
+
     def card_named(self, name: str | None) -> ModelCard:
         """Return the served model if ``name`` is its name or None. Raises NotFoundError, UnavailableError."""
         card = self.card()
-        if name and name != card.name:
+        if name and name not in self.names:
             raise NotFoundError(
                 f"The model `{name[:100]}` does not exist; this service has `{card.name}`.",
                 param="model",
@@ -67,7 +74,7 @@ class ModelSource:
 
     async def read_folder(self, folder: Path, name: str | None = None) -> None:
         """Read the card from a folder. Raises SettingError that names what is missing."""
-        shown_name = self._served_model_name or name
+        shown_name = self._given_names[0] if self._given_names else name
         card = await asyncio.to_thread(ModelCard.from_folder, folder, shown_name, self._parsers)
         _log_template(card)
         self._card = card

@@ -52,7 +52,7 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     model: Path | None = None
     """Folder of the model (its small files are enough); unset: loaded from the first worker."""
     served_model_name: str | None = None
-    """Name of the model for clients; unset: the name of the folder, or of the first worker's model."""
+    """Names of the model for clients, separated by commas; unset: the name of the folder, or of the first worker's model."""
     secret_file: Path | None = None
     """File with the cluster secret (mode 0600)."""
     secret: str | None = Field(default=None, repr=False)

@@ -34,6 +34,11 @@ def listed(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
+def first_listed(value: str | None) -> str | None:
+    """Return the first value of a setting of several; None if it has none."""
+    return next(iter(listed(value or "")), None)
+
+
 def check_addresses(value: str) -> str:
     """Check one or more "host:port", separated by commas. Raises ValueError if one is none."""
     names = listed(value)

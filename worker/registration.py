@@ -8,6 +8,7 @@ from contract.membership import Credit, Registration
 from engine.client import EngineClient
 from protos import WORKER_PROTOCOL_MAX, WORKER_PROTOCOL_MIN
 from serving.process_facts import process_identity
+from serving.settings import first_listed
 from worker.settings import WorkerSettings
 
 _QUEUED_STEPS = 2
@@ -54,7 +55,7 @@ def registration_of(
         role=identity.role.value,
         address=address,
         control_address=info.control_address,
-        model_name=settings.served_model_name or settings.model.name,
+        model_name=first_listed(settings.served_model_name) or settings.model.name,
         model_fingerprint=info.model_fingerprint,
         kv_layout=info.side.whole,
         max_model_len=info.max_model_len,

@@ -26,6 +26,7 @@ from serving.http_hosts import listed_hosts
 from serving.logs import configure_logs, log_settings
 from serving.metric_aliases import AliasCollector
 from serving.metrics import EngineCollector
+from serving.settings import first_listed
 from serving.signals import until_stopped
 from worker.cores import run_on
 from worker.drain_admin import DrainAdmin
@@ -149,7 +150,7 @@ async def _start_engine(identity: WorkerIdentity, settings: WorkerSettings) -> E
 
 def _metrics(worker: Worker, settings: WorkerSettings) -> Callable[[], Awaitable[Collector]]:
     """Return the source of the worker's metrics."""
-    model_name = settings.served_model_name or settings.model.name
+    model_name = first_listed(settings.served_model_name) or settings.model.name
 
     async def collect() -> Collector:
         info = {

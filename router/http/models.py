@@ -21,21 +21,24 @@ class ModelEndpoints:
 
     async def list_models(self, _: web.Request) -> web.Response:
         """GET /v1/models; empty while the model is not known yet."""
-        return web.json_response({"object": "list", "data": [self._model()] if self._models.is_known else []})
+        return web.json_response({"object": "list", "data": self._all()})
 
     async def show_model(self, request: web.Request) -> web.Response:
         """GET /v1/models/{model}."""
         name = request.match_info["model"]
-        if not self._models.is_known or name != self._models.card().name:
+        if not self._models.is_known or name not in self._models.names:
             raise NotFoundError(
                 f"The model `{name[:100]}` does not exist.", param="model", code="model_not_found"
             )
-        return web.json_response(self._model())
+        return web.json_response(self._model(name))
 
-    def _model(self) -> Json:
+    def _all(self) -> list[Json]:
+        return [self._model(name) for name in self._models.names] if self._models.is_known else []
+
+    def _model(self, name: str) -> Json:
         card = self._models.card()
         return {
-            "id": card.name,
+            "id": name,
             "object": "model",
             "created": self._models.known_since,
             "owned_by": "kvbaton",

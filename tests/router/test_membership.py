@@ -234,6 +234,18 @@ async def test_the_model_is_read_from_a_folder_and_named_as_told(tmp_path: Any) 
         assert (status, answer["model"]) == (200, "mine")
 
 
+async def test_the_model_has_several_names(tmp_path: Any) -> None:
+    """An answer has the name that its request has, or the first one."""
+    folder = write_model(tmp_path / "on-disk")
+    async with running_cluster(SAY, model=folder, served_model_name="mine, gpt-4o") as cluster:
+        assert [model["id"] for model in (await cluster.get("/v1/models"))[1]["data"]] == ["mine", "gpt-4o"]
+        assert (await cluster.get("/v1/models/gpt-4o"))[1]["id"] == "gpt-4o"
+        for fields, name in (({"model": "gpt-4o"}, "gpt-4o"), ({"model": "mine"}, "mine"), ({}, "mine")):
+            status, answer = await cluster.post(TEXT, {"prompt": "x", **fields})
+            assert (status, answer["model"]) == (200, name)
+        assert (await cluster.post(TEXT, {"prompt": "x", "model": "mine, gpt-4o"}))[0] == 404
+
+
 async def test_the_shortest_worker_limits_the_model() -> None:
     async with running_cluster(SAY, ()) as cluster:
         await cluster.add(Role.PREFILL, max_model_len=64)
