@@ -5,12 +5,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from typing import Any
 
 from contract.errors import SettingError
 from contract.identity import Role
-
-_NODES = Path("/dev")
+from launch.gpu_memory import visible_gpus_of
 
 
 @dataclass(frozen=True)
@@ -21,16 +20,15 @@ class DevicePlace:
     num_sharing: int
 
 
-def num_gpus(visible: str | None, nodes: Path = _NODES) -> int:
+def num_gpus(visible: str | None, library: Any = None, has_cpu_build: bool | None = None) -> int:
     """Return the number of NVIDIA GPUs that this machine's workers may use, without loading torch.
 
-    visible: CUDA_VISIBLE_DEVICES. A build of torch for the CPU can use none.
+    visible: CUDA_VISIBLE_DEVICES. library: see ``visible_gpus_of``. has_cpu_build: torch is built for the CPU, which can use
+    none; None: as it is installed.
     """
-    if _has_cpu_build():
+    if _has_cpu_build() if has_cpu_build is None else has_cpu_build:
         return 0
-    if visible is not None:
-        return len([each for each in visible.split(",") if each.strip() not in ("", "-1")])
-    return len([each for each in nodes.glob("nvidia*") if re.fullmatch(r"nvidia\d+", each.name)])
+    return len(visible_gpus_of(visible, library) or [])
 
 
 def _has_cpu_build() -> bool:

@@ -1,45 +1,102 @@
-"""The memory of this machine's GPUs, as NVIDIA's own program reports it: no process of ``up`` loads torch."""
+"""The GPUs of this machine and their memory, as NVIDIA's driver reports them (NVML): no process of ``up`` loads torch.
 
-import subprocess
+The driver has what files in /dev do not show: the instances of a GPU that is divided (MIG), and the GPUs of WSL2.
+"""
 
-_COMMAND = ("nvidia-smi", "--query-gpu=index,uuid,memory.total", "--format=csv,noheader,nounits")
-_MIB = 2**20
-_SECONDS = 20
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
 
-def gpu_memory(visible: str | None) -> list[int] | None:
-    """Return the bytes of each GPU that workers may use, in CUDA's order; None if they are unknown.
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or an instance of a divided one. uuid: its name for CUDA, "GPU-…" or "MIG-…"."""
 
-    visible: CUDA_VISIBLE_DEVICES.
+    uuid: str
+    num_bytes: int
+
+
+def visible_gpus_of(visible: str | None, library: Any = None) -> list[Gpu] | None:
+    """Return what workers may use, in CUDA's order; None if there is no driver.
+
+    visible: CUDA_VISIBLE_DEVICES: numbers, UUIDs, or beginnings of them; CUDA ignores the rest behind one that is not
+    there. It shows a process one instance of divided GPUs at most, and that only if there is no whole GPU or it is named.
+    library: ``pynvml``, by default.
     """
-    try:
-        run = subprocess.run(_COMMAND, capture_output=True, text=True, timeout=_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+    found = _all_gpus(library or import_module("pynvml"))
+    if found is None:
         return None
-    return parse_memory(run.stdout, visible)
+    whole, instances = found
+    if visible is None:
+        return [gpu for gpu in whole if gpu is not None] or instances[:1]
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    chosen = list[Gpu]()
+    for name in names:
+        gpu = _named(name, whole, instances)
+        if gpu is None:
+            break
+        if gpu in instances:
+            return [gpu]
+        chosen.append(gpu)
+    return chosen
 
 
-def parse_memory(report: str, visible: str | None) -> list[int] | None:
-    """Return the bytes of the visible GPUs from lines of index, UUID and MiB; None if one is not in the report."""
-    sizes = dict[str, int]()
-    names = list[str]()
-    for line in report.splitlines():
-        fields = [field.strip() for field in line.split(",")]
-        if len(fields) != 3 or not fields[2].isdigit():
-            return None
-        index, uuid, mebibytes = fields
-        sizes[index] = sizes[uuid] = int(mebibytes) * _MIB
-        names.append(index)
-    if visible is not None:
-        names = [name.strip() for name in visible.split(",") if name.strip() not in ("", "-1")]
-    found = [_size(name, sizes) for name in names]
-    return None if None in found else [size for size in found if size is not None]
+def gpu_memory(visible: str | None, library: Any = None) -> list[int] | None:
+    """Return the bytes of each GPU that workers may use, in CUDA's order; None if they are unknown."""
+    gpus = visible_gpus_of(visible, library)
+    return None if gpus is None else [gpu.num_bytes for gpu in gpus]
 
 
-def _size(name: str, sizes: dict[str, int]) -> int | None:
-    """Return the size of a GPU by its number, its UUID, or the beginning of a UUID."""
-    if name in sizes:
-        return sizes[name]
-    return next(
-        (size for uuid, size in sizes.items() if name.startswith("GPU-") and uuid.startswith(name)), None
-    )
+def _all_gpus(library: Any) -> tuple[list[Gpu | None], list[Gpu]] | None:
+    """Return the GPUs by their numbers (None: a divided one), and the instances of divided ones; None without a driver."""
+    try:
+        library.nvmlInit()
+    except library.NVMLError:
+        return None
+    try:
+        whole: list[Gpu | None] = []
+        instances: list[Gpu] = []
+        for number in range(library.nvmlDeviceGetCount()):
+            handle = library.nvmlDeviceGetHandleByIndex(number)
+            if _is_divided(library, handle):
+                whole.append(None)
+                instances += _instances_of(library, handle)
+            else:
+                whole.append(_gpu(library, handle))
+        return whole, instances
+    except library.NVMLError:
+        return None
+    finally:
+        library.nvmlShutdown()
+
+
+def _is_divided(library: Any, handle: Any) -> bool:
+    try:
+        current, _ = library.nvmlDeviceGetMigMode(handle)
+    except library.NVMLError:  # a GPU that cannot be divided
+        return False
+    return bool(current)
+
+
+def _instances_of(library: Any, handle: Any) -> list[Gpu]:
+    instances = list[Gpu]()
+    for number in range(library.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instances.append(_gpu(library, library.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
+        except library.NVMLError:  # a place without an instance
+            continue
+    return instances
+
+
+def _gpu(library: Any, handle: Any) -> Gpu:
+    return Gpu(str(library.nvmlDeviceGetUUID(handle)), int(library.nvmlDeviceGetMemoryInfo(handle).total))
+
+
+def _named(name: str, whole: list[Gpu | None], instances: list[Gpu]) -> Gpu | None:
+    """Return the GPU of a number, a UUID, or the beginning of a UUID that only one has; None if there is none."""
+    if name.isdigit():
+        return whole[int(name)] if int(name) < len(whole) else None
+    if not name.startswith(("GPU-", "MIG-")):
+        return None
+    found = [gpu for gpu in [*whole, *instances] if gpu is not None and gpu.uuid.startswith(name)]
+    return found[0] if len(found) == 1 else None

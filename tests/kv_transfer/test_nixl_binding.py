@@ -72,7 +72,9 @@ def test_the_devices_of_a_machine(tmp_path: Path) -> None:
     assert has_rdma_device(tmp_path) is False
     (tmp_path / "mlx5_0").mkdir()
     assert has_rdma_device(tmp_path) is True
-    assert has_nvidia_gpu(tmp_path / "version") is False
+    assert has_nvidia_gpu([tmp_path / "version", tmp_path / "wsl"]) is False
+    (tmp_path / "wsl").touch()
+    assert has_nvidia_gpu([tmp_path / "version", tmp_path / "wsl"]) is True
 
 
 @pytest.mark.parametrize(("host", "interface"), [("127.0.0.1", "lo"), ("localhost", "lo"), ("0.0.0.0", None)])

@@ -1,20 +1,83 @@
 """The GPUs of the workers of one machine: lists, an even spread, groups for ranks, and shares of memory."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from contract.errors import SettingError
 from contract.identity import Role
-from launch import devices
 from launch.arguments import parse
 from launch.devices import DevicePlace, num_gpus, parse_devices, place_workers
+from launch.gpu_memory import gpu_memory
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
 from launch.worker_settings import DecodeCommand
 from tests.launch.test_processes import ROUTER_FACTS, flags
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
+
+
+GIB = 2**30
+
+
+class PlayedDriver:
+    """NVIDIA's library for GPUs of so many GiB; a list: one that is divided (None: a place without an instance).
+
+    gpus: None without a driver. num_open: starts of the library that were not ended.
+    """
+
+    class NVMLError(Exception):
+        """Any failure."""
+
+    def __init__(self, gpus: Sequence[int | Sequence[int | None]] | None) -> None:
+        self._gpus = gpus
+        self.num_open = 0
+
+    def nvmlInit(self) -> None:  # noqa: N802 - the library's names
+        if self._gpus is None:
+            raise self.NVMLError("driver not loaded")
+        self.num_open += 1
+
+    def nvmlShutdown(self) -> None:  # noqa: N802
+        self.num_open -= 1
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        assert self._gpus is not None and self.num_open
+        return len(self._gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, number: int) -> tuple[int, ...]:  # noqa: N802
+        return (number,)
+
+    def nvmlDeviceGetMigMode(self, handle: tuple[int, ...]) -> tuple[int, int]:  # noqa: N802
+        size = self._size(handle)
+        if size == 24:
+            raise self.NVMLError("not supported")
+        return (0, 0) if isinstance(size, int) else (1, 1)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: tuple[int, ...]) -> int:  # noqa: N802
+        size = self._size(handle)
+        assert isinstance(size, Sequence)
+        return len(size)
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: tuple[int, ...], number: int) -> tuple[int, ...]:  # noqa: N802
+        if self._size((*handle, number)) is None:
+            raise self.NVMLError("not found")
+        return (*handle, number)
+
+    def nvmlDeviceGetUUID(self, handle: tuple[int, ...]) -> str:  # noqa: N802
+        return ("GPU-" if len(handle) == 1 else "MIG-") + "-".join(map(str, handle))
+
+    def nvmlDeviceGetMemoryInfo(self, handle: tuple[int, ...]) -> SimpleNamespace:  # noqa: N802
+        size = self._size(handle)
+        assert isinstance(size, int)
+        return SimpleNamespace(total=size * GIB)
+
+    def _size(self, handle: tuple[int, ...]) -> int | Sequence[int | None] | None:
+        assert self._gpus is not None and self.num_open
+        found = self._gpus[handle[0]]
+        return found[handle[1]] if len(handle) > 1 and isinstance(found, Sequence) else found
 
 
 def placed(settings: UpSettings, num_devices: int) -> dict[str, tuple[str | None, str]]:
@@ -112,10 +175,36 @@ def test_a_worker_takes_one_gpu() -> None:
     assert parse(DecodeCommand, "kvbaton decode", given).device == "cuda:5"
 
 
-def test_gpus_are_counted_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    assert num_gpus(None, tmp_path) == 0 or not devices._has_cpu_build()
-    monkeypatch.setattr(devices, "_has_cpu_build", lambda: False)
-    assert num_gpus(None, tmp_path) == 3
-    assert [num_gpus(visible, tmp_path) for visible in ("", "-1", "3", "1,0")] == [0, 0, 1, 2]
+def test_gpus_are_counted_by_the_driver() -> None:
+    """Without torch. CUDA ignores what is behind a number without a GPU; a build for the CPU sees none."""
+    driver = PlayedDriver([80, 80, 24])
+    seen = {
+        visible: num_gpus(visible, driver, has_cpu_build=False)
+        for visible in (None, "", "-1", "2", "1,0", "0,7,1", "GPU-1,0", "GPU-", "0,-1,1")
+    }
+    assert seen == {
+        None: 3, "": 0, "-1": 0, "2": 1, "1,0": 2, "0,7,1": 1, "GPU-1,0": 2, "GPU-": 0, "0,-1,1": 1,
+    }  # fmt: skip
+    assert num_gpus(None, driver, has_cpu_build=True) == 0
+    assert num_gpus(None, PlayedDriver(None), has_cpu_build=False) == 0
+    assert driver.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("visible", "sizes"),
+    [
+        (None, [80]),
+        ("0", []),
+        ("1", [80]),
+        ("MIG-0-2", [20]),
+        ("MIG-0-0,MIG-0-2", [10]),
+        ("1,MIG-0-0", [10]),
+        ("MIG-9", []),
+    ],
+)
+def test_instances_of_a_divided_gpu_have_their_own_memory(visible: str | None, sizes: list[int]) -> None:
+    """MIG: the first of two GPUs is divided, one of three places has no instance. A process sees one instance at most."""
+    driver = PlayedDriver([[10, None, 20], 80])
+    assert gpu_memory(visible, driver) == [size * GIB for size in sizes]
+    assert num_gpus(visible, driver, has_cpu_build=False) == len(sizes)
+    assert gpu_memory(None, PlayedDriver([[10, 20]])) == [10 * GIB]

@@ -1,6 +1,5 @@
 """The devices and the memory that ``up`` gives to its workers, as ``--dry-run`` prints them, and what cannot fit."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from cli.up import serve, up
 from contract.errors import SettingError
 from launch.arguments import parse
-from launch.gpu_memory import gpu_memory, parse_memory
 from launch.machine_settings import UpSettings
 from launch.memory_plan import plan_workers, refuse_overfull, table, unused_gpus, weight_bytes
 
@@ -107,24 +105,6 @@ def test_a_table_of_the_settings_file_is_part_of_the_plan(tmp_path: Path) -> Non
     first, second = lines("--config", str(file))
     assert "KV pool 5.00 GiB" in first
     assert "GPU 6" in second
-
-
-def test_memory_is_read_from_nvidias_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = "0, GPU-aa11, 81559\n1, GPU-bb22, 24576\n"
-    program = tmp_path / "nvidia-smi"
-    program.write_text(f"#!{sys.executable}\nprint({report!r}, end='')\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert gpu_memory(None) == [81559 * 2**20, 24576 * 2**20]
-    assert gpu_memory("1") == [24576 * 2**20]
-    assert parse_memory(report, "GPU-bb,0") == [24576 * 2**20, 81559 * 2**20]
-    assert parse_memory(report, "-1") == []
-    assert parse_memory(report, "7") is None
-    assert parse_memory("No devices were found", None) is None
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert gpu_memory(None) is None
-    program.unlink()
-    assert gpu_memory(None) is None or Path("/dev/nvidiactl").exists()
 
 
 def test_dry_run_prints_the_plan_and_starts_nothing(

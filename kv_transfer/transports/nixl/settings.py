@@ -3,7 +3,7 @@
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -13,7 +13,8 @@ from contract.errors import TransferError
 logger = logging.getLogger(__name__)
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_NVIDIA_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1"))
+"""The second one is that of WSL2, which has no driver of its own in the kernel."""
 
 
 def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:
@@ -21,9 +22,9 @@ def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def has_nvidia_gpu(driver: Path = _NVIDIA_DRIVER) -> bool:
+def has_nvidia_gpu(drivers: Sequence[Path] = _NVIDIA_DRIVERS) -> bool:
     """Return True if the driver is loaded, whether the KV pool is on a GPU or not."""
-    return driver.exists()
+    return any(driver.exists() for driver in drivers)
 
 
 def prepare_ucx(host: str) -> None:
