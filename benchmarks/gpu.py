@@ -9,16 +9,19 @@ meaningless.
 import argparse
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.facts import run_facts
+from benchmarks.gpu_draws import draws
 from benchmarks.gpu_few_rows import BATCHES, few_rows
 from benchmarks.gpu_nixl import reads
+from benchmarks.gpu_pairs import pairs
 from benchmarks.gpu_shapes import (
     LLAMA,
     LLAMA_FP8,
@@ -35,6 +38,7 @@ from benchmarks.gpu_steps import (
     RANDOM,
     RandomModel,
     Work,
+    chunk_steps,
     figures_of,
     measure_ceilings,
     timed_steps,
@@ -43,7 +47,10 @@ from benchmarks.gpu_steps import (
 from benchmarks.gpu_sums import sums
 from contract.sampling import SamplingParams
 
-PARTS = ("ceilings", "decode", "few_rows", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
+PARTS = (
+    "ceilings", "decode", "few_rows", "prefill", "chunk", "long", "draws", "reads", "sums", "pairs", "service",
+    "handover", "fp8",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class Plan:
     transports: those whose answers are compared with the CPU's.
 
     long: one request behind a long context: a decode, and a short chunk.
+
+    prefills: batches of prompts beside ``prefill``. chunk: a step that is timed eagerly and as one graph.
 
     fp8_shape: a shape of ``shapes`` with weights in FP8, whose steps are measured as those are.
     """
@@ -68,6 +77,8 @@ class Plan:
     num_rounds: int
     num_requests: int
     transports: tuple[str, ...]
+    prefills: tuple[Work, ...]
+    chunk: Work
     ceilings: tuple[int, int]
     reads: tuple[int, int]
 
@@ -77,7 +88,7 @@ REAL = Plan(
     (HandOver(LLAMA, "nixl"), HandOver(QWEN, "nixl"), HandOver(LLAMA_PART, "tcp"), HandOver(LLAMA_PART, "nixl", True)),
     LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048),
     (Work(1, 1, 65_535), Work(1, 20, 65_516)), 10, 12,
-    ("nixl", "tcp"),
+    ("nixl", "tcp"), (Work(16, 128), Work(1, 16_384)), Work(1, 128, 2_048),
     ceilings=(2**32, 8192), reads=(128, 2**21),
 )  # fmt: skip
 DRY = Plan(
@@ -92,6 +103,8 @@ DRY = Plan(
     1,
     2,
     ("shm",),
+    (Work(3, 8),),
+    Work(1, 8, 24),
     (2**16, 64),
     (8, 2**14),
 )
@@ -155,31 +168,49 @@ class Run:
     def rows(self, part: str) -> Iterator[dict[str, Any]]:
         """Measure a part, row by row."""
         plan = self._plan
-        if part == "reads":
-            yield from reads(plan.device, *plan.reads)
-        if part == "sums":
-            yield from sums(plan.device, plan.num_rounds)
-        if part == "service":
-            from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
+        parts: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
+            "reads": lambda: reads(plan.device, *plan.reads),
+            "sums": lambda: sums(plan.device, plan.num_rounds),
+            "pairs": lambda: pairs(plan.device),
+            "draws": lambda: draws(plan.device, self._shapes[-1].vocab_size, plan.batches, plan.num_rounds),
+            "service": self._services,
+            "handover": self._handovers,
+            "few_rows": lambda: self._each_shape(self._few_rows),
+            "chunk": lambda: self._each_shape(
+                lambda shape: chunk_steps(shape, plan.device, plan.chunk, plan.num_rounds)
+            ),
+            "fp8": lambda: (
+                iter(()) if self._ceilings.matmul_fp8 is None else self._steps("decode", plan.fp8_shape)
+            ),
+        }
+        for name in ("decode", "prefill", "long"):
+            parts[name] = partial(self._each_shape, partial(self._steps, name))
+        if part in parts:
+            yield from parts[part]()
 
-            yield from same_answers(plan.device, plan.transports)
-        if part == "handover":
-            from benchmarks.gpu_handover import handovers
+    def _each_shape(
+        self, measure: Callable[[ModelShape], Iterator[dict[str, Any]]]
+    ) -> Iterator[dict[str, Any]]:
+        for shape in self._shapes:
+            yield from measure(shape)
+            gc.collect()
+            torch.cuda.empty_cache()
 
-            yield from handovers(plan.handovers, plan.device, plan.prefill.length, plan.num_requests)
-        if part == "few_rows":
-            for shape in self._shapes:
-                sizes = BATCHES if plan.device.type == "cuda" else plan.batches
-                yield from few_rows(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
-                gc.collect()
-                torch.cuda.empty_cache()
-        if part in ("decode", "prefill", "long"):
-            for shape in self._shapes:
-                yield from self._steps(part, shape)
-                gc.collect()
-                torch.cuda.empty_cache()
-        if part == "fp8" and self._ceilings.matmul_fp8 is not None:
-            yield from self._steps("decode", plan.fp8_shape)
+    def _few_rows(self, shape: ModelShape) -> Iterator[dict[str, Any]]:
+        plan = self._plan
+        sizes = BATCHES if plan.device.type == "cuda" else plan.batches
+        return few_rows(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
+
+    def _services(self) -> Iterator[dict[str, Any]]:
+        from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
+
+        return same_answers(self._plan.device, self._plan.transports)
+
+    def _handovers(self) -> Iterator[dict[str, Any]]:
+        from benchmarks.gpu_handover import handovers
+
+        plan = self._plan
+        return handovers(plan.handovers, plan.device, plan.prefill.length, plan.num_requests)
 
     def _write(self, part: str, rows: list[dict[str, Any]]) -> None:
         self._out.mkdir(parents=True, exist_ok=True)
@@ -191,7 +222,7 @@ class Run:
     def _steps(self, part: str, shape: ModelShape) -> Iterator[dict[str, Any]]:
         plan = self._plan
         works = [Work(batch, 1, plan.context - 1) for batch in plan.batches]
-        works = {"decode": works, "prefill": [plan.prefill], "long": list(plan.long)}[part]
+        works = {"decode": works, "prefill": [plan.prefill, *plan.prefills], "long": list(plan.long)}[part]
         model = RandomModel(shape, plan.device, max(work.length for work in works))
         caches = model.caches(max(work.num_blocks for work in works))
         usable = usable_backends(plan.device, shape.head_dim, shape.num_heads // shape.num_kv_heads)

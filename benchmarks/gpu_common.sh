@@ -39,3 +39,13 @@ part() {
     echo "== $name: exit status $status after $((SECONDS - start)) s" | tee -a "$OUT/log"
     ((status == 0)) || failed=1
 }
+
+# finish: writes the names of the tests and parts that failed, as the last lines of the log too, of which the caller sees the
+# end, and ends the script.
+finish() {
+    { grep -hoE '^(FAILED|ERROR) [^ ]+|^tests/[^ ]+ (FAILED|ERROR)' "$OUT/log" || true
+        grep -hE '^== .*: exit status [1-9]' "$OUT/log" || true; } | sort -u >"$OUT/failures"
+    echo "== failures" | tee -a "$OUT/log"
+    tee -a "$OUT/log" <"$OUT/failures"
+    exit "$failed"
+}

@@ -101,7 +101,7 @@ def _few_rows(rows: list[Row]) -> list[str]:
 def _draws(rows: list[Row]) -> list[str]:
     lines = _head("drawing tokens by our kernels", "requests × vocabulary", "µs")
     for row in rows:
-        if "us" in row:
+        if "us" in row and row.get("way", "ours") == "ours":
             limits = f"top-p {row['top_p']}" + (f", top-k {row['top_k']}" if row["top_k"] else "")
             name = f"logits {row['logits']}, temperature {row['temperature']}, {limits}, {row['dtype']}"
             lines.append(_line(name, f"{row['requests']} × {row['vocabulary']:,}", f"{row['us']:.0f}"))
@@ -111,12 +111,15 @@ def _draws(rows: list[Row]) -> list[str]:
 def _steps(title: str) -> Callable[[list[Row]], list[str]]:
     def write(rows: list[Row]) -> list[str]:
         lines = _head(title, *_BACKENDS.values())
-        rows = [{"num_tokens": row["length"], **row} for row in rows]
-        for model, num_tokens in dict.fromkeys((row["model"], row["num_tokens"]) for row in rows):
+        rows = [{"num_tokens": row["length"], "batch": 8, **row} for row in rows]
+        for model, batch, count in dict.fromkeys(
+            (row["model"], row["batch"], row["num_tokens"]) for row in rows
+        ):
             cells = [
-                _share(rows, backend=backend, model=model, num_tokens=num_tokens) for backend in _BACKENDS
+                _share(rows, backend=backend, model=model, batch=batch, num_tokens=count)
+                for backend in _BACKENDS
             ]
-            lines.append(_line(f"{model}, {num_tokens:,} tokens a request", *cells))
+            lines.append(_line(f"{model}, {batch} × {count:,} tokens", *cells))
         return lines
 
     return write
@@ -168,8 +171,8 @@ _WRITERS: dict[str, Callable[[list[Row]], list[str]]] = {
     "decode_qwen": _decode,
     "fp8": _decode,
     "draws": _draws,
-    "prefill": _steps("prefill, 8 × 2,048 tokens"),
-    "long": _steps("one request of 65,536 tokens"),
+    "prefill": _steps("prefill, requests × tokens"),
+    "long": _steps("requests × tokens behind 65,536 tokens of context"),
     "reads": _reads,
     "handover": _handover,
     "handover_before": _handover,

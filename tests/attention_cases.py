@@ -166,3 +166,36 @@ def assert_close(output: Tensor, expected: Tensor) -> None:
     limit = 1e-5 if output.dtype == torch.float32 else 1e-2
     error = (output.float() - expected).norm() / expected.norm()
     assert float(error) < limit
+
+
+def assert_far_blocks_are_right(case: Case, backend: AttentionBackend, device: torch.device) -> None:
+    """Compare a step whose blocks all lie beyond 2^31 elements of the pool, which is mostly memory that is never touched.
+
+    Decodes run once more as a static step. The pool's near end stays as it was.
+    """
+    inputs = case.inputs()
+    content = case.pool(inputs)
+    first = 2**31 // content[0].numel() + 1
+    pool = torch.empty((first + len(content), *content.shape[1:]), dtype=case.dtype, device=device)
+    pool[:2] = 0
+    far = replace(
+        inputs,
+        block_table=np.where(inputs.block_table > 0, inputs.block_table + first, 0).astype(np.int32),
+        block_numbers=inputs.block_numbers + np.int32(first),
+        slot_mapping=inputs.slot_mapping + first * case.block_size,
+    )
+    query, key, value = (states.to(device) for states in case.states(inputs))
+    expected, expected_pool = reference(case, inputs)
+    steps: list[AttentionStep] = [backend.plan(far, case.block_size, device)]
+    if inputs.max_query_len == 1:
+        max_blocks = inputs.block_table.shape[1]
+        static = backend.plan_static(inputs.num_reqs, max_blocks, case.block_size, device)
+        assert static is not None and static.refill(far)
+        steps.append(static)
+    for step in steps:
+        pool[first:] = content.to(device)
+        step.store(key, value, pool[:, 1])
+        output = step.attend(case.shape, query, key, value, pool[:, 1])
+        assert_close(output.cpu(), expected)
+        assert torch.equal(pool[first:].cpu().view(torch.uint8), expected_pool.view(torch.uint8))
+        assert not pool[:2].any()

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.facts import run_facts
-from benchmarks.gpu import DRY, Run
+from benchmarks.gpu import DRY, PARTS, Run
 from benchmarks.gpu_nixl import read_protocols
 from benchmarks.gpu_shapes import LLAMA, LLAMA_FP8, QWEN, Ceilings, ModelShape
 from benchmarks.gpu_sums import HIDDEN_SIZE
@@ -46,23 +47,22 @@ def test_bounds_of_a_prefill(shape: ModelShape, milliseconds: float) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(1500)
 def test_the_calls_write_every_part(tmp_path: Path) -> None:
-    """Both calls, hand-over included, with a tiny shape on the CPU."""
-    for number in (1, 2):
+    """All calls, hand-over included, with a tiny shape on the CPU; the last one runs again what is named."""
+    for number in range(1, 6):
         environment = process_environment() | {
             "DRY_RUN": "1",
             "OUT": str(tmp_path),
             "PYTHON": sys.executable,
             "GPU_TEST_ARGS": "-k bounds",
+            "FAILED": "tests/gpu/test_benchmark.py -k bounds",
+            "PARTS": "chunk",
         }
         script = BENCHMARKS / f"gpu_call{number}.sh"
         result = subprocess.run(
             ["bash", str(script)], env=environment, capture_output=True, text=True, timeout=700, check=False
         )
         assert result.returncode == 0, result.stdout + result.stderr
-    parts = {
-        part: json.loads((tmp_path / f"gpu_{part}.json").read_text())
-        for part in ("decode", "prefill", "long", "reads", "sums", "service", "handover", "fp8")
-    }
+    parts = {part: json.loads((tmp_path / f"gpu_{part}.json").read_text()) for part in PARTS}
     for figures in parts.values():
         assert figures["ceilings"]["copy"] > 0
     for part, model in (("decode", "tiny"), ("fp8", "tiny, FP8")):
@@ -88,7 +88,18 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert "error" not in row, row
         assert row["ttft_ms"] > 0
         assert row["bytes_per_request"] == row["expected_bytes"] > 0
-    assert "11 passed" in (tmp_path / "log").read_text()
+    assert [
+        (row["batch"], row["error"] < 0.02, row["error_before"] < 0.02) for row in parts["few_rows"]["rows"]
+    ] == [(batch, True, True) for batch in DRY.batches]
+    assert {row["way"] for row in parts["draws"]["rows"]} == {"torch"}
+    assert all(row["us"] > 0 for row in parts["draws"]["rows"])
+    assert [row["launch"] for row in parts["chunk"]["rows"]] == ["eager", "one graph"]
+    crosses, dies = parts["pairs"]["rows"]
+    assert crosses["is_right"], crosses
+    assert "could not be formed" in dies["failure"] and dies["failed_after"] < 60, dies
+    assert [(row["batch"], row["num_tokens"]) for row in parts["prefill"]["rows"]] == [(2, 24), (3, 8)]
+    assert (tmp_path / "log").read_text().count("11 passed") == 4
+    assert (tmp_path / "failures").read_text() == ""
     assert json.loads((tmp_path / "facts.json").read_text())["torch"]
 
 
@@ -162,7 +173,49 @@ def test_protocols_of_reads_are_found_in_the_log() -> None:
     assert read_protocols(log) == {heading: ["1..inf: zero-copy: cuda_ipc/cuda"]}
 
 
-@pytest.mark.parametrize("name", ["gpu_common", "gpu_call1", "gpu_call2"])
+def test_the_calls_fit_into_a_lease_of_45_minutes() -> None:
+    """Each takes at most ten minutes, with a minute for what is installed first; each part of the benchmark has a call."""
+    limits: list[list[int]] = []
+    measured: set[str] = set()
+    for number in range(1, 6):
+        text = (BENCHMARKS / f"gpu_call{number}.sh").read_text()
+        limits.append([int(found) for found in re.findall(r"(?m)^ *part (\d+) ", text)])
+        measured |= {
+            part for found in re.findall(r"--parts ([a-z0-9_,]+)", text) for part in found.split(",")
+        }
+    assert all(sum(own) <= 540 for own in limits), limits
+    assert sum(map(sum, limits)) + 5 * 20 <= 45 * 60
+    assert measured == set(PARTS)
+
+
+def test_failures_are_the_last_lines_of_a_call(tmp_path: Path) -> None:
+    """The caller sees the end of the log only, and names them for the last call."""
+    (tmp_path / "test_broken.py").write_text(
+        "def test_wrong():\n    assert False\n\ndef test_right():\n    pass\n"
+    )
+    script = f"""
+        source benchmarks/gpu_common.sh
+        part 60 broken "$python" -m pytest -v -ra -p no:cacheprovider -c /dev/null {tmp_path}
+        part 60 next echo the next part
+        finish
+    """
+    environment = process_environment() | {"OUT": str(tmp_path), "PYTHON": sys.executable, "DRY_RUN": ""}
+    ended = subprocess.run(
+        ["bash", "-c", script],
+        cwd=BENCHMARKS.parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    *_, heading, part, name = ended.stdout.splitlines()
+    assert heading == "== failures" and part.startswith("== broken: exit status 1")
+    assert name.startswith("FAILED ") and name.endswith("test_broken.py::test_wrong")
+    assert (tmp_path / "failures").read_text().splitlines() == [part, name]
+
+
+@pytest.mark.parametrize("name", ["gpu_common", *(f"gpu_call{number}" for number in range(1, 6))])
 def test_the_device_scripts_are_valid(name: str) -> None:
     """Each part of a call has a time limit."""
     script = BENCHMARKS / f"{name}.sh"

@@ -1,6 +1,6 @@
 """A program that compiles our kernels without the interpreter and prints what each uses on the GPU, as JSON.
 
-It needs no GPU. The argument is the compute capability: 90.
+It needs no GPU. The argument is the compute capability: 90. A second one compiles the kernels of attention alone.
 """
 
 import json
@@ -235,6 +235,11 @@ def _resource(name: str, cubin: bytes) -> int:
 def main() -> None:
     """Compile for the sizes of most models, of the golden tests (float32), and of Gemma."""
     target = GPUTarget("cuda", int(sys.argv[1]), WARP_SIZE)
+    if len(sys.argv) > 2:
+        kept = chunk_rows(torch.bfloat16, 128)
+        for kernel in (attention.prefill_kernel, splits.split_kernel):
+            sys.stdout.write(json.dumps(compiled(kernel, torch.bfloat16, 128, target, kept)) + "\n")
+        return
     for dtype, head_dim in (
         (torch.bfloat16, 128),
         (torch.float32, 128),

@@ -13,6 +13,7 @@ from tests.triton.compiled import compiled
 pytestmark = pytest.mark.triton
 
 SHARED_BYTES = 227 * 1024
+SMALL_SHARED_BYTES = 99 * 1024
 RESERVED_BYTES = 1024
 STACK_BYTES = 64
 REGISTERS = 65536
@@ -72,6 +73,14 @@ def test_kernels_that_begin_early_wait_before_they_write(kernels: list[dict[str,
     assert {kernel["kernel"] for kernel in waiting} == OVERLAPPING
     assert all(kernel["waits"] for kernel in kernels if kernel["kernel"] in OVERLAPPING)
     assert not any(kernel["early_stores"] for kernel in waiting)
+
+
+@pytest.mark.slow
+def test_attention_fits_into_the_shared_memory_of_small_cards(tmp_path: Path) -> None:
+    """A program of an RTX 5090 has 99 KiB, less than half of an H100's: more is an error at the first launch."""
+    kernels = compiled(tmp_path, "-m", "tests.triton.compile_program", "120", "attention")
+    assert {kernel["kernel"] for kernel in kernels} == {"prefill_kernel", "split_kernel"}
+    assert max(kernel["shared"] for kernel in kernels) == 99_328 <= SMALL_SHARED_BYTES
 
 
 def test_products_of_few_rows_compile_for_compute_capability_90(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import torch
 from engine.attention.backend import create_backend
 from engine.compute.profiling import profile_inputs
 from engine.testing.graphs import RerunRecorder
-from tests.attention_cases import CPU, Case, assert_equals_torch, assert_replays_are_right
+from tests.attention_cases import (
+    CPU,
+    Case,
+    assert_equals_torch,
+    assert_far_blocks_are_right,
+    assert_replays_are_right,
+)
 
 pytestmark = [
     pytest.mark.triton,
@@ -36,6 +42,13 @@ SHAPES = {
 @pytest.mark.parametrize("name", SHAPES)
 def test_mixed_batches_equal_torch(name: str) -> None:
     assert_equals_torch(SHAPES[name], create_backend("triton"), CPU)
+
+
+@pytest.mark.parametrize("work", [((20, 1), (3, 1)), ((17, 5), (0, 9), (40, 1)), ((4096, 2),)])
+def test_blocks_beyond_two_to_the_31_elements(work: tuple[tuple[int, int], ...]) -> None:
+    """Offsets have 64 bits: the interpreter counts as the device does. Decodes, a mixed step, and a short chunk."""
+    case = Case(head_dim=16, dtype=torch.float16, work=work)
+    assert_far_blocks_are_right(case, create_backend("triton"), CPU)
 
 
 def test_a_static_step_handles_one_batch_after_the_other() -> None:
