@@ -66,7 +66,7 @@ test-docker: install ## build the images and run the compose stack; needs a Dock
 test-system: install ## run the tests that need programs of the system: Prometheus, nginx and Caddy
 	$(BIN)/python -m pytest -m system --durations=5 $(ARGS)
 
-test-sdk: install ## run langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
+test-sdk: install ## run codex, opencode, langchain, litellm, instructor, lm_eval and npm's openai against a service, in environments of their own
 	$(BIN)/python -m pytest -m sdk $(or $(ARGS),tests/sdk)
 
 test-triton: install $(TRITON) ## run the GPU kernels without a GPU: interpreted, and compiled
