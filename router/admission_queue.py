@@ -65,6 +65,8 @@ class AdmissionQueue:
     ) -> Reservation:
         """Wait for workers with room, and hold their credit until the reservation's block ends or legs have taken it over.
 
+        The reservation may be for fewer choices than the request has (``RunningShares``).
+
         Raises UnavailableError when a role that is needed, or a worker that is large enough, has been missing for
         ``wait_seconds``; at once if workers have rejected the request because of its size and no other one is attached.
         Raises TimeoutError at the deadline, if there is one.
@@ -88,7 +90,7 @@ class AdmissionQueue:
         if not placements.may_start(request, order, placements.total_credit()):
             return None
         if reservation := placements.reserve(request, order, placements.blocked_pairs()):
-            self._lanes.charge(order)
+            self._lanes.charge(order, reservation.num_choices / request.num_choices)
         return reservation
 
     async def _wait(

@@ -156,16 +156,19 @@ class FairQueue(Generic[_L, _T]):
         highest = max((priority for priority, found in firsts.items() if found), default=None)
         return None if highest is None else min(firsts[highest], key=self._sort_key)
 
-    def take(self, entry: QueueEntry[_L, _T]) -> None:
-        """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background."""
-        self._remove(entry, self._charge(self._tenants[entry.order.tenant], entry.order))
+    def take(self, entry: QueueEntry[_L, _T], part: float = 1.0) -> None:
+        """Remove a request that is admitted. Its client is charged, unless it was begun before or is in the background.
 
-    def charge(self, order: QueueOrder) -> None:
+        part: of its cost, if a part of its choices begins.
+        """
+        self._remove(entry, self._charge(self._tenants[entry.order.tenant], entry.order, part))
+
+    def charge(self, order: QueueOrder, part: float = 1.0) -> None:
         """Count the cost of a request as ``take`` does. It is admitted without a wait, while no other one waits."""
         if (tenant := self._tenants.get(order.tenant)) is None:
             tenant = self._tenants[order.tenant] = _Tenant()
         tenant.virtual_time = max(tenant.virtual_time, self._time)
-        self._charge(tenant, order)
+        self._charge(tenant, order, part)
         if tenant.virtual_time <= self._time:
             del self._tenants[order.tenant]
 
@@ -179,10 +182,10 @@ class FairQueue(Generic[_L, _T]):
         entry.lane = lane
         self._put(entry)
 
-    def _charge(self, tenant: _Tenant, order: QueueOrder) -> float:
-        """Let a client's virtual time grow by the cost of a request, and return the cost."""
+    def _charge(self, tenant: _Tenant, order: QueueOrder, part: float) -> float:
+        """Let a client's virtual time grow by a part of the cost of a request, and return that."""
         is_free = order.is_replay or order.priority == BACKGROUND_PRIORITY
-        cost = 0.0 if is_free else order.cost
+        cost = 0.0 if is_free else order.cost * part
         if cost:
             self._time = max(self._time, tenant.virtual_time)
             tenant.virtual_time += cost

@@ -97,14 +97,14 @@ class Lanes:
         return self._queue.heads(may_start)
 
     def admit(self, entry: Entry, reservation: Reservation) -> None:
-        """End the wait of a request with its reservation. Its client is charged."""
-        self._queue.take(entry)
+        """End the wait of a request with its reservation. Its client is charged for the choices that begin."""
+        self._queue.take(entry, reservation.num_choices / entry.item.request.num_choices)
         entry.item.is_queued = False
         entry.item.reservation.set_result(reservation)
 
-    def charge(self, order: QueueOrder) -> None:
-        """Count the cost of a request that is admitted without a wait, while no other one waits."""
-        self._queue.charge(order)
+    def charge(self, order: QueueOrder, part: float) -> None:
+        """Count a part of the cost of a request that is admitted without a wait, while no other one waits."""
+        self._queue.charge(order, part)
 
     def discard(self, entry: Entry) -> None:
         """Remove a request that is not admitted."""

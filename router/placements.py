@@ -3,6 +3,8 @@
 from collections import Counter
 from collections.abc import Set
 
+from msgspec import structs
+
 from router.fair_queue import QueueOrder, StartRule
 from router.lanes import Lane, WaitingRequest
 from router.legs import CONTINUATION
@@ -43,10 +45,19 @@ class Placements:
         """Return False for a request of a client that holds its share, or starts enough already."""
         if not self._starts.may_start(order.tenant):
             return False
-        # Shares are of the workers that decode, and an answer that is moved holds its share already.
-        if not request.plan.emits_tokens or request.plan is CONTINUATION:
+        if self._is_unbounded(request):
             return True
-        return self._shares.may_begin(order.tenant, request.num_choices, request.num_tokens, use)
+        return self._num_to_begin(request, order, use) > 0
+
+    @staticmethod
+    def _is_unbounded(request: PlacementRequest) -> bool:
+        """Return True for an embedding, since shares are of workers that decode, and for a moved answer, which has one."""
+        return not request.plan.emits_tokens or request.plan is CONTINUATION
+
+    def _num_to_begin(self, request: PlacementRequest, order: QueueOrder, use: TotalCredit) -> int:
+        return self._shares.num_to_begin(
+            order.tenant, request.num_choices, request.num_prompt_tokens, request.num_answer_tokens, use
+        )
 
     def start_rule(self) -> StartRule[Lane, WaitingRequest]:
         """Return the rule of now by which a client that ``may_start`` nothing is overtaken."""
@@ -65,9 +76,19 @@ class Placements:
     ) -> Reservation | None:
         """Choose workers, hold their credit, and count the request as a start and as a probe of its pair.
 
-        Returns None while no workers have room. taken: workers that count as full.
+        Returns None while no workers have room. The reservation is for as many of the request's choices as its client
+        ``may_start`` now. taken: workers that count as full.
         """
+        use = self.total_credit()
+        if request.num_choices > 1 and not self._is_unbounded(request):
+            number = max(1, self._num_to_begin(request, order, use))
+            request = structs.replace(request, num_choices=number)
         placement = place(self._registry.views, request, self._turn, unreachable, taken)
+        if placement is None and self._shares.may_overdraw(
+            order.tenant, request.num_choices, request.num_tokens, use
+        ):
+            request = structs.replace(request, may_overdraw=True)
+            placement = place(self._registry.views, request, self._turn, unreachable, taken)
         if placement is None:
             return None
         self._turn += 1

@@ -34,7 +34,8 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
     they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
     request because of its length, and others that must not be chosen. is_replay: an earlier attempt was begun. is_local:
-    the plan's fallback is required, because handing over KV has failed again and again.
+    the plan's fallback is required, because handing over KV has failed again and again. may_overdraw: it is so short that
+    it is placed although all tokens of a worker are promised.
     """
 
     num_prompt_tokens: int
@@ -49,6 +50,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     too_small: frozenset[str] = frozenset()
     is_replay: bool = False
     is_local: bool = False
+    may_overdraw: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -339,6 +341,8 @@ def _has_room(worker: WorkerView, request: PlacementRequest) -> bool:
         return worker.max_requests > 0
     if worker.num_requests + request.num_choices > worker.max_requests:
         return False
+    if request.may_overdraw:
+        return True
     if worker.role is Role.PREFILL:
         return worker.num_tokens < worker.max_tokens
     needed = worker.num_tokens + request.num_tokens

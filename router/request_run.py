@@ -68,12 +68,14 @@ class RequestRuns:
 class PromptRuns:
     """The runs of all choices of one prompt, until its block or ``close`` ends them.
 
-    lock: held by the one that waits for workers for all of them.
+    lock: held by the one that waits for workers for all of them. has_begun: the first of them have begun together; the
+    others begin one by one.
     """
 
     def __init__(self, open_runs: "set[RequestRun]") -> None:
         self.runs: list[RequestRun] = []
         self.lock = asyncio.Lock()
+        self.has_begun = False
         self._open_runs = open_runs
 
     def __enter__(self) -> "list[RequestRun]":
@@ -166,33 +168,38 @@ class RequestRun:
             self._failures.progress(attempt)
 
     async def _begin(self) -> Attempt:
-        """Begin the next attempt. The first attempts of all choices of a prompt begin together.
+        """Begin the next attempt. The first attempts of all choices of a prompt begin together, as far as their client may.
 
         Raises DeadlineError if the deadline passes before that.
         """
         if pause := self._failures.pause_seconds:
             await asyncio.sleep(min(pause, max(0.0, self.request.deadline - time.monotonic())))
         self.tracked.queued()
-        if self._num_attempts or len(self._prompt.runs) == 1:
-            return await self._begin_attempts([self])
-        async with self._prompt.lock:
-            return self._attempt or await self._begin_attempts(self._prompt.runs)
+        prompt = self._prompt
+        if not self._num_attempts and len(prompt.runs) > 1:
+            async with prompt.lock:
+                if not prompt.has_begun:
+                    await self._begin_attempts(prompt.runs)
+                    prompt.has_begun = True
+            if self._attempt:
+                return self._attempt
+        await self._begin_attempts([self])
+        assert self._attempt is not None, "one choice always begins"
+        return self._attempt
 
-    async def _begin_attempts(self, runs: "Sequence[RequestRun]") -> Attempt:
-        """Wait for workers, and begin an attempt for each of these runs there. Return that of this run."""
+    async def _begin_attempts(self, runs: "Sequence[RequestRun]") -> None:
+        """Wait for workers, and begin an attempt there for each of the first runs, for as many as are admitted."""
         request = self._placement_request(len(runs))
         try:
             queue = self._parts.queue
             with await queue.reserve(request, self._order(request), self.request.deadline) as reservation:
-                attempts = {run: run.new_attempt(reservation) for run in runs}
-                begin(list(attempts.values()), reservation)
+                begin([run.new_attempt(reservation) for run in runs[: reservation.num_choices]], reservation)
         except TimeoutError:
             raise deadline_error(len(self._delivered)) from None
         except UnavailableError as error:
             if self._failures.last is None:
                 raise
             raise self._failures.without_workers(error) from error
-        return attempts[self]
 
     @property
     def attempt(self) -> Attempt | None:

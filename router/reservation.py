@@ -10,7 +10,7 @@ from router.start_limiter import Start
 
 
 class Reservation:
-    """A placement, and credit on its workers for all choices of a prompt.
+    """A placement, and credit on its workers for the choices of a prompt that may begin.
 
     The admission queue makes it: from then on its later decisions count the credit as used, and ``start`` counts as one of
     the client's starts. The legs of the attempts take the credit over (``take``). What they have not taken is released when
@@ -40,6 +40,11 @@ class Reservation:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of the prompt for which it holds credit that no leg has taken over."""
+        return len(self._holds)
 
     @property
     def lost_workers(self) -> list[AttachedWorker]:

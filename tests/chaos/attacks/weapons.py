@@ -50,6 +50,12 @@ async def unread_choices(target: Target) -> None:
     await _hold_unread(target, "/v1/completions", [body] * 2)
 
 
+async def unread_long_choices(target: Target) -> None:
+    """Open two streams of 128 choices of 300 tokens, more than a whole pool holds (64 MiB), and read nothing from them."""
+    body = _question(n=128, max_tokens=300, stream=True, ignore_eos=True)
+    await _hold_unread(target, "/v1/completions", [body] * 2)
+
+
 async def unread_whole_answers(target: Target) -> None:
     """Request 40 large answers that are not streamed, and read none of them."""
     body = _question(n=16, logprobs=5, max_tokens=100, echo=True, ignore_eos=True)
@@ -182,6 +188,7 @@ WEAPONS: dict[str, Weapon] = {
         exploding_regexes,
         long_messages,
         unread_choices,
+        unread_long_choices,
         unread_whole_answers,
         long_stop_strings,
         silent_connections,
