@@ -48,6 +48,8 @@ class ErrorKind(StrEnum):
     INTERNAL = "internal"
 
 
+TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.PEER_UNREACHABLE, ErrorKind.INCOMPATIBLE)
+"""The kinds of error of a hand-over that another pair of workers may not have."""
 _MAX_MESSAGE = 2048
 
 

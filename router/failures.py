@@ -1,7 +1,8 @@
 """The failures of one answer so far, and what follows from them for its next attempt: the ladder of law 5.
 
 1. Other workers are tried; the failed workers are avoided.
-2. A pair that cannot reach each other is left for another pair; without one, the decode worker computes the prompt.
+2. A pair that cannot hand KV over (``unreachable_pairs.py``) is left for another pair; without one, the decode worker
+   computes the prompt.
 3. After two failed hand-overs in a row a decode worker computes the prompt.
 4. A worker that rejected the request because of its length is not tried again; a larger one is.
 5. After ``max_replays`` failures in a row the client receives the last error.
@@ -11,7 +12,7 @@ A leg that a draining worker gives up is no failure: other workers continue, and
 
 import logging
 
-from contract.errors import SIZE_PARAM, ErrorKind, KvbatonError, UnavailableError
+from contract.errors import SIZE_PARAM, TRANSFER_KINDS, ErrorKind, KvbatonError, UnavailableError
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
 from router.leg_failure import Failure, WorkerDrainedError, for_client
@@ -24,14 +25,11 @@ CURABLE = frozenset(
         ErrorKind.WORKER_LOST,
         ErrorKind.UNAVAILABLE,
         ErrorKind.OVERLOADED,
-        ErrorKind.TRANSFER_FAILED,
-        ErrorKind.PEER_UNREACHABLE,
-        ErrorKind.INCOMPATIBLE,
         ErrorKind.DEADLINE,
+        *TRANSFER_KINDS,
     }
 )
 """Kinds of errors of a worker that another worker may not have. The request's own deadline is checked separately."""
-TRANSFER_KINDS = (ErrorKind.TRANSFER_FAILED, ErrorKind.PEER_UNREACHABLE, ErrorKind.INCOMPATIBLE)
 MAX_TRANSFER_FAILURES = 2
 _NONE: frozenset[str] = frozenset()
 _PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 2.0)
@@ -124,10 +122,10 @@ class Failures:
         return for_client(type(last)(f"{last.message}; then {error.message}", param=last.param), self._names)
 
     def _note_pair(self, attempt: Attempt, error: KvbatonError) -> None:
-        """Record that the workers of the attempt's hand-over do not reach each other, if that is the error."""
+        """Record that the workers of the attempt's hand-over cannot hand KV over, if that is the error."""
         hand_over = attempt.legs.hand_over
-        if error.kind is ErrorKind.PEER_UNREACHABLE and hand_over:
-            self._unreachable.record_failure(*hand_over)
+        if error.kind in TRANSFER_KINDS and hand_over:
+            self._unreachable.record_failure(*hand_over, error)
 
     def _is_known_death(self, failure: Failure) -> bool:
         """Return True if all failed workers are gone and have failed before: one death must cost one attempt only.

@@ -1,6 +1,7 @@
 """The state of a router for its operators: metrics and /debug/state."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +48,8 @@ class Inspection:
         metrics = self._metrics
         metrics.load.set_requests(path.tracker.num_waiting, path.tracker.num_running, path.queue.decisions())
         metrics.load.set_pools(self._loads(), path.registry.memory.restarts)
+        failed = path.unreachable.failed(path.registry.workers)
+        metrics.load.set_failed_pairs(Counter(pair.kind for pair in failed))
         metrics.recent.set()
         self._scaling.publish()
         return AliasCollector(metrics, self._aliases, self._model_name)
@@ -56,6 +59,8 @@ class Inspection:
         path = self._path
         waiting = path.tracker.num_waiting
         running = path.tracker.num_running
+        failed = path.unreachable.facts(path.registry.workers)
+        num_failed = Counter(name for pair in failed for name in (pair["prefill"], pair["decode"]))
         return {
             "version": version("kvbaton"),
             "model": self._model_name() or None,
@@ -69,7 +74,11 @@ class Inspection:
                 **self._metrics.recent.rates(),
             },
             "pools": self.pools(),
-            "workers": [worker_facts(worker) for worker in path.registry.workers],
+            "failed_pairs": failed,
+            "workers": [
+                {**worker_facts(worker), "num_failed_pairs": num_failed[worker.name]}
+                for worker in path.registry.workers
+            ],
         }
 
     def pools(self) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from contract.errors import ErrorKind
+from contract.errors import TRANSFER_KINDS, ErrorKind
 from contract.identity import WORKER_ROLES, Role
 from contract.outputs import FinishReason
 from contract.scaling import HOLDS, PoolScaling
@@ -75,12 +75,18 @@ class LoadMetrics:
         self._utilization = _gauge(registry, "pool_utilization")
         self._queue = _gauge(registry, "queue_seconds")
         self._pressure = _gauge(registry, "scaling_pressure")
+        self._failed_pairs = _gauge(registry, "failed_pairs")
 
     def set_requests(self, num_waiting: int, num_running: int, decisions: Mapping[str, int]) -> None:
         """Set the gauges of requests. decisions: number of placements by the kinds of their legs."""
         self._waiting.set(num_waiting)
         self._running.set(num_running)
         self._decisions.set(decisions)
+
+    def set_failed_pairs(self, kinds: Tally[ErrorKind]) -> None:
+        """Set the gauge of pairs of workers that cannot hand over KV, by the kind of their error."""
+        for kind in TRANSFER_KINDS:
+            self._failed_pairs.labels(kind.value).set(kinds[kind])
 
     def set_pools(self, loads: Sequence[PoolLoad], restarts: Mapping[str, int]) -> None:
         """Set the gauges of pools, and the restarts of workers by role.
@@ -156,6 +162,11 @@ class RequestMetrics:
         self._errors = _counter(registry, "request_errors_total")
         self._replays = _counter(registry, "request_replays_total")
         self._local = _counter(registry, "request_local_recomputes_total")
+        self._recomputed_prompts = _counter(registry, "recomputed_prompts_total")
+        self._recomputed_tokens = _counter(registry, "recomputed_prompt_tokens_total")
+        for reason in ("replay", "local"):  # a rate needs a count that begins with 0
+            self._recomputed_prompts.labels(reason)
+            self._recomputed_tokens.labels(reason)
         self._usual_success = {
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         }
@@ -181,9 +192,12 @@ class RequestMetrics:
         """Return how many requests were answered, tokens delivered, requests failed, and attempts replayed."""
         return [_sum(self._success), int(self.sizes.generated.value), _sum(self._errors), _sum(self._replays)]
 
-    def recomputed_locally(self) -> None:
-        """Count a replay whose prompt the decode worker computes itself."""
-        self._local.inc()
+    def recomputed(self, reason: str, num_tokens: int) -> None:
+        """Count a prompt that is computed for a replay, or (``local``) by a decode worker, and its tokens."""
+        self._recomputed_prompts.labels(reason).inc()
+        self._recomputed_tokens.labels(reason).inc(num_tokens)
+        if reason == "local":
+            self._local.inc()
 
 
 class Times:

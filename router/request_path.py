@@ -32,13 +32,13 @@ class RequestPath:
         self.tracker = RequestTracker(settings.max_queue, metrics)
         self.tokenizers = TokenizerThreads()
         self.tasks = TaskSet()
-        unreachable = UnreachablePairs()
+        self.unreachable = UnreachablePairs()
         shares = RunningShares(settings.max_key_share)
         self.queue = AdmissionQueue(
-            self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
+            self.registry, self.changes, self.unreachable, shares, settings.worker_wait_seconds
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        self.runs = RequestRuns(self.queue, unreachable, unread, settings.max_replays)
+        self.runs = RequestRuns(self.queue, self.unreachable, unread, settings.max_replays)
         preparer = RequestPreparer(
             self.models,
             self.registry,
@@ -57,6 +57,15 @@ class RequestPath:
     def missing(self) -> str | None:
         """The model or the workers that are missing to answer a request; None if there are all."""
         return what_is_missing(self.models, self.registry, self._wakes)
+
+    @property
+    def degraded(self) -> str | None:
+        """The reason why answers cost more than they should; None if all pairs of workers can hand KV over."""
+        num_failed = len(self.unreachable.failed(self.registry.workers))
+        if not num_failed:
+            return None
+        pairs = "1 pair of workers" if num_failed == 1 else f"{num_failed} pairs of workers"
+        return f"{pairs} cannot hand KV over; /admin/workers names them"
 
     async def wait_until(self, is_true: Callable[[], bool]) -> None:
         """Block until ``is_true``; it is called again after every change of the workers or the model."""

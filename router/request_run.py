@@ -245,7 +245,9 @@ class RequestRun:
         output = AttemptOutput(len(self._delivered), self._unread, self._parts.unread.max_of_answer)
         self._attempt = Attempt(task, legs, self.report, output)
         if legs.last.worker.role is Role.DECODE and not legs.hand_over:
-            self.tracked.recomputed_locally(legs.last.worker.name)
+            self.tracked.recomputed_locally(legs.last.worker.name, len(task.prompt))
+        elif task.number:
+            self.tracked.recomputed(len(task.prompt))
         self.tracked.bound()
         return self._attempt
 

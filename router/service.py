@@ -87,6 +87,7 @@ class RouterService:
         self._admin = AdminServer(
             settings.admin,
             missing=lambda: self._path.missing,
+            degraded=lambda: self._path.degraded,
             not_ready=lambda: self._drain.reason,
             state=self._debug_state,
             metrics=self._inspection.collector,

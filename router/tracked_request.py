@@ -81,10 +81,14 @@ class TrackedRequest:
             *(self.request.request_id, num_tokens, error.message),
         )
 
-    def recomputed_locally(self, worker: str) -> None:
-        """Record that a decode worker computes the prompt itself."""
-        self._metrics.recomputed_locally()
+    def recomputed_locally(self, worker: str, num_tokens: int) -> None:
+        """Record that a decode worker computes the prompt of so many tokens itself."""
+        self._metrics.recomputed("local", num_tokens)
         logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, worker)
+
+    def recomputed(self, num_tokens: int) -> None:
+        """Record that the prompt, of so many tokens with those of the answer, is computed for another attempt."""
+        self._metrics.recomputed("replay", num_tokens)
 
     def arrived(self, delta: Delta) -> None:
         """Record that a delta has arrived, before it is sent to the client."""

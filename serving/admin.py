@@ -27,7 +27,8 @@ _OPERATORS = "/admin"
 class AdminServer:
     """Serves the pages on ``address`` between ``start`` and ``stop``.
 
-    missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. not_ready: returns
+    missing: returns what the process lacks to do its work, or None; shown by ``/health`` and ``/ready``. degraded:
+    returns why it does it worse than it should; shown by ``/health``. not_ready: returns
     another reason why it accepts no new work; shown by ``/ready`` only. state: returns plain data for ``/debug/state``, to
     which the process's own facts are added as ``process``. metrics: returns a collector of the current values; None: no
     such page. allowed_hosts: valid names in the Host header beside localhost. access: decides who may use an action (any
@@ -39,6 +40,7 @@ class AdminServer:
         address: str,
         *,
         missing: Callable[[], str | None],
+        degraded: Callable[[], str | None] = lambda: None,
         not_ready: Callable[[], str | None] = lambda: None,
         state: Callable[[], Awaitable[dict[str, Any]]],
         metrics: Callable[[], Awaitable[Collector]] | None = None,
@@ -48,6 +50,7 @@ class AdminServer:
     ) -> None:
         self._asked_address = address
         self._missing = missing
+        self._degraded = degraded
         self._not_ready = not_ready
         self._state = state
         self._metrics = metrics
@@ -108,7 +111,7 @@ class AdminServer:
         self._access.check(request)
 
     async def _get_health(self, _: web.Request) -> web.Response:
-        return health_response(self._missing())
+        return health_response(self._missing(), self._degraded())
 
     async def _get_ready(self, _: web.Request) -> web.Response:
         return health_response(self._not_ready() or self._missing())

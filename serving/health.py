@@ -3,7 +3,8 @@
 from aiohttp import web
 
 
-def health_response(missing: str | None) -> web.Response:
-    """Return 200 if nothing is missing, else 503 with the reason."""
-    status = {"status": "unavailable", "reason": missing} if missing else {"status": "ok"}
-    return web.json_response(status, status=503 if missing else 200)
+def health_response(missing: str | None, degraded: str | None = None) -> web.Response:
+    """Return 200 if nothing is missing, else 503 with the reason. degraded: why it serves worse than it should."""
+    if missing:
+        return web.json_response({"status": "unavailable", "reason": missing}, status=503)
+    return web.json_response({"status": "degraded", "reason": degraded} if degraded else {"status": "ok"})

@@ -184,7 +184,19 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "request_replays_total": Metric(
         "Failed attempts that were followed by another, by error kind.", ("kind",)
     ),
-    "request_local_recomputes_total": Metric("Replays whose prompt a decode worker computed."),
+    "request_local_recomputes_total": Metric("Attempts whose prompt a decode worker computed itself."),
+    "recomputed_prompts_total": Metric(
+        "Prompts that were computed once more or in the wrong place: for another attempt (replay), or by a decode worker "
+        "because no pair could hand KV over (local). Their share of kvbaton_requests_admitted_total shows a hand-over that "
+        "fails again and again.",
+        ("reason",),
+    ),
+    "recomputed_prompt_tokens_total": Metric("The tokens of these prompts.", ("reason",)),
+    "failed_pairs": Metric(
+        "Pairs of attached workers that cannot hand KV over, by the kind of their last error: peer_unreachable, "
+        "incompatible (until one of them starts anew) or transfer_failed.",
+        ("kind",),
+    ),
     "routing_decisions_total": Metric(
         "Requests that were bound to workers, by their legs: prefill+decode, aggregated, embed, or decode (a moved answer).",
         ("kind",),

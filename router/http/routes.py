@@ -57,5 +57,5 @@ def all_routes(
         *file_routes(bodies, batches, settings),
         *ModelEndpoints(models, registry).routes(),
         *PageEndpoints(api, lambda: path.missing, lambda: path.tracker.num_held).routes(),
-        *StatusEndpoints(lambda: path.missing, drain, collector, api).routes(),
+        *StatusEndpoints(lambda: path.missing, lambda: path.degraded, drain, collector, api).routes(),
     ]

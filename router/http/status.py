@@ -23,11 +23,13 @@ class StatusEndpoints:
     def __init__(
         self,
         missing: Callable[[], str | None],
+        degraded: Callable[[], str | None],
         drain: Drain,
         collector: Callable[[], Awaitable[Collector]],
         document: Json,
     ) -> None:
         self._missing = missing
+        self._degraded = degraded
         self._drain = drain
         self._metrics = MetricsPage(collector, _METRICS_SECONDS)
         self._document = document
@@ -44,8 +46,8 @@ class StatusEndpoints:
         ]
 
     async def health(self, _: web.Request) -> web.Response:
-        """GET /health: 200 if requests can be answered, else 503 and what is missing."""
-        return health_response(self._missing())
+        """GET /health: 200 if requests can be answered, else 503 and what is missing; ``degraded`` if they cost too much."""
+        return health_response(self._missing(), self._degraded())
 
     async def ready(self, _: web.Request) -> web.Response:
         """GET /ready: like /health, but also 503 as soon as the router drains."""

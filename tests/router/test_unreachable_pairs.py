@@ -85,7 +85,7 @@ def test_one_request_a_pause_tries_the_pair_again() -> None:
     severed, p, d = UnreachablePairs(clock), attached(P, "p"), attached(D, "d")
     pair = frozenset({("p", "d")})
     for _ in range(5):
-        severed.record_failure(p, d)  # requests that were bound before the first failure fail together
+        severed.record_failure(p, d, CUT)  # requests that were bound before the first failure fail together
     pause = FIRST_PAUSE_SECONDS
     for _ in range(6):
         assert severed.blocked([p, d]) == pair
@@ -93,7 +93,7 @@ def test_one_request_a_pause_tries_the_pair_again() -> None:
         assert severed.blocked([p, d]) == frozenset()
         severed.record_probe(p, d)
         assert severed.blocked([p, d]) == pair
-        severed.record_failure(p, d)
+        severed.record_failure(p, d, CUT)
         pause = min(2 * pause, LAST_PAUSE_SECONDS)
     severed.record_success(p, d)
     assert severed.blocked([p, d]) == frozenset()
@@ -101,7 +101,7 @@ def test_one_request_a_pause_tries_the_pair_again() -> None:
 
 def test_a_worker_that_starts_again_is_another_one() -> None:
     severed, p, d = UnreachablePairs(Clock()), attached(P, "p"), attached(D, "d")
-    severed.record_failure(p, d)
+    severed.record_failure(p, d, CUT)
     assert severed.blocked([p, attached(D, "d")]) == frozenset()
     assert severed.blocked([p, d]) == frozenset(), "it was forgotten when its worker had gone"
 

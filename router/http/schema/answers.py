@@ -127,6 +127,6 @@ ANSWERS: Json = {
     ),
     "Text": _object(prompt=_STRING),
     **OBJECTS,
-    "Health": _object(("reason",), status={"enum": ["ok", "unavailable"]}, reason=_STRING),
+    "Health": _object(("reason",), status={"enum": ["ok", "degraded", "unavailable"]}, reason=_STRING),
     "Version": _object(version=_STRING),
 }
