@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from contract.identity import Role
 from router.attached_worker import AttachedWorker
 from router.bound_leg import Leg
 from router.capacity import CreditHold
@@ -41,6 +42,12 @@ class AttemptLegs:
             if receiver.kind.transfer is Transfer.RECEIVE:
                 return sender.worker, receiver.worker
         return None
+
+    @property
+    def computed_by_decoder(self) -> str | None:
+        """The id of the decode worker that computes the prompt itself; None if another one does."""
+        worker = self.last.worker
+        return worker.name if worker.role is Role.DECODE and not self.hand_over else None
 
     def bind(self, key: LegKey, on_event: Callable[[Leg, Event], None], holds: Sequence[CreditHold]) -> None:
         """Bind every leg to its worker, with the credit that was reserved there."""

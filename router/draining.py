@@ -60,6 +60,7 @@ class Drain:
                 "%d requests are ended: they were not done when the router had to stop",
                 self._running.num_open,
             )
+            self._tracker.end_all()
             self._running.end_all(
                 UnavailableError("the router stopped before the answer was complete; send the request again")
             )

@@ -5,14 +5,24 @@
    computes the prompt.
 3. After two failed hand-overs in a row a decode worker computes the prompt.
 4. A worker that rejected the request because of its length is not tried again; a larger one is.
-5. After ``max_replays`` failures in a row the client receives the last error.
+5. After ``max_replays`` failures in a row, or four times as many in all, the client receives the last error. A counter that
+   each token resets does not bound them: a request may fail after every token.
+6. After ``max_worker_deaths`` workers were lost with it, the client receives an error: the request may be the cause.
 
 A leg that a draining worker gives up is no failure: other workers continue, and none is avoided for it.
 """
 
 import logging
+from dataclasses import dataclass
 
-from contract.errors import SIZE_PARAM, TRANSFER_KINDS, ErrorKind, KvbatonError, UnavailableError
+from contract.errors import (
+    SIZE_PARAM,
+    TRANSFER_KINDS,
+    ErrorKind,
+    KvbatonError,
+    UnavailableError,
+    WorkerLostError,
+)
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt
 from router.leg_failure import Failure, WorkerDrainedError, for_client
@@ -31,6 +41,8 @@ CURABLE = frozenset(
 )
 """Kinds of errors of a worker that another worker may not have. The request's own deadline is checked separately."""
 MAX_TRANSFER_FAILURES = 2
+_TOTAL_FACTOR = 4
+"""Failures of one answer in all that are borne, in those in a row."""
 _NONE: frozenset[str] = frozenset()
 _PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 2.0)
 """Pauses before an attempt, by the number of failures in a row. The first replay begins at once."""
@@ -39,11 +51,11 @@ _PAUSES_SECONDS = (0.0, 0.0, 0.05, 0.2, 0.8, 2.0)
 class Failures:
     """Owns the history of one answer's failures."""
 
-    def __init__(self, unreachable: UnreachablePairs, max_replays: int) -> None:
+    def __init__(self, unreachable: UnreachablePairs, max_replays: int, max_deaths: int) -> None:
         self._unreachable = unreachable
-        self._max_replays = max_replays
         self._num_failures = 0
         self._num_transfer_failures = 0
+        self._totals = _Totals(max_replays, max_deaths)
         self._failed_workers: set[AttachedWorker] = set()
         self._names: set[str] = set()
         self._too_small: set[AttachedWorker] = set()
@@ -67,7 +79,7 @@ class Failures:
     @property
     def is_local(self) -> bool:
         """True when no further hand-over is tried."""
-        return self._num_transfer_failures >= MAX_TRANSFER_FAILURES
+        return self._num_transfer_failures >= MAX_TRANSFER_FAILURES or self._totals.is_local
 
     @property
     def pause_seconds(self) -> float:
@@ -100,7 +112,10 @@ class Failures:
         if not self._is_known_death(failure):
             self._num_failures += 1
             self._num_transfer_failures += error.kind in TRANSFER_KINDS
-        if error.kind not in CURABLE or self._num_failures > self._max_replays:
+            self._totals.count(error)
+        if ended := self._totals.ended(error):
+            raise for_client(ended, self._names)
+        if error.kind not in CURABLE or self._num_failures > self._totals.max_replays:
             names = ", ".join(leg.worker.name for leg in attempt.legs)
             logger.warning("%s fails on %s: %s", attempt.task.request.request_id, names, error.kind.value)
             raise for_client(error, self._names)
@@ -110,6 +125,7 @@ class Failures:
         """Record that a worker has failed to which the answer was to move. The attempt continues at another one."""
         self._note_pair(attempt, failure.error)
         if not isinstance(failure.error, WorkerDrainedError):
+            self._totals.count(failure.error)
             self._failed_workers.add(failure.failed_worker)
 
     def without_workers(self, error: UnavailableError) -> KvbatonError:
@@ -135,6 +151,37 @@ class Failures:
         """
         known = [worker.gone.is_set() and worker in self._failed_workers for worker in failure.failed_workers]
         return bool(known) and all(known)
+
+
+@dataclass
+class _Totals:
+    """The failures of one answer in all, however many tokens came between them."""
+
+    max_replays: int
+    max_deaths: int
+    num_failures: int = 0
+    num_transfers: int = 0
+    num_deaths: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """True when so many hand-overs have failed that no further one is tried."""
+        return self.num_transfers >= _TOTAL_FACTOR * MAX_TRANSFER_FAILURES
+
+    def count(self, error: KvbatonError) -> None:
+        """Count a failure."""
+        self.num_failures += 1
+        self.num_transfers += error.kind in TRANSFER_KINDS
+        self.num_deaths += error.kind is ErrorKind.WORKER_LOST
+
+    def ended(self, error: KvbatonError) -> KvbatonError | None:
+        """Return the error with which the request ends after ``error``; None if another attempt may be made."""
+        if self.num_deaths >= self.max_deaths:
+            return WorkerLostError(
+                f"{self.num_deaths} workers were lost while they computed this request, which may be the cause; "
+                f"it is not tried again. The last one: {error.message}"
+            )
+        return error if self.num_failures > _TOTAL_FACTOR * self.max_replays else None
 
 
 def _is_about_size(error: KvbatonError) -> bool:

@@ -4,7 +4,7 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +17,7 @@ from router.batches.records import BatchStatus
 from router.goals import GoalCounts, Goals, RecentCounts, attainment
 from router.move_record import MoveRecord
 from router.pool_state import PoolLoad, RecentLatency
+from router.replay_metrics import ReplayMetrics, new_counter, sum_of
 from router.timings import Timings
 from router.worker_facts import ShownState
 from serving.event_metrics import EventCounter, EventHistogram, OptionalGauge, TallyCounter
@@ -30,6 +31,8 @@ _KEY_CHARACTERS = 12
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
 _RATES = ("requests_per_second", "tokens_per_second", "errors_per_second", "replays_per_second")
+STOPPED = "stopped"
+"""The kind with which ``request_errors_total`` counts requests that the router has ended."""
 SAMPLE_SECONDS = 5.0
 """The time between two samples of the counts whose recent growth is published."""
 _FAULTS_OF_CLIENTS = (
@@ -149,7 +152,7 @@ class RequestMetrics:
 
     first_token: records the seconds from a request's arrival to its first token. token_gap: records the seconds between two
     deliveries of tokens to one request. tokens: counts delivered tokens. Tokens call these three directly. times: the
-    latencies. sizes: the tokens of requests.
+    latencies. sizes: the tokens of requests. replays: of attempts after the first one.
     """
 
     def __init__(self, registry: CollectorRegistry, goals: Goals) -> None:
@@ -158,15 +161,9 @@ class RequestMetrics:
         self.token_gap = self.times.token_gap.observe
         self.sizes = RequestSizes(registry)
         self.tokens = self.sizes.generated.add
-        self._success = _counter(registry, "request_success_total")
-        self._errors = _counter(registry, "request_errors_total")
-        self._replays = _counter(registry, "request_replays_total")
-        self._local = _counter(registry, "request_local_recomputes_total")
-        self._recomputed_prompts = _counter(registry, "recomputed_prompts_total")
-        self._recomputed_tokens = _counter(registry, "recomputed_prompt_tokens_total")
-        for reason in ("replay", "local"):  # a rate needs a count that begins with 0
-            self._recomputed_prompts.labels(reason)
-            self._recomputed_tokens.labels(reason)
+        self._success = new_counter(registry, "request_success_total")
+        self._errors = new_counter(registry, "request_errors_total")
+        self.replays = ReplayMetrics(registry)
         self._usual_success = {
             reason: self._success.labels(reason.value) for reason in (FinishReason.STOP, FinishReason.LENGTH)
         }
@@ -184,20 +181,20 @@ class RequestMetrics:
         if kind not in _FAULTS_OF_CLIENTS:
             self.times.goals.failed()
 
-    def replayed(self, kind: ErrorKind) -> None:
-        """Count a failed attempt that another one follows."""
-        self._replays.labels(kind.value).inc()
-
     def totals(self) -> list[int]:
         """Return how many requests were answered, tokens delivered, requests failed, and attempts replayed."""
-        return [_sum(self._success), int(self.sizes.generated.value), _sum(self._errors), _sum(self._replays)]
+        return [
+            sum_of(self._success),
+            int(self.sizes.generated.value),
+            sum_of(self._errors),
+            self.replays.total,
+        ]
 
-    def recomputed(self, reason: str, num_tokens: int) -> None:
-        """Count a prompt that is computed for a replay, or (``local``) by a decode worker, and its tokens."""
-        self._recomputed_prompts.labels(reason).inc()
-        self._recomputed_tokens.labels(reason).inc(num_tokens)
-        if reason == "local":
-            self._local.inc()
+    def stopped(self, *, is_background: bool) -> None:
+        """Count a request that this router has ended, and not its client. is_background: it belongs to a batch."""
+        self._errors.labels(STOPPED).inc()
+        if not is_background:
+            self.times.goals.failed()
 
 
 class Times:
@@ -278,9 +275,9 @@ class DrainMetrics:
     """The drains of workers, and their changes of roles."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._drains = _counter(registry, "drains_total")
+        self._drains = new_counter(registry, "drains_total")
         self._seconds = _histogram(registry, "drain_seconds", _LONG)
-        self._flips = _counter(registry, "flips_total")
+        self._flips = new_counter(registry, "flips_total")
 
     def ended(self, result: str, seconds: float) -> None:
         """Count a drain. result: empty, moved, undone or lost."""
@@ -296,7 +293,7 @@ class MoveMetrics:
     """The moves of answers from one worker to another while they are decoded. recent: the last ones that have succeeded."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._moves = _counter(registry, "migrations_total")
+        self._moves = new_counter(registry, "migrations_total")
         self._pause = _histogram(registry, "migration_pause_seconds", _SHORT)
         self.recent = deque[MoveRecord](maxlen=_NUM_RECENT_MOVES)
 
@@ -320,9 +317,9 @@ class ScalingMetrics:
         self._correction = _gauge(registry, "timing_correction")
         self._is_bounded = _gauge(registry, "timing_correction_bounded")
         self._age = _optional_gauge(registry, "scaling_decision_age_seconds")
-        self._decisions = _counter(registry, "scaling_decisions_total")
+        self._decisions = new_counter(registry, "scaling_decisions_total")
         self._restarts = _optional_gauge(registry, "autoscaler_restarts")
-        self._refusals = _counter(registry, "autoscaler_lease_refusals_total")
+        self._refusals = new_counter(registry, "autoscaler_lease_refusals_total")
 
     def decided(self, role: Role, decision: PoolScaling) -> None:
         """Count a decision for one pool."""
@@ -358,7 +355,7 @@ class BatchMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._batches = _gauge(registry, "num_batches")
         self._file_bytes = _gauge(registry, "num_file_bytes")
-        self._requests = _counter(registry, "batch_requests_total")
+        self._requests = new_counter(registry, "batch_requests_total")
 
     def count_requests(self, result: str, number: int) -> None:
         """Count requests of batches: completed, failed, expired, retried or stopped."""
@@ -376,19 +373,8 @@ def _gauge(registry: CollectorRegistry, name: str) -> Gauge:
     return Gauge(PREFIX + name, metric.text, metric.labels, registry=registry)
 
 
-def _sum(counter: Counter) -> int:
-    """Return the sum of a counter over all labels."""
-    samples = (sample for family in counter.collect() for sample in family.samples)
-    return int(sum(sample.value for sample in samples if sample.name.endswith("_total")))
-
-
 def _optional_gauge(registry: CollectorRegistry, name: str) -> OptionalGauge:
     return OptionalGauge(registry, PREFIX + name, ROUTER_METRICS[name].text)
-
-
-def _counter(registry: CollectorRegistry, name: str) -> Counter:
-    metric = ROUTER_METRICS[name]
-    return Counter(PREFIX + name, metric.text, metric.labels, registry=registry)
 
 
 def _event_counter(registry: CollectorRegistry, name: str) -> EventCounter:

@@ -32,13 +32,15 @@ class RequestPath:
         self.tracker = RequestTracker(settings.max_queue, metrics)
         self.tokenizers = TokenizerThreads()
         self.tasks = TaskSet()
-        self.unreachable = UnreachablePairs()
+        unreachable = UnreachablePairs()
         shares = RunningShares(settings.max_key_share)
         self.queue = AdmissionQueue(
-            self.registry, self.changes, self.unreachable, shares, settings.worker_wait_seconds
+            self.registry, self.changes, unreachable, shares, settings.worker_wait_seconds
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
-        self.runs = RequestRuns(self.queue, self.unreachable, unread, settings.max_replays)
+        self.runs = RequestRuns(
+            self.queue, unreachable, unread, settings.max_replays, settings.max_worker_deaths
+        )
         preparer = RequestPreparer(
             self.models,
             self.registry,
@@ -57,6 +59,11 @@ class RequestPath:
     def missing(self) -> str | None:
         """The model or the workers that are missing to answer a request; None if there are all."""
         return what_is_missing(self.models, self.registry, self._wakes)
+
+    @property
+    def unreachable(self) -> UnreachablePairs:
+        """The pairs of workers that cannot hand KV over."""
+        return self.runs.unreachable
 
     @property
     def degraded(self) -> str | None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from msgspec import structs
 
 from contract.errors import KvbatonError, UnavailableError
-from contract.identity import Role
 from router.admission_queue import AdmissionQueue
 from router.attached_worker import AttachedWorker
 from router.attempt import Attempt, begin
@@ -39,14 +38,15 @@ class RequestRuns:
     """Opens request runs, and holds the parts of the router that they share.
 
     max_replays: attempts in a row that may fail without a token of a last leg (tokens of prefill legs prove nothing about
-    the hand-over). unread: bounds what waits in the router because clients do not read. kinds: the kinds of leg that
-    placements name. open_runs: the runs whose block has not ended.
+    the hand-over). max_worker_deaths: workers that may be lost with one answer. unread: bounds what waits in the router
+    because clients do not read. kinds: the kinds of leg that placements name. open_runs: the runs whose block has not ended.
     """
 
     queue: AdmissionQueue
     unreachable: UnreachablePairs
     unread: UnreadBytes
     max_replays: int
+    max_worker_deaths: int
     kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
     open_runs: "set[RequestRun]" = field(default_factory=set)
 
@@ -113,7 +113,7 @@ class RequestRun:
         self._delivered: list[int] = []
         self._attempt: Attempt | None = None
         self._num_attempts = 0
-        self._failures = Failures(parts.unreachable, parts.max_replays)
+        self._failures = Failures(parts.unreachable, parts.max_replays, parts.max_worker_deaths)
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
@@ -244,10 +244,8 @@ class RequestRun:
         legs = AttemptLegs.of(reservation, self._parts.kinds)
         output = AttemptOutput(len(self._delivered), self._unread, self._parts.unread.max_of_answer)
         self._attempt = Attempt(task, legs, self.report, output)
-        if legs.last.worker.role is Role.DECODE and not legs.hand_over:
-            self.tracked.recomputed_locally(legs.last.worker.name, len(task.prompt))
-        elif task.number:
-            self.tracked.recomputed(len(task.prompt))
+        if (local := legs.computed_by_decoder) or task.number:
+            self.tracked.recomputed(len(task.prompt), local)
         self.tracked.bound()
         return self._attempt
 

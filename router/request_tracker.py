@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from contract.errors import ErrorKind, InvalidRequestError, KvbatonError
 from router.admission import Admission
-from router.metrics import RequestMetrics
+from router.metrics import STOPPED, RequestMetrics
 from router.request import EmbeddingRequest, GenerationRequest
 from router.tracked_request import RequestState, TrackedRequest
 
@@ -34,9 +34,10 @@ class RequestTracker:
         self._on_fewer_unbound: list[Callable[[], None]] = []
         self._on_queued: list[Callable[[], None]] = []
         self._num_held = 0
+        self._is_ending = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._last_logged: tuple[str, ErrorKind] | None = None
+        self._last_logged: tuple[str, str] | None = None
 
     def on_fewer_unbound(self, listener: Callable[[], None]) -> None:
         """Call ``listener`` whenever ``num_unbound`` may have become smaller, from now on."""
@@ -61,11 +62,19 @@ class RequestTracker:
         """Remove a request. Count and log it as failed, unless its answer is complete."""
         if tracked.state is not RequestState.FINISHED:
             error = error or GeneratorExit("its reader has left it")
-            kind = _kind_of(error)
-            self._metrics.failed(kind)
+            is_stopped = _went_away(error) and (tracked.is_background or self._is_ending)
+            if is_stopped:
+                self._metrics.stopped(is_background=tracked.is_background)
+            else:
+                self._metrics.failed(_kind_of(error))
+            kind = STOPPED if is_stopped else _kind_of(error).value
             self._log_end(tracked.request.family or tracked.request.request_id, kind, tracked.state, error)
         self._remove(tracked)
         _call(self._on_fewer_unbound)
+
+    def end_all(self) -> None:
+        """Count the requests whose task is cancelled from now on as stopped: the router ends them, and not their clients."""
+        self._is_ending = True
 
     def close_admission(self, reason: str) -> None:
         """Reject every request from now on, but for those in the background."""
@@ -156,7 +165,7 @@ class RequestTracker:
         if tracked.state is RequestState.WAITING_FOR_WORKERS and not tracked.is_background:
             _call(self._on_queued)
 
-    def _log_end(self, name: str, kind: ErrorKind, state: RequestState, error: BaseException) -> None:
+    def _log_end(self, name: str, kind: str, state: RequestState, error: BaseException) -> None:
         """Log how a request ended: once for all prompts of a client's request, which end one after the other."""
         if self._last_logged != (name, kind):
             self._last_logged = (name, kind)
@@ -171,8 +180,12 @@ def _call(listeners: list[Callable[[], None]]) -> None:
 def _kind_of(error: BaseException) -> ErrorKind:
     if isinstance(error, KvbatonError):
         return error.kind
-    went_away = isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionResetError)
-    return ErrorKind.CANCELLED if went_away else ErrorKind.INTERNAL
+    return ErrorKind.CANCELLED if _went_away(error) else ErrorKind.INTERNAL
+
+
+def _went_away(error: BaseException) -> bool:
+    """Return True for the end of a task from outside, most often because its client has disconnected."""
+    return isinstance(error, asyncio.CancelledError | GeneratorExit | ConnectionResetError)
 
 
 def _logged(error: BaseException) -> object:

@@ -164,6 +164,7 @@ class RouterService:
 
     async def stop(self) -> None:
         """End running requests and close every port; nothing runs when this returns."""
+        self._path.tracker.end_all()
         for watcher in self._watchers:
             watcher.cancel()
         if self._watchers:

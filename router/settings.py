@@ -121,6 +121,8 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     """Time for a worker to carry out an order or a call of the router."""
     worker_wait_seconds: float = Field(default=30.0, ge=0)
     """Time that requests wait for a role without any worker (one may be restarting); then they get status 503."""
+    max_worker_deaths: int = Field(default=3, ge=1)
+    """Workers that may be lost with one request before it ends with an error: it may be the cause."""
     max_replays: int = Field(default=5, ge=0)
     """Consecutive failed attempts without a new token that a request survives; after one more it ends with an error."""
     client_buffer_bytes: int = Field(default=2**20, ge=1024)

@@ -75,20 +75,17 @@ class TrackedRequest:
 
     def replayed(self, error: KvbatonError, num_tokens: int) -> None:
         """Record that an attempt has failed, and that another one continues after the delivered tokens."""
-        self._metrics.replayed(error.kind)
+        self._metrics.replays.replayed(error.kind)
         logger.warning(
             "%s continues at token %d on other workers: %s",
             *(self.request.request_id, num_tokens, error.message),
         )
 
-    def recomputed_locally(self, worker: str, num_tokens: int) -> None:
-        """Record that a decode worker computes the prompt of so many tokens itself."""
-        self._metrics.recomputed("local", num_tokens)
-        logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, worker)
-
-    def recomputed(self, num_tokens: int) -> None:
-        """Record that the prompt, of so many tokens with those of the answer, is computed for another attempt."""
-        self._metrics.recomputed("replay", num_tokens)
+    def recomputed(self, num_tokens: int, local: str | None) -> None:
+        """Record that a prompt of so many tokens is computed again, or (``local``) by this decode worker itself."""
+        self._metrics.replays.recomputed(num_tokens, is_local=local is not None)
+        if local is not None:
+            logger.warning("%s: decode worker %s computes the prompt itself", self.request.request_id, local)
 
     def arrived(self, delta: Delta) -> None:
         """Record that a delta has arrived, before it is sent to the client."""

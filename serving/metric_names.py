@@ -180,7 +180,11 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "key_cached_tokens_total": Metric("Those of them that were found in a prefix cache.", ("key",)),
     "generation_tokens_total": Metric("Tokens delivered."),
     "request_success_total": Metric("Finished requests.", ("finished_reason",)),
-    "request_errors_total": Metric("Requests that ended with an error, by kind.", ("kind",)),
+    "request_errors_total": Metric(
+        "Requests that ended with an error, by kind; cancelled: by their clients; stopped: by this router, because it had "
+        "to stop, or in a batch to make room or with the batch.",
+        ("kind",),
+    ),
     "request_replays_total": Metric(
         "Failed attempts that were followed by another, by error kind.", ("kind",)
     ),

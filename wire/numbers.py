@@ -6,6 +6,7 @@ descriptors. A field that is unset reads as 0, which every range therefore conta
 that is all of the field's type costs nothing: an attempt compares the numbers of a TokenEntry with what it has asked for.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from protos import worker_pb2 as pb
 
 
 class Range(NamedTuple):
-    """The values that a number may have, both ends included. No range contains NaN."""
+    """The values that a number may have, both ends included. No range contains NaN, and one of log probabilities -inf."""
 
     low: float
     high: float
@@ -47,8 +48,8 @@ STEP_SECONDS = Range(0.0, 3600.0)
 TOKEN_SECONDS = Range(0.0, 60.0)
 SHARE = Range(0.0, 1.0)
 PENALTY = Range(-2.0, 2.0)
-LOGPROB = Range(-1e30, 1e-3)
-"""At most 0, but for rounding."""
+LOGPROB = Range(-math.inf, 1e-3)
+"""At most 0, but for rounding. -inf: the model gives the token no probability at all."""
 FLOAT32 = Range(-3.5e38, 3.5e38)
 VERSION = Range(0, 2**16)
 DIMENSION = Range(1, 2**20)

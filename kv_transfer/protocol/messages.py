@@ -26,7 +26,6 @@ TRANSFER_PROTOCOL_MIN = 9
 TRANSFER_PROTOCOL_MAX = 9
 MAX_HANDSHAKE_BYTES = 65536
 Timeout = Annotated[float, msgspec.Meta(gt=0, le=MAX_SECONDS)]
-_LEAST_LOGPROB = -1e30
 _MOST_LOGPROB = 1e-3
 """At most 0, but for rounding."""
 
@@ -213,7 +212,7 @@ def _check_logprobs(tokens: Sequence[FirstToken]) -> None:
     """Raise TransferError for a log probability that is none. Their type is not only this protocol's, and has no range."""
     for token in tokens:
         values = (token.logprobs.logprob, *token.logprobs.top_logprobs) if token.logprobs else ()
-        if not all(_LEAST_LOGPROB <= value <= _MOST_LOGPROB for value in values):
+        if not all(value <= _MOST_LOGPROB for value in values):
             raise TransferError(f"the peer sent a malformed message: log probabilities {values}")
 
 

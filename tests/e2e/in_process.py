@@ -49,9 +49,16 @@ class LocalService:
 
 @asynccontextmanager
 async def running_in_process(
-    folder: Path, model: Path, roles: list[Role], transport: TransportName, **settings: Any
+    folder: Path,
+    model: Path,
+    roles: list[Role],
+    transport: TransportName | dict[Role, TransportName],
+    **settings: Any,
 ) -> AsyncIterator[LocalService]:
-    """Run a router with a worker for each of ``roles``, in float32, with further settings."""
+    """Run a router with a worker for each of ``roles``, in float32, with further settings.
+
+    transport: of all workers, or by role.
+    """
     secret_file = folder / "secret"
     secret_file.write_text(_SECRET)
     secret_file.chmod(0o600)
@@ -68,7 +75,7 @@ async def running_in_process(
                 secret_file=secret_file,
                 worker_id=f"{role.value}-{index}",
                 dtype="float32",
-                transport=transport,
+                transport=transport if isinstance(transport, str) else transport[role],
                 kv_cache_bytes=16 * 2**20,
                 peer_timeout_seconds=20.0,
                 **settings,

@@ -96,7 +96,7 @@ def test_a_number_out_of_its_range_is_refused_by_its_name(frame: bytes, why: str
         msg.decode_message(frame)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
 def test_a_log_probability_that_is_none_is_refused(value: float) -> None:
     for logprobs in (TokenLogprobs(1, value, 1, (), ()), TokenLogprobs(1, -1.0, 1, (2,), (value,))):
         frame = msgspec.msgpack.encode(msg.TransferComplete("t", 0, 1, [FirstToken(1, logprobs)]))

@@ -1,10 +1,10 @@
 """The router of the explored world: attempts, replays and the ladder, by production's policy, delivery and tables."""
 
-from contract.errors import ErrorKind, error_from_kind
+from contract.errors import TRANSFER_KINDS, ErrorKind, error_from_kind
 from contract.identity import Role
 from contract.outputs import FinishReason
 from router.delivery import Delivery, Token
-from router.failures import CURABLE, MAX_TRANSFER_FAILURES, TRANSFER_KINDS
+from router.failures import CURABLE, MAX_TRANSFER_FAILURES
 from router.legs import AGGREGATED, CONTINUATION, PREFILL, Placement, placed
 from router.policy import PlacementRequest, missing_role, place
 from router.views import WorkerView, WorkerViews

@@ -268,7 +268,7 @@ async def test_legacy_logprobs_are_the_same_streamed_or_not() -> None:
 
 async def test_cached_tokens_are_those_of_the_prefill_side() -> None:
     async with running_cluster(Script(tokens=[*HELLO, END], num_cached_tokens=16)) as cluster:
-        _, answer = await cluster.post("/v1/completions", {"prompt": "x"})
+        _, answer = await cluster.post("/v1/completions", {"prompt": "x" * 20})
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
 
 

@@ -110,6 +110,27 @@ async def test_whole_answers_and_embeddings_get_a_status() -> None:
             assert STOPPED in answer["error"]["message"]
 
 
+async def test_answers_that_the_router_ends_are_not_counted_as_cancelled_by_their_clients() -> None:
+    """B9: streams, whole answers with several choices, and gRPC; a client that leaves before is still counted as one."""
+    async with running_cluster(STALLED, drain_seconds=0.2) as cluster, cluster.channel() as channel:
+        left = asyncio.create_task(cluster.post(TEXT, {"prompt": "x"}))
+        await streaming(cluster)
+        left.cancel()
+        await cluster.until(lambda state: state["requests"]["streaming"] == 0)
+        asking = [
+            asyncio.create_task(cluster.post(TEXT, {"prompt": "x", "n": 2})),
+            asyncio.create_task(events_of(cluster, TEXT, {"prompt": "x"})),
+        ]
+        call = cluster.inference(channel).Generate(pb.GenerateRequest(text="x"))
+        reading = asyncio.create_task(call.read())
+        await streaming(cluster, 4)
+        await cluster.service.drain(asyncio.Event())
+        await asyncio.wait([*asking, reading])
+        metrics = await cluster.metrics()
+        assert metrics['kvbaton_request_errors_total{kind="stopped"}'] == 4
+        assert metrics['kvbaton_request_errors_total{kind="cancelled"}'] == 1
+
+
 async def test_grpc_calls_end_as_unavailable() -> None:
     """P10: streams and whole answers."""
     async with running_cluster(STALLED, drain_seconds=0.2) as cluster, cluster.channel() as channel:

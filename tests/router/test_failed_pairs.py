@@ -1,4 +1,4 @@
-"""Pairs of workers that can never hand KV over: the router learns it once, plans around them, and says so."""
+"""Pairs of workers that can never hand KV over: the router learns it once, plans around them, and shows them."""
 
 import logging
 from typing import Any

@@ -4,6 +4,7 @@ import asyncio
 import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from contract.errors import (
     OverloadedError,
     PeerUnreachableError,
     TransferError,
-    WorkerLostError,
 )
 from contract.identity import Role
 from protos import worker_pb2 as pb
@@ -129,13 +129,13 @@ class _FailedAttempt(Attempt):
     """An attempt that has failed, without a hand-over."""
 
     def __init__(self, failure: Failure) -> None:
-        no_worker: Any = None  # it is not called: the attempt is over
+        no_worker: Any = SimpleNamespace(name="w")  # it is not called: the attempt is over
         self.failure = failure
         self.legs = AttemptLegs([Leg(LegPlan(DECODE, "w", 0), LEG_KINDS[DECODE], no_worker)])
 
 
 def _noted(*errors: KvbatonError) -> Failures:
-    failures = Failures(UnreachablePairs(), max_replays=5)
+    failures = Failures(UnreachablePairs(), max_replays=5, max_deaths=3)
     for error in errors:
         failures.note(_FailedAttempt(Failure(error, None, frozenset())), error)  # type: ignore[arg-type]
     return failures
@@ -143,7 +143,7 @@ def _noted(*errors: KvbatonError) -> Failures:
 
 def test_replays_in_a_row_are_spread_over_time() -> None:
     """P2: the first one begins at once, the fifth after seconds: they are not gone in milliseconds."""
-    pauses = [_noted(*[WorkerLostError("x")] * count).pause_seconds for count in range(6)]
+    pauses = [_noted(*[OverloadedError("x")] * count).pause_seconds for count in range(6)]
     assert pauses[:2] == [0.0, 0.0]
     assert pauses[2] > 0
     assert pauses == sorted(pauses)

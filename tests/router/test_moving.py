@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from contract.errors import InvalidRequestError
+from contract.errors import InvalidRequestError, PeerUnreachableError
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from router.move import MoveResult
@@ -170,7 +170,9 @@ async def test_no_worker_is_its_own_target_or_one_that_answers_leave() -> None:
 
 async def test_a_target_that_cannot_reach_the_source_is_not_chosen() -> None:
     async with moves() as made:
-        made.path.runs.unreachable.record_failure(made.attached(), made.attached(TARGET))
+        made.path.runs.unreachable.record_failure(
+            made.attached(), made.attached(TARGET), PeerUnreachableError("cut")
+        )
         assert await made.move() is MoveResult.NO_TARGET
         await made.cluster.add(Role.DECODE, "third")
         assert await made.move() is MoveResult.MOVED

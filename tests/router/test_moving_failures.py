@@ -13,6 +13,7 @@ from protos import worker_pb2 as pb
 from router.move import Move, MoveResult
 from router.testing.entries import handed_over_entry
 from tests.router.moves import (
+    ANSWER,
     SOURCE,
     STALL,
     TARGET,
@@ -62,9 +63,9 @@ async def test_an_answer_that_ends_while_the_order_is_on_the_way_ends_once() -> 
         moving = asyncio.create_task(made.move())
         await made.source.received.wait_for(lambda each: len(each.hand_offs) == 1)
         request_id = made.source.received.hand_offs[0].request_id
-        rest = TOKENS[STALL:]
+        rest = TOKENS[STALL : len(ANSWER)]
         made.source.stream.send(
-            pb.TokenEntry(request_id=request_id, first_index=STALL, token_ids=rest, finish_reason="stop")
+            pb.TokenEntry(request_id=request_id, first_index=STALL, token_ids=rest, finish_reason="length")
         )
         await made.ends()
         made.source.player.may_hand_off.set()

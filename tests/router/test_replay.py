@@ -80,7 +80,7 @@ async def test_a_prefill_workers_death_after_the_first_token_costs_no_token() ->
 @pytest.mark.parametrize("replays", [1, 4])
 async def test_a_stream_survives_several_deaths(replays: int) -> None:
     script = lambda task: Script(tokens=TOKENS, die_at=task.attempt + 1 if task.attempt < replays else None)  # noqa: E731
-    async with running_cluster(script, (Role.AGGREGATED,)) as cluster:
+    async with running_cluster(script, (Role.AGGREGATED,), max_worker_deaths=5) as cluster:
         for number in range(1, replays + 1):
             await cluster.add(Role.AGGREGATED, f"both-{number}")
         assert "".join(await texts(cluster)) == ANSWER

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -10,12 +10,16 @@ from contract.errors import OverloadedError, TransferError, WorkerLostError
 from contract.identity import Role
 from contract.membership import Registration
 from protos import worker_pb2 as pb
+from router.failures import Failures
+from router.leg_failure import Failure
 from router.testing.script import Script
+from router.unreachable_pairs import UnreachablePairs
 from router.worker_calls import open_worker_calls
 from serving.cluster_tls import router_tls
 from tests.router.cluster import SECRET, running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
+from tests.router.test_irrelevant_failures import _FailedAttempt
 from tests.router.test_replay import ANSWER, add_twins, texts
 
 REPLAYS = "kvbaton_request_replays_total"
@@ -180,3 +184,47 @@ async def test_a_call_that_the_workers_end_cancels_is_its_loss() -> None:
         await worker.die()
         with pytest.raises(WorkerLostError, match="had gone before it answered HandOff"):
             await calling
+
+
+@pytest.mark.parametrize("max_worker_deaths", [1, 3])
+async def test_a_request_that_kills_its_workers_after_each_token_ends_after_a_few_deaths(
+    max_worker_deaths: int,
+) -> None:
+    """B8: before, the failures were counted anew with each token, and it went on as long as there were workers."""
+
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=TOKENS, die_at=task.first_index + 1, token_delay_seconds=0.05)
+
+    async with running_cluster(script, (Role.AGGREGATED,), max_worker_deaths=max_worker_deaths) as cluster:
+        for number in range(1, 6):
+            await cluster.add(Role.AGGREGATED, f"both-{number}")
+        status, answer = await cluster.post(TEXT, {"prompt": "x"})
+        assert status == 503
+        text = (
+            f"{max_worker_deaths} workers were lost while they computed this request, which may be the cause"
+        )
+        assert answer["error"]["message"].startswith(text)
+        assert sum(worker.is_dead for worker in cluster.workers.values()) == max_worker_deaths
+
+
+async def test_failures_after_each_token_are_bounded_in_all() -> None:
+    """B8: as is every counter that progress resets."""
+
+    def script(task: pb.Task) -> Script:
+        return Script(tokens=[97] * 100, fail_at=task.first_index + 1, error=OverloadedError("no room"))
+
+    async with running_cluster(script, (Role.AGGREGATED,), max_replays=1) as cluster:
+        status, _ = await cluster.post(TEXT, {"prompt": "x", "max_tokens": 100})
+        assert status == 429
+        assert len(cluster.workers["both-0"].received.decodes) == 5
+
+
+async def test_hand_overs_that_fail_after_each_token_are_given_up() -> None:
+    """B8: two in a row, or four times as many in all."""
+    failures = Failures(UnreachablePairs(), max_replays=5, max_deaths=3)
+    attempt = _FailedAttempt(Failure(TransferError("torn"), cast(Any, None), frozenset()))
+    for number in range(8):
+        assert not failures.is_local, number
+        failures.note(cast(Any, attempt), TransferError("torn"))
+        failures.progress(cast(Any, attempt))
+    assert failures.is_local

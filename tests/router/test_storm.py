@@ -59,7 +59,7 @@ async def ask(cluster: Cluster, dice: random.Random) -> str | None:
 async def test_a_storm(seed: int, caplog: pytest.LogCaptureFixture) -> None:
     dice = random.Random(seed)
     async with running_cluster(
-        lambda _: trouble(dice), (), max_replays=1000, worker_wait_seconds=60
+        lambda _: trouble(dice), (), max_replays=1000, max_worker_deaths=1000, worker_wait_seconds=60
     ) as cluster:
         for name, role in ROLES.items():
             (await cluster.add(role, name)).stream.grant(CREDIT)
