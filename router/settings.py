@@ -97,9 +97,9 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
     max_connections: int = Field(default=8192, ge=1)
     """Open connections of clients, for HTTP and for gRPC each; fewer if the limit of open descriptors is too low."""
     max_connections_per_address: int = Field(default=8192, ge=1)
-    """Open HTTP connections of one IPv4 address or one IPv6 /64 network; further ones get status 503."""
+    """Open connections of one IPv4 address or IPv6 /64 network, for HTTP (further ones get status 503) and gRPC each."""
     header_timeout_seconds: float = Field(default=10.0, gt=0)
-    """Time for the headers of an HTTP request, and for a TLS or HTTP/2 handshake; then the connection is closed."""
+    """Time for the headers of an HTTP request or gRPC call, and a TLS or HTTP/2 handshake; then the connection is closed."""
     body_timeout_seconds: float = Field(default=60.0, gt=0)
     """Time for the whole body of a request; then it ends with an error."""
     idle_timeout_seconds: float = Field(default=75.0, gt=0)

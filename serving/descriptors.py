@@ -10,13 +10,17 @@ logger = logging.getLogger(__name__)
 _MAX_LIMIT = 2**17
 _MIN_RESERVE = 64
 _MIN_SHARE = 8
+_PER_GRPC_CLIENT = 3
 _MAX_INTERNAL = 2**14
 _OWN_DESCRIPTORS = Path("/proc/self/fd")
 
 
 @dataclass(frozen=True)
 class ConnectionCaps:
-    """Limits of the open connections of each listener. internal: those of workers, authenticated or not."""
+    """Limits of the open connections of each listener. internal: those of workers, authenticated or not.
+
+    grpc: a connection of a client has up to three descriptors, since its front connects to gRPC's server.
+    """
 
     http: int
     grpc: int
@@ -67,8 +71,8 @@ def connection_caps(
     free -= min(num_files or 0, free // 3)
     per_client = 1 if num_files is None else 2
     http = max(_MIN_SHARE, min(max_connections, free * 3 // 4 // per_client))
-    public = max(_MIN_SHARE, min(max_connections, free // 4))
-    left = free - per_client * http - public
+    public = max(_MIN_SHARE, min(max_connections, free // 4 // _PER_GRPC_CLIENT))
+    left = free - per_client * http - _PER_GRPC_CLIENT * public
     caps = ConnectionCaps(http, public, min(_MAX_INTERNAL, max(reserve // 2, left)))
     if caps.http < max_connections:
         logger.warning(

@@ -47,8 +47,11 @@ def refusing(handler: Any, error: KvbatonError, note: Callable[[str], None] = la
 
 
 def address_of_peer(peer: str) -> str:
-    """Return the address in gRPC's name of a peer, such as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
-    kind, _, rest = unquote(peer).partition(":")
+    """Return the address in gRPC's name of a peer, such as "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000".
+
+    Behind a front (``grpc_front``) this name is the last part of a path, "unix:/tmp/folder/ipv4:127.0.0.1:50000".
+    """
+    kind, _, rest = unquote(peer).rpartition("/")[2].partition(":")
     return rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else peer
 
 

@@ -81,22 +81,18 @@ def public_server_options(
     idle_seconds: float,
     call_seconds: float,
     ping_seconds: float = 0.0,
-    is_shared: bool = False,
 ) -> Options:
-    """Return the options of a public server, which limit what a client can use, with or without a key.
+    """Return the options of a public server behind a front, which limit what a client can use, with or without a key.
 
-    max_body_bytes: size of a request. handshake_seconds: time for TLS and HTTP/2. idle_seconds: time after which a
+    max_body_bytes: size of a request. handshake_seconds: time for the settings of HTTP/2. idle_seconds: time after which a
     connection without a call is closed. call_seconds: time for a call to end when its connection has its maximum age. The
     connection of a client whose system acknowledges nothing for a keepalive period is closed. ping_seconds: silence of a
-    connection with an open call after which it gets a ping; a keepalive period if 0 or longer. is_shared: other processes of
-    this user may listen on the same port; otherwise none can.
+    connection with an open call after which it gets a ping; a keepalive period if 0 or longer.
     """
     keepalive_ms = min(_ms(ping_seconds) or _PUBLIC_KEEPALIVE_MS, _PUBLIC_KEEPALIVE_MS)
     return [
-        ("grpc.so_reuseport", int(is_shared)),
         ("grpc.max_receive_message_length", max_body_bytes),
         ("grpc.max_allowed_incoming_connections", max_connections),
-        ("grpc.server_handshake_timeout_ms", _ms(handshake_seconds)),
         ("grpc.http2.settings_timeout", _ms(handshake_seconds)),
         ("grpc.max_connection_idle_ms", _ms(idle_seconds)),
         ("grpc.max_connection_age_ms", _MAX_CONNECTION_AGE_MS),

@@ -1,4 +1,4 @@
-"""Accepts HTTP connections within the limits of a listener and of the process's descriptors."""
+"""Accepts clients' connections, of HTTP and gRPC, within the limits of a listener and of the process's descriptors."""
 
 import asyncio
 import errno
@@ -6,11 +6,10 @@ import logging
 import socket
 import ssl
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from contract.addresses import ALL
-from serving.http_connection import HttpConnection
-from serving.http_connections import EVICTION_AGE_SECONDS, Connections, HttpLimits, address_of
+from serving.http_connections import EVICTION_AGE_SECONDS, Connection, Connections, HttpLimits, address_of
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +18,7 @@ _ACCEPTS_AT_ONCE = 8
 """The most connections accepted in one round of the event loop: each takes about 0.2 ms, and delays the open ones."""
 _RETRY_SECONDS = 1.0
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_REFUSAL = (
+HTTP_REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\n"
     b"Content-Type: text/plain; charset=utf-8\r\nContent-Length: 35\r\n\r\n"
     b"too many connections of one address"
@@ -92,25 +91,38 @@ class Listening(Protocol):
         """Return a connection and its peer name. Raises OSError."""
 
 
+class Accepted(Connection, Protocol):
+    """The asyncio protocol of an accepted connection."""
+
+    @property
+    def is_open(self) -> bool:
+        """True from the end of the TLS handshake until the connection is lost."""
+
+    def call_to_abort(self, call: Callable[[], object]) -> None:
+        """Set the function that aborts the connection before it is open."""
+
+
 class HttpAcceptor:
     """Owns the listening sockets. If all connections are busy, new clients wait in the system's backlog.
 
-    make: returns the protocol of one connection.
+    make: returns the protocol of one connection. refusal: sent without TLS to a client whose address has too many.
     """
 
     def __init__(
         self,
         sockets: list[socket.socket],
-        make: Callable[[], HttpConnection],
+        make: Callable[[], Accepted],
         book: Connections,
         limits: HttpLimits,
         tls: ssl.SSLContext | None,
+        refusal: bytes = HTTP_REFUSAL,
     ) -> None:
         self.sockets = sockets
         self._make = make
         self._book = book
         self._limits = limits
         self._tls = tls
+        self._refusal = b"" if tls else refusal
         self._loop = asyncio.get_running_loop()
         self._openings: set[asyncio.Task[None]] = set()
         self._is_paused = True
@@ -188,22 +200,22 @@ class HttpAcceptor:
                 "%s has %d connections, the limit per address; another one is refused",
                 *(address, self._limits.max_per_address),
             )
-            _refuse(accepted, is_plain=self._tls is None)
+            _refuse(accepted, self._refusal)
             return
         connection = self._make()
         self._book.add(connection, address)
-        opening = self._loop.create_task(self._open(accepted, connection), name="open an HTTP connection")
+        opening = self._loop.create_task(self._open(accepted, connection), name="open a connection")
         self._openings.add(opening)
         connection.call_to_abort(opening.cancel)
         opening.add_done_callback(self._openings.discard)
 
-    async def _open(self, accepted: socket.socket, connection: HttpConnection) -> None:
+    async def _open(self, accepted: socket.socket, connection: Accepted) -> None:
         """Open the connection, with a TLS handshake if there is TLS; a failure closes it."""
         handshake = self._limits.header_seconds if self._tls else None
         closing = _TLS_CLOSE_SECONDS if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
-                lambda: connection,
+                lambda: cast(asyncio.BaseProtocol, connection),
                 accepted,
                 ssl=self._tls,
                 ssl_handshake_timeout=handshake,
@@ -217,12 +229,12 @@ class HttpAcceptor:
                 accepted.close()
 
 
-def _refuse(accepted: socket.socket, *, is_plain: bool) -> None:
+def _refuse(accepted: socket.socket, refusal: bytes) -> None:
     with accepted:
         accepted.setblocking(False)
         try:
-            if is_plain:
-                accepted.send(_REFUSAL)
+            if refusal:
+                accepted.send(refusal)
             accepted.shutdown(socket.SHUT_WR)
         except OSError:
             pass

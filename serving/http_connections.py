@@ -1,4 +1,4 @@
-"""Tracks open HTTP connections, and chooses one to evict when a listener is full."""
+"""Tracks the open connections of clients, of HTTP and gRPC, and chooses one to evict when a listener is full."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ EVICTION_AGE_SECONDS = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """The limits of one HTTP listener.
+    """The limits of one listener for clients.
 
     header_seconds: time from a connection's start, or a request's first byte, to the end of its headers (and of the TLS
     handshake). idle_seconds: time between two requests. stall_seconds: time in which no byte of an answer is acknowledged.
@@ -137,6 +137,11 @@ class Connections:
             del self._num_by_address[address]
         if self._on_room:
             self._on_room()
+
+    def abort_all(self) -> None:
+        """Close every connection at once."""
+        for connection in list(self._addresses):
+            connection.abort()
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the three indexes agree."""

@@ -7,13 +7,8 @@ While the files cannot be used, such as between the writing of the two, all conn
 
 import logging
 import ssl
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
-
-import grpc
 
 from contract.errors import SettingError
 from serving.file_stamp import Stamp, stamp_of
@@ -24,10 +19,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Pair:
-    """A certificate and its key, in the forms that HTTP and gRPC servers need."""
+    """The contexts of HTTP and gRPC listeners with one certificate, which differ in the protocol that they name."""
 
-    context: ssl.SSLContext
-    configuration: grpc.ServerCertificateConfiguration
+    http: ssl.SSLContext
+    grpc: ssl.SSLContext
 
 
 _SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
@@ -35,29 +30,26 @@ _SUITES = "ECDHE+AESGCM:ECDHE+CHACHA20"
 
 
 class Tls:
-    """The TLS credentials of HTTP and gRPC servers with one certificate. Owns the newest usable pair.
+    """The TLS contexts with one certificate, of HTTP and of gRPC listeners. Owns the newest usable pair.
 
-    context: for an HTTP server. credentials: for a gRPC server, which gets the pair in its own threads; hence the lock.
     Raises SettingError for files that cannot be used at the start.
     """
 
     def __init__(self, certificate: Path, key: Path) -> None:
         self._certificate = certificate
         self._key = key
-        self._lock = threading.Lock()
         self._stamps = self._look()
-        self._pair = self._shown_by_grpc = _read_pair(certificate, key)
-        self.context = self._pair.context
-        self.context.sni_callback = self._show
-        # The library's stubs omit None, which means "unchanged".
-        renewed = cast("Callable[[], grpc.ServerCertificateConfiguration]", self._renewed)
-        self.credentials = grpc.dynamic_ssl_server_credentials(self._pair.configuration, renewed)
+        self._pair = _read_pair(certificate, key)
+        self.context = self._pair.http
+        self.grpc_context = self._pair.grpc
+        self.context.sni_callback = self._show_http
+        self.grpc_context.sni_callback = self._show_grpc
 
     def _look(self) -> tuple[Stamp, Stamp]:
         return stamp_of(self._certificate), stamp_of(self._key)
 
     def _newest(self) -> _Pair:
-        """Return the files' pair if they have changed and can be used, else the last one; the lock is held."""
+        """Return the files' pair if they have changed and can be used, else the last one."""
         stamps = self._look()
         if stamps != self._stamps:
             self._stamps = stamps
@@ -69,19 +61,13 @@ class Tls:
                 logger.info("tls_certificate_file %s was read again", self._certificate)
         return self._pair
 
-    def _show(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+    def _show_http(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Set the pair of an HTTP handshake, also if it names no server."""
-        with self._lock:
-            connection.context = self._newest().context
+        connection.context = self._newest().http
 
-    def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Return the pair for a gRPC handshake; None if gRPC has the newest one."""
-        with self._lock:
-            pair = self._newest()
-            if pair is self._shown_by_grpc:
-                return None
-            self._shown_by_grpc = pair
-            return pair.configuration
+    def _show_grpc(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Set the pair of a gRPC handshake."""
+        connection.context = self._newest().grpc
 
 
 def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
@@ -101,19 +87,23 @@ def read_tls(certificate: Path | None, key: Path | None) -> Tls | None:
 
 
 def _read_pair(certificate: Path, key: Path) -> _Pair:
-    chain_bytes = read_public_file(certificate, "tls_certificate_file")
-    key_bytes = read_private_file(key, "tls_key_file")
+    read_public_file(certificate, "tls_certificate_file")
+    read_private_file(key, "tls_key_file")
+    return _Pair(_context(certificate, key, "http/1.1"), _context(certificate, key, "h2"))
+
+
+def _context(certificate: Path, key: Path, protocol: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(_SUITES)
-    context.set_alpn_protocols(["http/1.1"])
+    context.set_alpn_protocols([protocol])
     try:
         context.load_cert_chain(certificate, key, password=_no_password)
     except ssl.SSLError as error:
         raise _unusable(certificate, key, error) from error
     except OSError as error:
         raise _unreadable(certificate, "tls_certificate_file", error) from error
-    return _Pair(context, grpc.ssl_server_certificate_configuration([(key_bytes, chain_bytes)]))
+    return context
 
 
 def _no_password() -> str:

@@ -12,10 +12,10 @@ from router.client_access import ClientAccess
 from router.grpc.servicer import InferenceServicer
 from router.request_path import RequestPath
 from router.settings import RouterSettings
+from serving.grpc_front import GrpcFront, start_front
 from serving.grpc_keys import ApiKeyInterceptor, authorization_of
 from serving.grpc_messages import MessageInterceptor
 from serving.grpc_options import public_server_options
-from serving.grpc_server import start_grpc
 
 _INFERENCE = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 _REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
@@ -30,6 +30,7 @@ class GrpcPort:
         self._settings = settings
         self._health = health.aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._front: GrpcFront | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     async def start(self, max_connections: int) -> str:
@@ -47,7 +48,6 @@ class GrpcPort:
                 idle_seconds=settings.idle_timeout_seconds,
                 call_seconds=settings.request_timeout_seconds,
                 ping_seconds=settings.stream_keep_alive_seconds,
-                is_shared=settings.reuse_port,
             ),
         )
         servicer = InferenceServicer(self._path, self._clients, settings.client_stall_seconds)
@@ -57,8 +57,15 @@ class GrpcPort:
             (_INFERENCE, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server
         )
         self._server.add_generic_rpc_handlers((_reflection_v1(),))
-        credentials = self._clients.tls.credentials if self._clients.tls else None
-        return await start_grpc(self._server, settings.grpc, param="grpc", credentials=credentials)
+        self._front, address = await start_front(
+            self._server,
+            settings.grpc,
+            param="grpc",
+            limits=settings.http_limits(max_connections),
+            tls=self._clients.tls.grpc_context if self._clients.tls else None,
+            is_shared=settings.reuse_port,
+        )
+        return address
 
     async def report_health(self, is_ready: bool) -> None:
         """Set the answer of the health service, for the whole server and for Inference."""
@@ -68,6 +75,8 @@ class GrpcPort:
 
     def stop_listening(self, grace_seconds: float) -> None:
         """Accept no further connection and no further call; open calls have ``grace_seconds``, or until ``stop``."""
+        if self._front:
+            self._front.stop_listening()
         if self._server and not self._stopping:
             self._stopping = asyncio.create_task(self._server.stop(grace_seconds), name="stop the gRPC port")
 
@@ -77,6 +86,8 @@ class GrpcPort:
             await self._server.stop(grace_seconds)
         if self._stopping:
             await self._stopping
+        if self._front:
+            self._front.close()
 
     def _message_interceptor(self) -> MessageInterceptor:
         return MessageInterceptor(

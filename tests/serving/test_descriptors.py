@@ -20,9 +20,9 @@ def test_clients_leave_descriptors_for_the_service_itself(
     caps = connection_caps(max_connections, limit, num_open)
     assert 1 <= caps.grpc <= max(8, max_connections)
     assert 1 <= caps.http <= max(8, max_connections)
-    assert num_open + caps.http + caps.grpc + 40 <= limit
+    assert num_open + caps.http + 3 * caps.grpc + 40 <= limit
     assert caps.internal >= 32
-    assert num_open + caps.http + caps.grpc + caps.internal + 8 <= limit
+    assert num_open + caps.http + 3 * caps.grpc + caps.internal + 8 <= limit
 
 
 @given(st.integers(256, 2**17), st.integers(0, 128))
@@ -38,7 +38,7 @@ def test_files_have_descriptors_of_their_own(
     """P2: a client that is sent a file, or sends one, takes two; batches have theirs open all the time."""
     caps = connection_caps(max_connections, limit, num_open, num_files)
     assert caps.http >= 1 <= caps.grpc
-    clients = 2 * caps.http + caps.grpc
+    clients = 2 * caps.http + 3 * caps.grpc
     assert num_open + min(num_files, 16) + clients + 32 <= limit
     assert num_open + clients + caps.internal <= limit
 
@@ -46,7 +46,7 @@ def test_files_have_descriptors_of_their_own(
 def test_a_low_limit_is_said_by_name(caplog: pytest.LogCaptureFixture) -> None:
     """P2: an operator reads why there are fewer connections than were asked for."""
     caps = connection_caps(8192, 256, 40)
-    assert (caps.http, caps.grpc) == (114, 38)
+    assert (caps.http, caps.grpc) == (114, 12)
     assert "max_connections is 8192" in caplog.text
     assert connection_caps(100, 2**16, 40).http == 100
 

@@ -11,8 +11,9 @@ from aiohttp import ClientSession, web
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from contract.errors import SettingError
+from serving.grpc_front import GrpcFront, start_front
 from serving.grpc_options import public_server_options
-from serving.grpc_server import start_grpc
+from serving.http_connections import HttpLimits
 from serving.http_server import HttpServer, start_http
 
 ENOUGH = 64
@@ -77,18 +78,18 @@ class Named(health_pb2_grpc.HealthServicer):
         await context.abort(grpc.StatusCode.NOT_FOUND, self._name)
 
 
-async def grpc_serving(name: str, address: str) -> tuple[grpc.aio.Server, str]:
+async def grpc_serving(name: str, address: str) -> tuple[GrpcFront, grpc.aio.Server, str]:
     options = public_server_options(
         2**20,
         max_connections=1000,
         handshake_seconds=10,
         idle_seconds=10,
         call_seconds=10,
-        is_shared=True,
     )
     server = grpc.aio.server(options=options)
     health_pb2_grpc.add_HealthServicer_to_server(Named(name), server)
-    return server, await start_grpc(server, address, param="grpc")
+    front, bound = await start_front(server, address, param="grpc", limits=HttpLimits(), is_shared=True)
+    return front, server, bound
 
 
 async def name_at(address: str) -> str:
@@ -103,16 +104,19 @@ async def name_at(address: str) -> str:
 
 
 async def test_grpc_connections_go_to_both_and_after_the_end_of_one_to_the_other() -> None:
-    first, address = await grpc_serving("first", "127.0.0.1:0")
-    second, same = await grpc_serving("second", address)
+    front, first, address = await grpc_serving("first", "127.0.0.1:0")
+    other, second, same = await grpc_serving("second", address)
     assert same == address
     try:
         assert {await name_at(address) for _ in range(ENOUGH)} == {"first", "second"}
+        front.stop_listening()
         await first.stop(None)
         assert {await name_at(address) for _ in range(ENOUGH)} == {"second"}
     finally:
         await first.stop(None)
         await second.stop(None)
+        front.close()
+        other.close()
 
 
 async def test_a_listener_that_stops_keeps_its_connections_and_leaves_new_ones_to_the_other() -> None:

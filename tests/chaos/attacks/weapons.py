@@ -22,6 +22,7 @@ from kv_transfer.links.framing import as_frame
 from protos import inference_pb2 as pb
 from protos import inference_pb2_grpc
 from tests.chaos.attacks.target import MODEL, Target
+from tests.http2 import ENDLESS, HELLO, endless
 
 _BODY_BYTES = 8 * 2**20 - 2**12
 _PATIENCE_SECONDS = 60.0
@@ -140,6 +141,27 @@ async def grpc_without_a_key(target: Target) -> None:
         await asyncio.gather(*(one() for _ in range(40)))
 
 
+async def endless_frames(target: Target) -> None:
+    """Send every kind of HTTP/2 frame without end to the gRPC port, without a key, over 64 connections."""
+    until = time.monotonic() + target.attack_seconds
+
+    async def one(kinds: Iterable[str]) -> None:
+        for name in kinds:
+            if time.monotonic() > until:
+                return
+            with suppress(OSError, TimeoutError):
+                async with asyncio.timeout(2):
+                    _, writer = await asyncio.open_connection(*_host_port(target.grpc), local_addr=_ADDRESS)
+                    writer.write(HELLO)
+                    for data in endless(name):
+                        writer.write(data)
+                        await writer.drain()
+                        await asyncio.sleep(0)
+
+    names = list(ENDLESS)
+    await asyncio.gather(*(one(cycle(names[first % len(names) :] + names)) for first in range(64)))
+
+
 async def nested_frames(target: Target) -> None:
     """Send a frame of 30,000 nested arrays to every internal port and socket of the workers."""
     nested = b"\x91" * 30_000 + b"\xc0"
@@ -197,6 +219,7 @@ WEAPONS: dict[str, Weapon] = {
         tiny_values,
         priority_hog,
         grpc_without_a_key,
+        endless_frames,
         nested_frames,
         compressed_bodies,
         control_port_flood,
