@@ -18,7 +18,7 @@ from autoscaler.signals import Signals
 from autoscaler.timing_model import TimingModel
 from contract.errors import KvbatonError
 from contract.identity import Role
-from contract.scaling import ScalingReason
+from contract.scaling import AUTOSCALER, ScalingReason
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +56,20 @@ class Controller:
     async def begin(self) -> bool:
         """Read routers and launcher, so that the first decision can compare with that. Returns False if either is away.
 
-        The workers that drain are taken for those of the controller before this one.
+        The workers that an autoscaler drains are taken over from the controller before this one; others are an operator's.
         """
         if not (await self._routers.read(self._clock()) and await self._list()):
             return False
-        self._departures.draining |= {
-            name for name, _ in self._launched if self._routers.state_of(name) in KEEPABLE
-        }
+        for name, _ in self._launched:
+            if self._routers.state_of(name) not in KEEPABLE:
+                continue
+            if self._routers.workers[name].get("drained_by") == AUTOSCALER:
+                self._departures.draining.add(name)
+            else:
+                logger.warning(
+                    "worker %s drains, which no autoscaler has ordered: it stays until an operator undoes that",
+                    name,
+                )
         return True
 
     async def decide_once(self) -> Decision:
@@ -160,7 +167,7 @@ class Controller:
                 self._departures.draining.add(
                     name
                 )  # also if no answer arrives: the worker may drain all the same
-                await self._routers.order(name, "drain")
+                await self._routers.order(name, "drain", by=AUTOSCALER)
             case Verb.KEEP:
                 await self._routers.order(name, "undrain")
                 self._departures.draining.discard(name)

@@ -6,6 +6,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+AUTOSCALER = "autoscaler"
+"""The name under which an autoscaler drains workers: a later one goes on with that, and not with an operator's drain."""
+
 
 class ScalingReason(StrEnum):
     """The reason for which a pool changes or stays. The values are labels of metrics."""

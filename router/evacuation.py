@@ -29,6 +29,7 @@ from router.moving import Mover
 from router.policy import decodes_no_more
 from router.registry import Registry
 from router.request_run import RequestRuns
+from router.standing_orders import StandingOrders
 from router.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class _Drain:
 
 
 class Evacuation:
-    """Owns the drains of attached workers that are on. clock: seconds, for metrics.
+    """Owns the drains of attached workers that are on. clock: seconds, for metrics. standing: what outlives a process.
 
     ``changes`` is notified when a worker drains, or is empty.
     """
@@ -67,7 +68,9 @@ class Evacuation:
         changes: ChangeSignal,
         metrics: DrainMetrics,
         clock: Callable[[], float] = time.monotonic,
+        standing: StandingOrders | None = None,
     ) -> None:
+        self._standing = standing or StandingOrders()
         self._registry = registry
         self._runs = runs
         self._mover = mover
@@ -87,6 +90,7 @@ class Evacuation:
             self._changes.notify()
         if not credit.is_draining:
             self._end(worker, "undone")
+            self._standing.restore(worker, self._registry.missing_with)
         elif worker not in self._drains:
             self._begin(worker)
         if self._has_answers_to_move(worker) and worker not in self._emptied:
@@ -121,6 +125,7 @@ class Evacuation:
 
     def worker_gone(self, worker: AttachedWorker) -> None:
         """End the drain of a worker that is detached, if one is on."""
+        self._standing.detached(worker)
         self._end(worker, "lost")
 
     def move_legs(self, worker: AttachedWorker, why: str) -> None:

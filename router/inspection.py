@@ -13,6 +13,7 @@ from router.metrics import SAMPLE_SECONDS, RouterMetrics
 from router.pool_state import PoolLoad, pool_loads, pool_states
 from router.request_path import RequestPath
 from router.scaling import ScalingReports
+from router.standing_orders import StandingOrders
 from router.worker_facts import worker_facts
 from serving.metric_aliases import Alias, AliasCollector
 from serving.process_facts import process_identity
@@ -22,6 +23,7 @@ class Inspection:
     """Reads the parts of a router. batches: None if the router keeps no files. aliases: second names of metrics.
 
     num_restarts: how often its supervisor has restarted the router. scaling: the reports of the autoscaler.
+    standing: who drains a worker.
     """
 
     def __init__(
@@ -29,11 +31,13 @@ class Inspection:
         path: RequestPath,
         metrics: RouterMetrics,
         scaling: ScalingReports,
+        standing: StandingOrders,
         batches: BatchService | None,
         aliases: Sequence[Alias],
         num_restarts: int = 0,
     ) -> None:
         self._scaling = scaling
+        self._standing = standing
         self._aliases = aliases
         self._num_restarts = num_restarts
         self._path = path
@@ -76,7 +80,11 @@ class Inspection:
             "pools": self.pools(),
             "failed_pairs": failed,
             "workers": [
-                {**worker_facts(worker), "num_failed_pairs": num_failed[worker.name]}
+                {
+                    **worker_facts(worker),
+                    "num_failed_pairs": num_failed[worker.name],
+                    "drained_by": self._standing.drained_by(worker),
+                }
                 for worker in path.registry.workers
             ],
         }

@@ -21,6 +21,7 @@ from router.request_path import RequestPath
 from router.scaling import ScalingLeases, ScalingReports
 from router.scaling_admin import ScalingAdmin
 from router.settings import RouterSettings
+from router.standing_orders import StandingOrders
 from router.worker_admin import WorkerAdmin
 from router.worker_port import WorkerPort
 from serving.admin import AdminServer
@@ -62,6 +63,7 @@ class RouterService:
         metrics = RouterMetrics(settings.goals)
         scaling = ScalingReports(metrics.scaling)
         self._path = RequestPath(settings, metrics.requests, scaling.wakes)
+        standing = StandingOrders()
         mover = Mover(self._path.registry, self._path.runs, metrics.moves)
         evacuation = Evacuation(
             self._path.registry,
@@ -70,6 +72,7 @@ class RouterService:
             self._path.tasks,
             self._path.changes,
             metrics.drains,
+            standing=standing,
         )
         self._worker_port = WorkerPort(self._path.registry, evacuation, settings)
         clients = client_access(settings)
@@ -78,7 +81,7 @@ class RouterService:
         )
         batches = build_batches(settings, self._path, self._drain, metrics.batches, clock)
         self._inspection = Inspection(
-            self._path, metrics, scaling, batches, settings.aliases, settings.num_restarts
+            self._path, metrics, scaling, standing, batches, settings.aliases, settings.num_restarts
         )
         self._public = PublicApis(
             settings, self._path, clients, self._drain, batches, self._inspection.collector
@@ -94,7 +97,7 @@ class RouterService:
             allowed_hosts=listed_hosts(settings.allowed_hosts),
             access=access,
             routes=[
-                *WorkerAdmin(self._path, access, self._inspection.facts).routes(),
+                *WorkerAdmin(self._path, access, standing, self._inspection.facts).routes(),
                 *ScalingAdmin(scaling, ScalingLeases(metrics.scaling), self._inspection.pools).routes(),
             ],
         )

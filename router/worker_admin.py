@@ -12,10 +12,12 @@ from aiohttp import web
 from contract.errors import InvalidRequestError, NotFoundError, UnavailableError
 from contract.identity import Role, worker_role
 from contract.membership import DrainOrder, RoleOrder
+from contract.scaling import AUTOSCALER
 from router.admin_access import answering
 from router.attached_worker import AttachedWorker
 from router.registry import Registry
 from router.request_path import RequestPath
+from router.standing_orders import OPERATOR, StandingOrders
 from router.worker_facts import worker_facts
 from serving.admin import json_answer
 from serving.admin_access import AdminAccess
@@ -30,12 +32,17 @@ _ANSWER_SECONDS = 5.0
 class WorkerAdmin:
     """Serves the API on a router's admin port, which checks the access.
 
-    access: names operators in the log. facts: returns the answer to the list.
+    access: names operators in the log. standing: keeps what operators have ordered. facts: returns the answer to the list.
     """
 
     def __init__(
-        self, path: RequestPath, access: AdminAccess, facts: Callable[[], Mapping[str, Any]]
+        self,
+        path: RequestPath,
+        access: AdminAccess,
+        standing: StandingOrders,
+        facts: Callable[[], Mapping[str, Any]],
     ) -> None:
+        self._standing = standing
         self._path = path
         self._access = access
         self._facts = facts
@@ -58,6 +65,7 @@ class WorkerAdmin:
         deadline = seconds_in(request, "deadline")
         wait = seconds_in(request, "wait") or 0.0
         logger.info("worker %s is drained by %s", worker.name, self._access.requester(request))
+        self._standing.drained(worker, AUTOSCALER if request.query.get("by") == AUTOSCALER else OPERATOR)
         worker.drain(DrainOrder(deadline_seconds=deadline))
         capacity = worker.capacity
         await self._until_answered(worker, lambda: capacity.credit.is_draining)
@@ -68,6 +76,7 @@ class WorkerAdmin:
         """Send the order to serve again: 200 once the worker does. Raises UnavailableError if it is stopping."""
         worker = self._worker_of(request)
         logger.info("the drain of worker %s is cancelled by %s", worker.name, self._access.requester(request))
+        self._standing.undrained(worker)
         worker.undrain()
         await self._until_answered(worker, lambda: not worker.capacity.credit.is_draining)
         return json_answer(worker_facts(worker))

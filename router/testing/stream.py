@@ -86,6 +86,10 @@ class RouterStream:
         """Report another role."""
         self._outbox.put_nowait(pb.WorkerMessage(role_taken=pb.RoleTaken(role=role, epoch=epoch)))
 
+    def leave(self) -> None:
+        """Send the goodbye of a worker that is stopped on purpose."""
+        self._outbox.put_nowait(pb.WorkerMessage(goodbye=pb.Goodbye()))
+
     def claim_orders(self, num_orders: int) -> None:
         """Report that so many orders were carried out, whatever was received."""
         self._num_orders = num_orders

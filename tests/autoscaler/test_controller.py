@@ -16,7 +16,7 @@ from autoscaler.policy import Damping, PoolBounds, ScalingPolicy
 from autoscaler.timing_model import PrefillTiming
 from contract.errors import UnavailableError
 from contract.identity import Role
-from contract.scaling import ScalingReason
+from contract.scaling import AUTOSCALER, ScalingReason
 from launch.router_admin import RouterAdmin
 from protos import worker_pb2 as pb
 from router.testing.script import Script
@@ -94,14 +94,13 @@ class Service:
         self.now += seconds
         return await self.controller.decide_once()
 
-    async def add_drained(self, name: str) -> None:
+    async def add_drained(self, name: str, by: str = AUTOSCALER) -> None:
         """Add a prefill worker that has drained."""
-        await self.cluster.add(P, name)
+        worker = await self.cluster.add(P, name)
         self.launcher.running.append(name)
-        self.cluster.workers[name].stream.grant(pb.Credit(is_draining=True, is_empty=True))
-        await self.cluster.until(
-            lambda state: any(each["is_draining"] and each["is_empty"] for each in state["workers"])
-        )
+        ordering = asyncio.create_task(self.admins[0].order(name, "drain", by=by))
+        await obey(worker, pb.Credit(is_draining=True, is_empty=True))
+        await ordering
 
     async def ask(self, number: int) -> None:
         posts = (self.cluster.post("/v1/completions", {"prompt": "hello"}) for _ in range(number))
@@ -317,6 +316,20 @@ async def test_a_restarted_controller_removes_what_the_one_before_drained() -> N
         await service.decide()
         await service.controller.wait_removed()
         assert service.launcher.removed == ["prefill-1"]
+
+
+async def test_a_restarted_controller_leaves_what_an_operator_drained(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running_service() as service:
+        await service.add_drained("prefill-1", by="")
+        service.controller = service.new_controller()
+        await service.controller.begin()
+        for _ in range(3):
+            await service.decide()
+        await service.controller.wait_removed()
+        assert service.launcher.removed == []
+        assert "worker prefill-1 drains, which no autoscaler has ordered" in caplog.text
 
 
 async def test_a_removal_that_fails_is_tried_again() -> None:
