@@ -2,8 +2,8 @@
 
 A worker that was flipped, or drained by an operator, and is lost without a goodbye is started again by its supervisor with
 the role of its command, and serves. When it attaches again under its id, the router gives it the role again and drains it
-again. A worker that has sent its goodbye was stopped on purpose: its next process begins anew, and what that undoes is logged.
-Roles are known to every router, drains to the router that has ordered them.
+again. A worker that has sent its goodbye was stopped on purpose: its next process begins anew, and the router logs what that
+undoes. Roles are known to every router, drains to the router that has ordered them.
 """
 
 import logging

@@ -131,6 +131,7 @@ async def test_a_figure_that_is_not_known_is_null() -> None:
     async with running_cluster(HELLO, ()) as cluster:
         await cluster.add(Role.AGGREGATED, "w", build="7.8.9", num_blocks=100, pid=4711)
         worker = (await workers_of(cluster))["w"]
+    assert worker.pop("drained_by") is None
     figures = {name for name, value in worker.items() if value is None}
     assert figures == {
         *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
