@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -40,6 +40,7 @@ from worker.worker import Worker
 logger = logging.getLogger(__name__)
 
 OnReady = Callable[[dict[str, Any]], None]
+_Started = tuple[Worker, dict[str, Any]]
 _STOP_GRACE_SECONDS = 0.5
 
 
@@ -61,7 +62,11 @@ async def serve_worker(role: Role, settings: WorkerSettings, on_ready: OnReady) 
 
 
 async def _serve_until_stopped(role: Role, settings: WorkerSettings, on_ready: OnReady) -> None:
-    async with until_stopped() as stopped, running_worker(role, settings) as (worker, addresses):
+    async with until_stopped() as stopped, AsyncExitStack() as stack:
+        started = await _started(stack, running_worker(role, settings), stopped)
+        if started is None:
+            return
+        worker, addresses = started
         run = asyncio.create_task(worker.run(addresses["grpc"], addresses["admin"]))
         ready = asyncio.create_task(_announce(worker, addresses, on_ready))
         stop = asyncio.create_task(stopped.wait())
@@ -77,6 +82,21 @@ async def _serve_until_stopped(role: Role, settings: WorkerSettings, on_ready: O
             for task in (run, ready, stop):
                 task.cancel()
             await asyncio.gather(run, ready, stop, return_exceptions=True)
+
+
+async def _started(
+    stack: AsyncExitStack, running: AbstractAsyncContextManager[_Started], stopped: asyncio.Event
+) -> _Started | None:
+    """Enter ``running``; None if a signal arrives first, which ends the engine that loads its model."""
+    start = asyncio.create_task(stack.enter_async_context(running))
+    stop = asyncio.create_task(stopped.wait())
+    try:
+        await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
+        return start.result() if start.done() else None
+    finally:
+        start.cancel()
+        stop.cancel()
+        await asyncio.wait({start, stop})
 
 
 async def _stop(worker: Worker, run: asyncio.Task[None], at_once: asyncio.Event) -> None:
