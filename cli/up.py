@@ -41,7 +41,8 @@ def _serve_until_stopped(settings: RoutersSettings) -> None:
     log_settings(logger, settings)
 
     async def announce(facts: dict[str, Facts], stopped: asyncio.Event) -> None:
-        for router in (facts[name] for name in router_names(settings)):
+        names = router_names(settings)
+        for router in (facts[name] for name in (names[:1] if settings.shares_ports else names)):
             url = local_endpoint(settings, router).url
             print(
                 f"kvbaton is ready: OpenAI API {url}/v1, gRPC {router['grpc']}, admin {router['admin']}",

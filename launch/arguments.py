@@ -58,6 +58,7 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     refuse_unknown_variables(
         settings_class.model_fields, lambda: NEVER_IN_A_FILE.union(*all_setting_names().values())
     )
+    arguments = [_with_dashes(settings_class, word) for word in arguments]
     command = prog.rpartition(" ")[2]
     origins: dict[str, str] = {}
     try:
@@ -78,6 +79,17 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     except SettingsError as error:
         raise SettingError(str(error)) from error
     return settings.from_sources(Sources(origins, file))
+
+
+def _with_dashes(settings_class: type[Settings], word: str) -> str:
+    """Return the flag of a setting that is written with underscores, as files and variables have them; else the word."""
+    name, equals, value = word.partition("=")
+    if (
+        not name.startswith("--")
+        or name[2:].replace("-", "_").removeprefix("no_") not in settings_class.model_fields
+    ):
+        return word
+    return f"{name.replace('_', '-')}{equals}{value}"
 
 
 def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSource[Any]:

@@ -74,7 +74,8 @@ def model_folder(model: object) -> object:
     try:
         return find_model(str(model)) if model is not None else None
     except SettingError as error:
-        raise ValueError(error.message) from error
+        # The validator's caller begins with the name and the value, as this message does.
+        raise ValueError(error.message.removeprefix(f"model is {str(model)!r}: ")) from error
 
 
 def _from_hub(model: str) -> Path:

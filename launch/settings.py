@@ -141,8 +141,9 @@ class LocalSettings(WorkerOptions, PoolSettings):
         num_prefill, num_decode, num_both = self.largest_pools
         if bool(num_prefill) != bool(num_decode):
             missing, there = ("decode", "prefill") if num_prefill else ("prefill", "decode")
+            none = "not given" if getattr(self, missing) is None else "0"
             raise ValueError(
-                f"{there} is {num_prefill or num_decode} but {missing} is 0; each needs the other"
+                f"{there} is {num_prefill or num_decode} but {missing} is {none}; each needs the other"
             )
         if not num_prefill + num_both:
             raise ValueError("prefill, decode and both are all 0; there must be at least one worker")

@@ -79,6 +79,6 @@ class PublicApis:
         public = [address for address in addresses if not is_loopback(address)]
         if public and not self._clients.keys.are_required:
             logger.warning(
-                "%s can be reached from other machines and needs no API key; set api_keys_file",
+                "%s: other machines can reach this port without an API key; set api_keys_file",
                 " and ".join(public),
             )

@@ -25,7 +25,7 @@ class WorkerState(StrEnum):
 
 
 class LegCall(StrEnum):
-    """The calls by which a router starts a leg, with the names of ``protos/worker.proto``."""
+    """The kinds of leg that a router orders on a worker's stream."""
 
     PREFILL = "Prefill"
     DECODE = "Decode"

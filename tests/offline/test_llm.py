@@ -206,7 +206,7 @@ def test_an_llm_that_nobody_holds_any_more_is_closed() -> None:
 def test_a_bad_argument_is_named() -> None:
     with pytest.raises(SettingError, match=r"max_model_len is '1'.*at least 2"):
         LLM(max_model_len=1)
-    with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
+    with pytest.raises(SettingError, match="prefill is 1 but decode is not given"):
         LLM(prefill=1)
     with pytest.raises(SettingError, match="neither an existing folder"):
         LLM("/no/such/model")
@@ -222,7 +222,7 @@ def test_a_bad_setting_of_its_router_is_named(monkeypatch: pytest.MonkeyPatch, t
     with pytest.raises(SettingError, match=r"max_replays is '-1'.*at least 0"):
         LLM()
     (tmp_path / "settings.toml").write_text("[up]\nprefill = 1\n")
-    with pytest.raises(SettingError, match="prefill is 1 but decode is 0"):
+    with pytest.raises(SettingError, match="prefill is 1 but decode is not given"):
         LLM()
 
 
