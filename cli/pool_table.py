@@ -185,10 +185,16 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.1f}" if per_second < 10 else _count(per_second)
 
 
-def _restarts(row: Row) -> Text:
-    """Return how often a process was started again; red if it ever was."""
-    number = row.get("num_restarts")
-    return Text(_UNKNOWN, style="dim") if number is None else Text(str(number), style="red" if number else "")
+def _fault(name: str) -> Callable[[Row], Text]:
+    """Return the cell of a count that is red above zero."""
+
+    def cell(row: Row) -> Text:
+        number = row.get(name)
+        if number is None:
+            return Text(_UNKNOWN, style="dim")
+        return Text(str(number), style="red" if number else "")
+
+    return cell
 
 
 def _readiness(router: Row) -> Text:
@@ -228,7 +234,8 @@ _COLUMNS = (
     Column("TTFT", 7, _number("ttft_seconds", _duration)),
     Column("ITL", 8, _number("itl_seconds", _duration)),
     Column("step", 13, _number("step_seconds", _duration)),
-    Column("restarts", 14, _restarts),
+    Column("restarts", 14, _fault("num_restarts")),
+    Column("bad pairs", 13, _fault("num_failed_pairs")),
     Column("age", 15, _number("age_seconds", _age)),
     Column("host", 16, _text("host"), is_number=False),
     Column("build", 17, _text("build"), is_number=False),
@@ -242,7 +249,8 @@ _ROUTER_COLUMNS = (
     Column("tok/s", 5, _number("tokens_per_second", _rate)),
     Column("errors/s", 6, _number("errors_per_second", _rate)),
     Column("replays/s", 7, _number("replays_per_second", _rate)),
-    Column("restarts", 9, _restarts),
+    Column("recomputed", 8, _number("recomputed_share", _percent)),
+    Column("restarts", 9, _fault("num_restarts")),
     Column("age", 10, _number("age_seconds", _age)),
     Column("host", 11, _text("host"), is_number=False),
 )

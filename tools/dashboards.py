@@ -127,6 +127,12 @@ SERVICE = Dashboard(
             "percentunit",
         ),
         _rates("Replays per second, by error", "kvbaton_request_replays_total", "kind", rare=True),
+        _one(
+            "Prompts that were computed again, last 5 minutes",
+            "kvbaton:prompts_recomputed:ratio5m",
+            "of all requests",
+            "percentunit",
+        ),
     ),
 )
 
@@ -161,6 +167,12 @@ POOLS = Dashboard(
             "Workers in other states",
             'sum by (state) (max by (pool, state) (kvbaton_workers{state!="serving"}))',
             "{{state}}",
+        ),
+        _one("Pairs of workers that cannot hand over KV", "max by (kind) (kvbaton_failed_pairs)", "{{kind}}"),
+        _one(
+            "Restarts of workers in the last hour",
+            "max by (pool) (increase(kvbaton_worker_restarts_total[1h]))",
+            "{{pool}}",
         ),
         _of_pool("Pressure (1: at the goal)", "kvbaton_scaling_pressure"),
         _of_pool("Utilization", "kvbaton_pool_utilization", "percentunit"),

@@ -13,6 +13,7 @@ from tools.dashboards import DASHBOARDS
 
 TESTS = ROOT / "tests" / "monitoring" / "alerts.yml"
 OF_THE_POOL = {
+    "failed_pairs",
     "workers",
     "worker_restarts_total",
     "pool_utilization",
