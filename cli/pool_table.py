@@ -185,6 +185,15 @@ def _rate(per_second: float) -> str:
     return f"{per_second:.1f}" if per_second < 10 else _count(per_second)
 
 
+def _recomputed(router: Row) -> Text:
+    """Return the share of recent prompts that were computed again; red above 1 %, as the alert."""
+    again = router.get("recomputed_per_second")
+    if again is None:
+        return Text(_UNKNOWN, style="dim")
+    share = again / max(again, router["requests_per_second"]) if again else 0.0
+    return Text(_percent(share), style="red" if share > 0.01 else "")
+
+
 def _fault(name: str) -> Callable[[Row], Text]:
     """Return the cell of a count that is red above zero."""
 
@@ -249,7 +258,7 @@ _ROUTER_COLUMNS = (
     Column("tok/s", 5, _number("tokens_per_second", _rate)),
     Column("errors/s", 6, _number("errors_per_second", _rate)),
     Column("replays/s", 7, _number("replays_per_second", _rate)),
-    Column("recomputed", 8, _number("recomputed_share", _percent)),
+    Column("recomputed", 8, _recomputed),
     Column("restarts", 9, _fault("num_restarts")),
     Column("age", 10, _number("age_seconds", _age)),
     Column("host", 11, _text("host"), is_number=False),

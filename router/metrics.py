@@ -30,7 +30,13 @@ _MAX_KEYS = 64
 _KEY_CHARACTERS = 12
 _LATENCY_SECONDS = 30.0
 _ATTAINMENT_SECONDS = 60.0
-_RATES = ("requests_per_second", "tokens_per_second", "errors_per_second", "replays_per_second")
+_RATES = (
+    "requests_per_second",
+    "tokens_per_second",
+    "errors_per_second",
+    "replays_per_second",
+    "recomputed_per_second",
+)
 STOPPED = "stopped"
 """The kind with which ``request_errors_total`` counts requests that the router has ended."""
 SAMPLE_SECONDS = 5.0
@@ -130,7 +136,7 @@ class RecentMetrics:
             recent.sample()
 
     def rates(self) -> dict[str, float]:
-        """Return the requests, tokens, errors and replays per second of the last seconds."""
+        """Return the requests, tokens, errors, replays and recomputed prompts per second of the last seconds."""
         return dict(zip(_RATES, self._totals.rates(), strict=True))
 
     def latency(self) -> RecentLatency:
@@ -182,12 +188,13 @@ class RequestMetrics:
             self.times.goals.failed()
 
     def totals(self) -> list[int]:
-        """Return how many requests were answered, tokens delivered, requests failed, and attempts replayed."""
+        """Return the numbers of requests with an answer, tokens, errors, replays, and prompts that were computed again."""
         return [
             sum_of(self._success),
             int(self.sizes.generated.value),
             sum_of(self._errors),
             self.replays.total,
+            self.replays.num_recomputed,
         ]
 
     def stopped(self, *, is_background: bool) -> None:

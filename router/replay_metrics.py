@@ -19,6 +19,11 @@ class ReplayMetrics:
             self._tokens.labels(reason)
 
     @property
+    def num_recomputed(self) -> int:
+        """The number of prompts that were computed again."""
+        return sum_of(self._prompts)
+
+    @property
     def total(self) -> int:
         """The number of attempts that were replayed."""
         return sum_of(self._replays)

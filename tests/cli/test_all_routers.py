@@ -23,6 +23,7 @@ ROUTER = {
     "tokens_per_second": 1234.5,
     "errors_per_second": 0.0,
     "replays_per_second": 0.25,
+    "recomputed_per_second": 0.1,
     "num_restarts": 2,
     "age_seconds": 3 * 3600.0,
 }
@@ -30,13 +31,30 @@ ROUTER = {
 
 def test_routers_are_rows_and_a_silent_one_says_so() -> None:
     silent = {"admin": "10.0.0.2:9101", "error": "no router answers"}
-    worker = figures("decode-0", "decode", host="node-7", num_restarts=1, age_seconds=59.0)
+    worker = figures(
+        "decode-0", "decode", host="node-7", num_restarts=1, num_failed_pairs=2, age_seconds=59.0
+    )
     text = "\n".join(drawn(240, worker, routers=[ROUTER, silent]))
     assert row_of("10.0.0.1:9101", text) == [
-        *("10.0.0.1:9101", "ready", "3", "0", "2.5", "1234", "0.0", "0.2", "2", "3", "h", "gateway"),
+        *(
+            "10.0.0.1:9101",
+            "ready",
+            "3",
+            "0",
+            "2.5",
+            "1234",
+            "0.0",
+            "0.2",
+            "4.0",
+            "%",
+            "2",
+            "3",
+            "h",
+            "gateway",
+        ),
     ]
     assert row_of("10.0.0.2:9101", text)[1] == "silent"
-    assert row_of("decode-0", text)[-5:-1] == ["1", "59", "s", "node-7"]
+    assert row_of("decode-0", text)[-6:-1] == ["1", "2", "59", "s", "node-7"]
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
