@@ -100,7 +100,7 @@ def lengths(values: Iterable[int]) -> RouterCounts:
     metrics = RouterMetrics()
     for value in values:
         usage = Usage(num_prompt_tokens=value + 3000, num_completion_tokens=1, num_cached_tokens=3000)
-        metrics.requests.sizes.observe(usage)
+        metrics.requests.sizes.observe(usage, "")
     return parse_counts(render(metrics).decode())
 
 
