@@ -37,7 +37,6 @@ ALLOWED = {
     "kv_transfer/test_nixl_engines.py": 2,
     "kv_transfer/test_shm_folder.py": 1,
     "kv_transfer/test_whole_allocations.py": 1,
-    "launch/test_devices.py": 1,
     "launch/test_supervisor.py": 1,
     "protocol/test_routers.py": 1,
     "protocol/test_shared_hand_over.py": 1,
