@@ -360,7 +360,7 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
         (lambda welcome: msgspec.structs.replace(welcome, address=0), "liar", "are not memory"),
         (lambda welcome: msgspec.structs.replace(welcome, table_address=0), "liar", "are not memory"),
         (lambda welcome: msgspec.structs.replace(welcome, block_bytes=2**62), "liar", "are not memory"),
-        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "are not memory"),
+        (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**31), "liar", "num_blocks"),
         (lambda welcome: msgspec.structs.replace(welcome, num_blocks=2**20), "liar", "failed"),
         (lambda welcome: welcome, "another", "is kvbaton-liar; it should be kvbaton-another"),
         (
@@ -369,7 +369,18 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
             "lends nothing over nixl: no pool",
         ),
     ],
-    ids=["nonce", "metadata", "null", "no table", "huge", "many", "unregistered", "stranger", "denied"],
+    ids=[
+        "nonce",
+        "metadata",
+        "null",
+        "no table",
+        "huge",
+        "absurd",
+        "many",
+        "unregistered",
+        "stranger",
+        "denied",
+    ],
 )
 def test_a_wrong_description_of_the_pool_is_refused(
     port: NixlPort, reader: Reader, lie: Callable[[NixlPoolInfo], NixlPoolInfo], boot_id: str, words: str

@@ -35,7 +35,8 @@ async def test_what_cannot_be_handed_off_is_refused_by_its_reason(tmp_path: Path
         await worker.order(waiting_leg())
         await until_accepted(worker, 1)
         assert await code_of(worker, order()) is grpc.StatusCode.FAILED_PRECONDITION
-        assert await code_of(worker, order(deadline_seconds=-1.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await code_of(worker, order(deadline_seconds=0.0)) is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert await code_of(worker, order(deadline_seconds=-1.0)) is grpc.StatusCode.INVALID_ARGUMENT
         assert await code_of(worker, order(attempt=1, next_attempt=2)) is grpc.StatusCode.NOT_FOUND
         assert worker.worker.num_requests == 1
 
