@@ -10,6 +10,7 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
+from contract.decoding import converter
 from contract.errors import KvbatonError, NotFoundError, UnauthenticatedError, UnavailableError
 from contract.scaling import ScalingLease, ScalingReport
 
@@ -24,6 +25,7 @@ _SILENT_SECONDS = 2.0
 _STATES = ("changing", "draining", "empty", "serving", "starting", "leaving")
 """States of a worker, in the order in which those of several routers count."""
 Facts = Mapping[str, Any]
+_lease_of = converter(ScalingLease)
 
 
 def admin_session(key: str | None) -> aiohttp.ClientSession:
@@ -69,7 +71,7 @@ class RouterAdmin:
         path = "/admin/scaling/lease"
         reply = await self._request("PUT", path, body=msgspec.json.encode(lease), limit=_LEASE_TIMEOUT)
         try:
-            return msgspec.convert(reply, ScalingLease)
+            return _lease_of(reply)
         except msgspec.ValidationError as error:
             raise UnavailableError(f"router {self.address} answers PUT {path} with {reply}") from error
 

@@ -90,7 +90,7 @@ def test_the_log_shows_the_source_of_each_setting(file: Path, caplog: pytest.Log
         ),
         ("config = 'other'\n", "'config' is not a setting of any command"),
         ("prefill = 1\n[prefill]\n", "put the numbers of workers for up into"),
-        ("[up]\nprefill = 1\n", "prefill is 1 but decode is 0"),
+        ("[up]\nprefill = 1\n", "prefill is 1 but decode is not given"),
         ("[up.x]\n", "'x' is not a setting of up"),
     ],
 )
