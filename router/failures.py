@@ -113,12 +113,11 @@ class Failures:
             self._num_failures += 1
             self._num_transfer_failures += error.kind in TRANSFER_KINDS
             self._totals.count(error)
-        if ended := self._totals.ended(error):
-            raise for_client(ended, self._names)
-        if error.kind not in CURABLE or self._num_failures > self._totals.max_replays:
+        ended = self._totals.ended(error)
+        if ended or error.kind not in CURABLE or self._num_failures > self._totals.max_replays:
             names = ", ".join(leg.worker.name for leg in attempt.legs)
             logger.warning("%s fails on %s: %s", attempt.task.request.request_id, names, error.kind.value)
-            raise for_client(error, self._names)
+            raise for_client(ended or error, self._names)
         self._failed_workers |= failure.failed_workers
 
     def note_target(self, attempt: Attempt, failure: Failure) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from weakref import WeakValueDictionary
 
@@ -91,24 +92,29 @@ class RequestPreparer:
 
     def _checked(self, request: _Request, prompt_ids: list[int], card: ModelCard) -> PreparedRequest:
         make: Callable[..., PreparedRequest]
+        exact: Callable[..., PreparedRequest]
         if isinstance(request, GenerationRequest):
             given = request.stop
             stop = self._stops.setdefault(given, StopAutomaton(given)) if given else NO_STOPS
             shortens = self._shortens_answers
             make = partial(prepare, request, prompt_ids, card, stop=stop, shortens_answers=shortens)
+            exact = partial(make, shortens_answers=False)
         else:
-            make = partial(prepare_embedding, request, prompt_ids, card)
-        return self._rules.apply(self._within_length(make, card))
+            make = exact = partial(prepare_embedding, request, prompt_ids, card)
+        return self._rules.apply(self._within_length(make, exact, card))
 
-    def _within_length(self, make: Callable[..., PreparedRequest], card: ModelCard) -> PreparedRequest:
-        """Prepare a request for the attached workers; if it is too long, for a larger one that was detached a moment ago."""
+    def _within_length(
+        self, make: Callable[..., PreparedRequest], exact: Callable[..., PreparedRequest], card: ModelCard
+    ) -> PreparedRequest:
+        """Prepare a request for the attached workers; if it is too long, for a larger one that was detached a moment ago.
+
+        An answer is not shortened for a small worker while a larger one starts again. exact: prepares without shortening.
+        """
         now = self._registry.max_model_len(card.max_model_len)
-        try:
-            return make(max_model_len=now, timeout_seconds=self._timeout_seconds)
-        except ContextLengthError:
-            recent = self._max_model_len(card)
-            if recent <= now:
-                raise
+        recent = self._max_model_len(card)
+        if now < recent:
+            with suppress(ContextLengthError):
+                return exact(max_model_len=now, timeout_seconds=self._timeout_seconds)
         return make(max_model_len=recent, timeout_seconds=self._timeout_seconds)
 
     def _max_model_len(self, card: ModelCard) -> int:

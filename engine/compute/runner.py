@@ -87,7 +87,7 @@ class ModelRunner:
         """The pool. Raises InternalError before ``initialize_from_config``."""
         return _ready(self._memory, "initialize_from_config")
 
-    def load_model(self, make_forward: MakeForward | None = None) -> None:
+    def load_model(self, *, make_forward: MakeForward | None = None) -> None:
         """Read the checkpoint and put the weights on the device. Raises SettingError for a model that cannot be served.
 
         make_forward: makes what computes with the model; None: ``forward_pass``.

@@ -4,6 +4,7 @@ The methods of ``RankRunner`` can be called, and their annotations give the type
 """
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, get_type_hints
 
 import msgspec
@@ -126,11 +127,18 @@ class MethodTypes:
         return msgspec.msgpack.encode(RankCall(method, raw, from_rank, is_answered))
 
     def decode_arguments(self, call: RankCall) -> list[Any]:
-        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong."""
+        """Decode the arguments by the method's annotations. Raises InternalError if their number is wrong.
+
+        Parameters that only a keyword can give are for callers in the rank's own process.
+        """
         if call.method not in self._arguments:
-            hints = get_type_hints(runner_method(call.method))
+            method = runner_method(call.method)
+            hints = get_type_hints(method)
+            own = {name for name, one in signature(method).parameters.items() if one.kind is one.KEYWORD_ONLY}
             self._arguments[call.method] = [
-                msgpack_decoder(hint, _restored) for name, hint in hints.items() if name != "return"
+                msgpack_decoder(hint, _restored)
+                for name, hint in hints.items()
+                if name not in own and name != "return"
             ]
         decoders = self._arguments[call.method]
         if len(decoders) != len(call.args):

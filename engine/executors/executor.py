@@ -68,7 +68,7 @@ class InProcessExecutor:
         make_forward: MakeForward | None = None,
     ) -> None:
         self.runner = ModelRunner(settings, probe)
-        self.runner.load_model(make_forward)
+        self.runner.load_model(make_forward=make_forward)
         self._is_shut_down = False
 
     @property

@@ -376,6 +376,7 @@ def test_transformers_is_imported_only_for_its_own_models() -> None:
         "paged_attention",
         "transformers_loading",
         "transformers_model",
+        "transformers_rules",
     }
 
 

@@ -375,7 +375,6 @@ def lying(port: NixlPort, lie: Callable[[NixlPoolInfo], NixlPoolInfo]) -> DataPo
         "null",
         "no table",
         "huge",
-        "absurd",
         "many",
         "unregistered",
         "stranger",

@@ -251,7 +251,7 @@ async def test_the_shortest_worker_limits_the_model() -> None:
         await cluster.add(Role.PREFILL, max_model_len=64)
         await cluster.add(Role.DECODE, max_model_len=100)
         await cluster.service.wait_ready()
-        status, answer = await cluster.post(TEXT, {"prompt": [5] * 60, "max_tokens": 5})
+        status, answer = await cluster.post(TEXT, {"prompt": [5] * 64, "max_tokens": 5})
         assert status == 400
         assert "context length is 64 tokens" in answer["error"]["message"]
 

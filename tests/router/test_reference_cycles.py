@@ -32,7 +32,7 @@ async def stream(cluster: Cluster) -> object:
 
 
 async def refusal(cluster: Cluster) -> object:
-    status, answer = await cluster.post("/v1/completions", {**BODY, "max_tokens": 10_000})
+    status, answer = await cluster.post("/v1/completions", {**BODY, "prompt": [5] * 1000})
     assert status == 400
     return answer
 
