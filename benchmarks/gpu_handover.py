@@ -6,6 +6,7 @@ import random
 import tempfile
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import AsyncExitStack
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from benchmarks.gpu_checkpoint import write_checkpoint
 from benchmarks.gpu_shapes import HandOver
 from benchmarks.kv_overlap import handing_over, measured
+from engine.options import EngineOptions
 from protos import inference_pb2 as pb
 from tests.service import Service, generate_all, running_service
 
@@ -65,7 +67,8 @@ async def _rows(
         for run, service in zip(runs, services, strict=True):
             row: dict[str, Any] = {"transport": run.transport, "model": run.shape.name}
             row |= {"length": length, "is_converted": run.is_converted}
-            row |= {"expected_bytes": run.shape.kv_bytes * length}
+            block_size = EngineOptions().block_size  # of the sender, whose blocks cross whole
+            row |= {"expected_bytes": run.shape.kv_bytes * ceil(length / block_size) * block_size}
             yield row | await _outcome(service, run.transport, length, num_requests)
 
 
