@@ -114,26 +114,26 @@ async def test_a_killed_worker_comes_back_and_nothing_survives_the_supervisor(
         assert all(wait_gone(pid) for pid in everybody)
 
 
-async def test_a_service_that_scales_measures_itself_before_it_is_announced(
+async def test_a_service_that_scales_is_ready_without_measuring_and_decides(
     model: Path, tmp_path: Path
 ) -> None:
+    """Ready means ready: no request of its own runs, and the decisions begin with a guess of the times."""
     ready_file = tmp_path / "ready.json"
     flags = ("--autoscale", "--prefill", "1:2", "--decode", "1:2", "--ready-file", str(ready_file))
     async with kvbaton("up", *FREE_PORTS, *flags, "--model", str(model)) as command:
         await command.wait_for("kvbaton is ready")
-        [first, *_] = [number for number, line in enumerate(command.lines) if "measuring the service" in line]
-        measured = "".join(command.lines[first:])
-        assert "a prompt of" in measured
-        assert "a step of" in measured
         router = read(ready_file)["processes"][0]
         async with aiohttp.ClientSession() as session:
             for _ in range(60):
                 async with session.get(f"http://{router['admin']}/metrics") as reply:
-                    if 'kvbaton_desired_workers{pool="decode"} 1' in await reply.text():
-                        break
+                    metrics = await reply.text()
+                if 'kvbaton_desired_workers{pool="decode"} 1' in metrics:
+                    break
                 await asyncio.sleep(1)
             else:
                 raise AssertionError("no decision of the autoscaler has arrived")
+        assert "kvbaton_requests_admitted_total 0.0" in metrics
+        assert [line for line in command.lines if "measuring the service" in line] == []
         assert await command.end(signal.SIGINT) == 0
 
 
