@@ -178,7 +178,7 @@ class Client:
                 return
             try:
                 async for line in response.content:
-                    if not line.strip():
+                    if not line.strip() or line.startswith(b":"):  # a comment of a stream that waits
                         continue
                     is_done |= _take_event(answer, line)
                     num_events += 1
