@@ -134,7 +134,9 @@ class Drain:
             self._release = asyncio.get_running_loop().call_later(seconds, self._serve_again)
 
     def _serve_again(self) -> None:
-        self.undo(by=f"its deadline: nobody renewed it for {self._hold_seconds:g} s (drain_hold_seconds)")
+        self.undo(
+            by=f"its deadline: the order was not renewed for {self._hold_seconds:g} s (drain_hold_seconds)"
+        )
 
     def _cancel_release(self) -> None:
         if self._release:
