@@ -76,7 +76,7 @@ $(TRITON): constraints/triton.txt
 	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $@ --requirement $<
 	@touch $@
 
-mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", or names)
+mutants: install ## break one law at a time in a copy; a named test must see each (ARGS="--sample 3", "--seeds", or names)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
 explore: install ## explore the hand-over's protocol in all sizes (some minutes); prints a trace where a law breaks

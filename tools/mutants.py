@@ -1,8 +1,10 @@
 """Break one law at a time, in a copy of the repository, and check that a named test fails: ``make mutants``.
 
-Usage: python -m tools.mutants [--sample N] [--seed S] [NAME ...]
+Usage: python -m tools.mutants [--sample N] [--seed S] [--seeds [ROW ...]] [NAME ...]
 
 tests/mutants.toml lists the mutants: each names the law, the file, the text to replace, and the test that must detect it.
+``seeds`` names the rows of docs/design-sources.md that a mutant breaks: "--seeds" runs all of these, "--seeds ROW" those
+of one row.
 It is an error if a mutant survives (its test passes), if its text is not in the file, if its test cannot be run, or if it
 breaks the program instead of the law. First, all their tests must pass in an unchanged copy: a test that fails anyway
 detects nothing.
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -37,7 +39,10 @@ _REASON = re.compile(r"^(?:FAILED|ERROR) .*? - (.+)$", re.M)
 
 
 class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A small change that breaks a law. old: occurs exactly once in ``file``. test: a pytest node id."""
+    """A small change that breaks a law. old: occurs exactly once in ``file``. test: a pytest node id.
+
+    seeds: codes of the rows of docs/design-sources.md that do not hold any more.
+    """
 
     name: str
     law: str
@@ -45,6 +50,7 @@ class Mutant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     old: str
     new: str
     test: str
+    seeds: list[str] = []
 
 
 class MutantList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -189,14 +195,29 @@ def choose(mutants: Sequence[Mutant], names: Sequence[str], sample: int | None, 
     return random.Random(seed).sample(chosen, sample)
 
 
+def of_rows(mutants: Sequence[Mutant], rows: Collection[str]) -> list[str]:
+    """Return the names of the mutants that break one of these rows of the seeds, or any row without ``rows``.
+
+    Raises SystemExit for a row that none breaks.
+    """
+    if unknown := set(rows) - {row for mutant in mutants for row in mutant.seeds}:
+        raise SystemExit(f"no mutant breaks the rows {', '.join(sorted(unknown))}")
+    return [mutant.name for mutant in mutants if mutant.seeds and (not rows or set(rows) & set(mutant.seeds))]
+
+
 def main(arguments: Sequence[str] | None = None, repository: Path = REPOSITORY) -> int:
     """Run mutants; return 0 if each was detected by its test."""
     parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="run only these mutants")
     parser.add_argument("--sample", type=int, help="run a random sample of this size")
+    parser.add_argument(
+        "--seeds", nargs="*", metavar="ROW", help="run those that break these rows of the seeds"
+    )
     parser.add_argument("--seed", type=int, default=secrets.randbelow(2**32), help="seed of the sample")
     options = parser.parse_args(arguments)
-    chosen = choose(read_mutants(repository / _LIST), options.names, options.sample, options.seed)
+    mutants = read_mutants(repository / _LIST)
+    names = options.names if options.seeds is None else [*options.names, *of_rows(mutants, options.seeds)]
+    chosen = choose(mutants, names, options.sample, options.seed)
     with tempfile.TemporaryDirectory(prefix="kvbaton-mutants-") as folder:
         copy = _copy_repository(repository, Path(folder))
         healthy = run_tests(list(dict.fromkeys(mutant.test for mutant in chosen)), copy)

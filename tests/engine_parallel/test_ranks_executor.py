@@ -96,6 +96,16 @@ def test_an_embedding_is_pooled_by_the_first_rank(ranks: RanksExecutor, model: P
         torch.testing.assert_close(torch.tensor(output.pooler_output[0]), exact, rtol=1e-3, atol=1e-4)
 
 
+def test_results_of_different_ranks_are_in_rank_order(ranks: RanksExecutor) -> None:
+    """D2: only the first rank has embeddings."""
+    step = prompt_step()
+    new = replace(step.scheduled_new_reqs[0], sampling_params=None, pooling_params=PoolingParams("last"))
+    for _ in range(3):
+        again = replace(step, scheduled_new_reqs=[new], finished_req_ids={"a"})
+        first, second = ranks.collective_rpc("execute_model", again)
+        assert first.pooler_output[0] and not any(second.pooler_output)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 1, SLOT_BYTES // 2, SLOT_BYTES - 4096, SLOT_BYTES, 11_000_000])
 def test_small_and_large_payloads(ranks: RanksExecutor, num_bytes: int) -> None:
     """D3: up to 10 MB through shared memory, above it over a socket, in both directions and any order."""

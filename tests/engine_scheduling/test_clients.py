@@ -3,6 +3,7 @@
 import asyncio
 import atexit
 import gc
+import os
 import signal
 import subprocess
 import sys
@@ -77,6 +78,15 @@ async def test_concurrent_requests_have_streams_of_their_own(kind: Any) -> None:
         assert [tokens for tokens, _ in answers] == [fake_answer(prompt, 6) for prompt in prompts]
         assert {last.finish_reason for _, last in answers} == {FinishReason.LENGTH}
         await client.call("check_integrity")
+
+
+async def test_each_kind_runs_the_engine_where_it_says() -> None:
+    """A5: in this process, or in a child of it that ends with the client."""
+    async with started(InProcessClient) as here, started(ProcessClient) as apart:
+        assert await here.call("pid") == os.getpid()
+        engine = psutil.Process(await apart.call("pid"))
+        assert engine.ppid() == os.getpid()
+    assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,12 +1,23 @@
 """The list of mutants matches the code, and the tool distinguishes a guarded law from an unguarded one."""
 
 import ast
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from tools.mutants import REPOSITORY, Mutant, apply, check_syntax, choose, main, read_mutants, try_mutant
+from tools.mutants import (
+    REPOSITORY,
+    Mutant,
+    apply,
+    check_syntax,
+    choose,
+    main,
+    of_rows,
+    read_mutants,
+    try_mutant,
+)
 
 MUTANTS = read_mutants(REPOSITORY / "tests" / "mutants.toml")
 EVERY = pytest.mark.parametrize("mutant", MUTANTS, ids=[mutant.name for mutant in MUTANTS])
@@ -63,6 +74,17 @@ def test_no_law_is_without_a_mutant() -> None:
     assert len(MUTANTS) >= 15
 
 
+def test_every_row_of_the_seeds_that_is_built_has_a_mutant() -> None:
+    """A row of docs/design-sources.md is built if tests show it; its mutant names it, and nothing else does."""
+    page = (REPOSITORY / "docs" / "design-sources.md").read_text()
+    shown = dict(re.findall(r"^\| ([A-E][0-9]+) \| .* \| (.*) \|$", page, flags=re.MULTILINE))
+    built = {row for row, where in shown.items() if "`tests/" in where}
+    assert len(built) > 70
+    assert all(shown[row].startswith(("not built", "replaced", "measured")) for row in shown.keys() - built)
+    assert {row for mutant in MUTANTS for row in mutant.seeds} == built
+    assert [mutant.name for mutant in MUTANTS if len(set(mutant.seeds)) < len(mutant.seeds)] == []
+
+
 @pytest.mark.parametrize(
     ("mutant", "problem"),
     [
@@ -105,6 +127,27 @@ def test_they_are_chosen_by_name_or_by_chance() -> None:
     assert len({tuple(sorted(m.name for m in choose(MUTANTS, names, 3, seed))) for seed in range(20)}) > 1
     with pytest.raises(SystemExit, match="unknown mutants: gaurded"):
         choose(MUTANTS, ["gaurded"], None, 0)
+
+
+def test_they_are_chosen_by_the_rows_that_they_break() -> None:
+    """All of them, those of some rows; a row that none breaks is an error and no empty run."""
+    names = of_rows(MUTANTS, [])
+    assert names == [mutant.name for mutant in MUTANTS if mutant.seeds]
+    assert [mutant.name for mutant in MUTANTS if "B12" in mutant.seeds] == of_rows(MUTANTS, ["B12"])
+    assert set(of_rows(MUTANTS, ["B12", "C7"])) == {*of_rows(MUTANTS, ["B12"]), *of_rows(MUTANTS, ["C7"])}
+    with pytest.raises(SystemExit, match="no mutant breaks the rows Z9"):
+        of_rows(MUTANTS, ["B12", "Z9"])
+
+
+@pytest.mark.slow
+def test_only_those_of_the_seeds_are_run(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The other one would fail the run."""
+    seed = LIST.format(name="of-a-row", old="min(", new="max(") + 'seeds = ["A1"]\n'
+    other = LIST.format(name="open", old="# the law", new="#")
+    (tiny / "tests" / "mutants.toml").write_text(seed + other)
+    for arguments in (["--seeds"], ["--seeds", "A1"]):
+        assert main(arguments, tiny) == 0
+        assert capsys.readouterr().out.splitlines()[-1] == "mutants: 1 of 1 were detected by their tests"
 
 
 def test_a_test_that_fails_anyway_sees_nothing(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from router.testing.worker import ScriptedWorker
 from serving.metric_names import ROUTER_METRICS
 from tests.private_files import write_private
 from tests.router.cluster import SECRET, Cluster, running_cluster
-from tests.text.tiny_model import END, byte_ids, model_files
+from tests.text.tiny_model import END, byte_ids, model_files, write_model
 
 HELLO = Script(tokens=[*byte_ids(b"abc"), END])
 SERVE = """
@@ -68,6 +68,37 @@ async def test_a_router_that_serves_has_not_imported_torch() -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_the_stages_of_a_start(tmp_path: Path) -> None:
+    """A2: parts without ports, then the model, then ports behind which everything is there, then the workers."""
+    ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
+    before = listening()
+    broken = RouterService(RouterSettings(**ports, secret=SECRET, model=tmp_path))
+    assert listening() == before, "parts that are not started listen to nobody"
+    with pytest.raises(RuntimeError, match="not been started"):
+        _ = broken.addresses
+    with pytest.raises(SettingError, match=r"no config\.json"):
+        await broken.start()
+    assert listening() == before, "the model comes before the ports"
+    await broken.stop()
+    service = RouterService(RouterSettings(**ports, secret=SECRET, model=write_model(tmp_path / "tiny")))
+    await service.start()
+    try:
+        own = service.addresses.as_dict()
+        assert listening() - before == {split_address(address)[1] for address in own.values()}
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://{own['http']}/v1/models") as reply:
+                assert [model["id"] for model in (await reply.json())["data"]] == ["tiny"]
+            async with session.post(f"http://{own['http']}/v1/completions", json={"prompt": "x"}) as reply:
+                assert (reply.status, "worker" in await reply.text()) == (503, True)
+            assert not service.is_ready
+            async with ScriptedWorker(Role.AGGREGATED, own["internal"], SECRET, lambda _: HELLO):
+                async with asyncio.timeout(30):
+                    await service.wait_ready()
+    finally:
+        await service.stop()
+    assert listening() == before
 
 
 async def test_a_request_waits_while_the_model_is_loaded_from_the_first_worker() -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from contract.errors import InvalidRequestError, SettingError
-from tests.text.tiny_model import model_files, write_model
+from tests.text.tiny_model import BOS, END, SPECIAL, byte_ids, model_files, tiny_tokenizer, write_model
 from text.chat import Chat, parse_messages
 from text.model_card import ModelCard
 from text.templates.chat_template import ChatTemplate
@@ -112,14 +112,30 @@ def test_world_series_example_gives_the_listed_ids(tmp_path: Path) -> None:
     )
     assert conversation[1]["content"] == [{"type": "text", "text": "Who won the world series in 2020?"}]
     assert card.chat_template is not None
-    text = card.chat_template.render(Chat(messages=conversation))
-    assert text == (
+    prompt = card.chat_template.prompt(Chat(messages=conversation))
+    assert prompt.text == (
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\nWho won the world series in 2020?<|im_end|>\n<|im_start|>assistant\n"
     )
-    ids = card.tokenizer.encode(text, add_special_tokens=False)
+    ids = card.encode_prompt(prompt)
     assert len(ids) == 31
     assert ids == WORLD_SERIES_IDS
+
+
+@pytest.mark.parametrize("typed", ["hi", "hi <|end|>"])
+def test_the_tokenizer_adds_no_special_token_to_a_chat(tmp_path: Path, typed: str) -> None:
+    """A6: the template writes those that it needs; a second one in front would be another prompt."""
+    backend = tiny_tokenizer()
+    bos = SPECIAL[BOS]
+    backend.post_processor = processors.TemplateProcessing(f"{bos} $A", special_tokens=[(bos, BOS)])
+    files = model_files() | {"tokenizer.json": backend.to_str().encode()}
+    card = ModelCard.from_folder(write_model(tmp_path / "model", files))
+    assert card.tokenizer.encode("hi")[0] == BOS
+    assert card.chat_template is not None
+    ids = card.encode_prompt(card.chat_template.prompt(said(typed)))
+    user, assistant = (SPECIAL.index(name) for name in ("<|user|>", "<|assistant|>"))
+    assert ids == [BOS, user, *byte_ids(typed.encode()), END, assistant]
+    card.close()
 
 
 @pytest.mark.parametrize(
