@@ -7,7 +7,7 @@ from aiohttp import hdrs, web
 from router.client_access import ClientAccess
 from router.draining import Drain
 from router.http.access import Cors, checking, key_check
-from router.http.bodies.expectation import check_expectation
+from router.http.bodies.raw_body import check_expectation
 from router.http.boundary import boundary
 from router.http.lifetime import lifetime
 from router.settings import RouterSettings
@@ -50,7 +50,7 @@ def build_app(
 def _continued_later(route: web.RouteDef) -> web.RouteDef:
     """Return the route without an answer to ``Expect: 100-continue`` before keys and sizes are checked.
 
-    The reader of the body sends it (``router.http.bodies.expectation``).
+    The reader of the body sends it (``router.http.bodies.raw_body``).
     """
     return web.RouteDef(
         route.method, route.path, route.handler, {**route.kwargs, "expect_handler": check_expectation}

@@ -1,4 +1,8 @@
-"""The bytes of a request's body, received and inflated within the limits of one request and of all requests together."""
+"""The bytes of a request's body, received and inflated within the limits of one request and of all requests together.
+
+A client may ask before it sends its body (``Expect: 100-continue``). aiohttp answers before the middlewares run, so that a
+body which is rejected anyway would be sent first. Here the reader of the body sends the answer.
+"""
 
 import asyncio
 import zlib
@@ -14,7 +18,6 @@ from contract.errors import (
     UnsupportedMediaTypeError,
 )
 from router.http.bodies.decoding import LARGE_BYTES
-from router.http.bodies.expectation import let_body_come
 from router.throttling import Throttle
 
 _CHUNK_BYTES = 2**16
@@ -157,3 +160,21 @@ class _Inflater:
             if piece := self._one.decompress(chunk, _CHUNK_BYTES):
                 yield piece
             chunk = self._one.unused_data if self._one.eof else self._one.unconsumed_tail
+
+
+async def check_expectation(request: web.Request) -> None:
+    """Raise HTTPExpectationFailed for another expectation than ``100-continue``."""
+    if request.version >= (1, 1) and not _asks(request):
+        raise web.HTTPExpectationFailed(text=f"Unknown Expect: {request.headers.get(hdrs.EXPECT, '')[:40]}")
+
+
+async def let_body_come(request: web.Request) -> None:
+    """Let a client that asked send its body. Call it once, before the first byte is read."""
+    if request.version >= (1, 1) and _asks(request):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # aiohttp takes a writer that has sent something for a response that has begun
+        request.writer.output_size = 0
+
+
+def _asks(request: web.Request) -> bool:
+    return request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"

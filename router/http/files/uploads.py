@@ -13,7 +13,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from contract.errors import InvalidRequestError, PayloadTooLargeError, UnsupportedMediaTypeError
 from router.batches.storage import Storage
 from router.batches.store import Upload
-from router.http.bodies.expectation import let_body_come
+from router.http.bodies.raw_body import let_body_come
 from router.http.schema.files import MAX_KEPT_SECONDS, MIN_KEPT_SECONDS
 
 _CHUNK_BYTES = 2**16
