@@ -3,11 +3,14 @@
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from autoscaler.controller import Controller
 from autoscaler.decision import Decision
+from autoscaler.launcher import Launcher
 from autoscaler.lease import Lease
+from autoscaler.policy import ScalingPolicy
+from autoscaler.routers import Admins
+from autoscaler.timing_model import TimingModel
 from launch.kept_process import RestartPolicy
 
 logger = logging.getLogger(__name__)
@@ -22,15 +25,34 @@ def lease_seconds(interval: float) -> float:
 
 
 class Autoscaler:
-    """Owns the controller that decides now. lease: held while it decides.
+    """Owns the controller that decides now. lease: held while it decides, so that it orders only while that is valid.
 
-    make: returns a new controller, given the number of restarts until now. restarts: the pauses between a controller's error
+    policy, timing, launcher, routers, start_seconds: of every controller. restarts: the pauses between a controller's error
     and the next one's start, which double while the errors go on.
     """
 
     def __init__(
-        self, make: Callable[[int], Controller], lease: Lease, restarts: RestartPolicy | None = None
+        self,
+        policy: ScalingPolicy,
+        timing: TimingModel,
+        launcher: Launcher,
+        routers: Admins,
+        lease: Lease,
+        *,
+        restarts: RestartPolicy | None = None,
+        start_seconds: float | None = None,
     ) -> None:
+        def make(num_restarts: int) -> Controller:
+            return Controller(
+                policy,
+                timing,
+                launcher,
+                routers,
+                may_order=lambda: lease.is_valid,
+                num_restarts=num_restarts,
+                start_seconds=start_seconds,
+            )
+
         self._make = make
         self._restarts = restarts or RestartPolicy()
         self._controller = make(0)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoscaler.configured_policy import configured_policy
-from autoscaler.controller import Controller
 from autoscaler.default_timing import default_timing
 from autoscaler.lease import Lease, new_holder
 from autoscaler.local import LocalLauncher
@@ -109,21 +108,10 @@ async def _serve(
                     if name in known
                 ]
 
-            def controller(num_restarts: int) -> Controller:
-                return Controller(
-                    policy,
-                    timing,
-                    launcher,
-                    routers,
-                    may_order=lambda: lease.is_valid,
-                    num_restarts=num_restarts,
-                    start_seconds=start_seconds,
-                )
-
             interval = settings.scaling_interval_seconds
             lease = Lease(new_holder("kvbaton up"), routers, lease_seconds(interval))
-            running = Autoscaler(controller, lease).run(interval)
-            scaling = asyncio.create_task(running, name="autoscaler")
+            autoscaler = Autoscaler(policy, timing, launcher, routers, lease, start_seconds=start_seconds)
+            scaling = asyncio.create_task(autoscaler.run(interval), name="autoscaler")
             try:
                 await when_ready(facts, until)
             finally:

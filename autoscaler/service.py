@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from autoscaler.configured_policy import configured_policy
-from autoscaler.controller import Controller
 from autoscaler.default_timing import default_timing
 from autoscaler.docker import DockerLauncher
 from autoscaler.docker_engine import open_engine
@@ -57,17 +56,7 @@ async def serve(settings: AutoscalerCommand, on_ready: Callable[[str], None]) ->
         launcher = DockerLauncher(engine, settings.project)
         interval = settings.scaling_interval_seconds
         lease = Lease(new_holder("kvbaton autoscaler"), routers, lease_seconds(interval))
-        autoscaler = Autoscaler(
-            lambda num_restarts: Controller(
-                policy,
-                timing,
-                launcher,
-                routers,
-                may_order=lambda: lease.is_valid,
-                num_restarts=num_restarts,
-            ),
-            lease,
-        )
+        autoscaler = Autoscaler(policy, timing, launcher, routers, lease)
         admin = admin_server(settings.admin, autoscaler, listed_hosts(settings.allowed_hosts))
         await admin.start()
         on_ready(admin.address)

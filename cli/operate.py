@@ -13,7 +13,7 @@ from cli.terminal import replace_unencodable
 from contract.errors import KvbatonError, NotFoundError
 from launch.arguments import parse
 from launch.operator_settings import WorkersSettings
-from launch.router_admin import Routers
+from launch.router_admin import ServiceAdmin
 from serving.logs import configure_logs
 from serving.settings_file import nearest
 
@@ -71,7 +71,7 @@ def worker_named(name: str, pool: dict[str, Any]) -> str:
     raise NotFoundError(f"no worker is called {name!r}{nearest(name, ids)}; {there}")
 
 
-async def _drain(admin: Routers, worker: str, settings: WorkersSettings) -> dict[str, Any]:
+async def _drain(admin: ServiceAdmin, worker: str, settings: WorkersSettings) -> dict[str, Any]:
     """Begin a drain, and wait for its end unless ``no_wait``; return the last known facts of the worker.
 
     Raises KvbatonError if the drain is undone meanwhile.
@@ -89,7 +89,7 @@ async def _drain(admin: Routers, worker: str, settings: WorkersSettings) -> dict
     return facts
 
 
-async def _flip(admin: Routers, worker: str, settings: WorkersSettings) -> dict[str, Any]:
+async def _flip(admin: ServiceAdmin, worker: str, settings: WorkersSettings) -> dict[str, Any]:
     """Let a worker take a role, and wait until it has it unless ``no_wait``; return the last known facts of the worker.
 
     Raises KvbatonError if the change is undone meanwhile, NotFoundError if the worker leaves.
@@ -106,7 +106,7 @@ async def _flip(admin: Routers, worker: str, settings: WorkersSettings) -> dict[
     return facts
 
 
-async def _facts_of(worker: str, admin: Routers) -> dict[str, Any] | None:
+async def _facts_of(worker: str, admin: ServiceAdmin) -> dict[str, Any] | None:
     """Return a worker's entry of the list; None if it is not attached."""
     listed: list[dict[str, Any]] = (await admin.pool())["workers"]
     return next((each for each in listed if each["id"] == worker), None)

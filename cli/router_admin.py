@@ -9,17 +9,17 @@ from contract.addresses import local_address
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.operator_settings import OperatorSettings
-from launch.router_admin import RouterAdmin, Routers, admin_session
+from launch.router_admin import RouterAdmin, ServiceAdmin, admin_session
 from serving.settings import listed
 from worker.router_addresses import RouterAddresses
 
 
 @asynccontextmanager
-async def open_admin(settings: OperatorSettings) -> AsyncIterator[Routers]:
+async def open_admin(settings: OperatorSettings) -> AsyncIterator[ServiceAdmin]:
     """Open the admin APIs that the settings name. Raises SettingError if they name none."""
     addresses = await _addresses(settings)
     async with admin_session(settings.admin_key) as session:
-        yield Routers([RouterAdmin(address, session) for address in addresses])
+        yield ServiceAdmin([RouterAdmin(address, session) for address in addresses])
 
 
 async def _addresses(settings: OperatorSettings) -> list[str]:

@@ -16,7 +16,7 @@ from cli.terminal import replace_unencodable
 from contract.errors import UnavailableError
 from launch.arguments import parse
 from launch.operator_settings import TopSettings
-from launch.router_admin import Routers
+from launch.router_admin import ServiceAdmin
 from serving.logs import configure_logs
 
 
@@ -45,7 +45,7 @@ async def show_again_and_again(settings: TopSettings, console: Console) -> None:
                     live.update(pool_view(pool, console, remark=remark), refresh=True)
 
 
-async def _readings(admin: Routers, settings: TopSettings) -> AsyncIterator[tuple[dict[str, Any], str]]:
+async def _readings(admin: ServiceAdmin, settings: TopSettings) -> AsyncIterator[tuple[dict[str, Any], str]]:
     """Yield what the router answers, and "". While it does not answer, yield its last answer and a remark."""
     pool = await admin.pool()
     yield pool, ""

@@ -116,7 +116,7 @@ class RouterAdmin:
         raise KvbatonError(message)
 
 
-class Routers:
+class ServiceAdmin:
     """All routers of a service, as one: their lists are merged, and an order goes to the first one that answers."""
 
     def __init__(self, admins: Sequence[RouterAdmin]) -> None:

@@ -22,7 +22,7 @@ from worker.lifecycle import Lifecycle
 from worker.transitions import RouterAnswers, SettlingStep, next_settling_step
 
 
-class Routers(RouterAnswers, Protocol):
+class RouterLinks(RouterAnswers, Protocol):
     """The worker's routers."""
 
     def send_credit(self) -> None:
@@ -36,7 +36,7 @@ class Settling:
     """
 
     def __init__(
-        self, lifecycle: Lifecycle, routers: Callable[[], Routers], has_mixed_kv: Callable[[], bool]
+        self, lifecycle: Lifecycle, routers: Callable[[], RouterLinks], has_mixed_kv: Callable[[], bool]
     ) -> None:
         self._lifecycle = lifecycle
         self._routers = routers

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import aiohttp
 import pytest
 
-from autoscaler.controller import Controller
 from autoscaler.lease import Lease, new_holder
 from autoscaler.running import Autoscaler, lease_seconds
 from contract.identity import Role
@@ -67,17 +66,7 @@ class Service:
         async def known() -> list[RouterAdmin]:
             return self.admins
 
-        def make(num_restarts: int) -> Controller:
-            return Controller(
-                POLICY,
-                TIMING,
-                launcher,
-                known,
-                may_order=lambda: lease.is_valid,
-                num_restarts=num_restarts,
-            )
-
-        return Autoscaler(make, lease, QUICK)
+        return Autoscaler(POLICY, TIMING, launcher, known, lease, restarts=QUICK)
 
 
 @asynccontextmanager
