@@ -64,16 +64,34 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=8).hexdigest()
 
 
+def heads_of_rank(num_kv_heads: int, num_ranks: int, rank: int) -> range:
+    """Return the KV heads that a rank holds: equally many on each, and together all of them.
+
+    If the ranks do not divide the heads, neighbours hold the same ones: no rank has a head that the model lacks.
+    """
+    first = rank * num_kv_heads // num_ranks
+    return range(first, first + -(-num_kv_heads // num_ranks))
+
+
 class Side(msgspec.Struct, frozen=True):
-    """The KV of one worker: ``num_ranks`` ranks of equal ``layout``; rank r has the r-th group of consecutive KV heads."""
+    """The KV of one worker: ``num_ranks`` ranks of equal ``layout``, each with its ``heads``.
+
+    num_kv_heads: of the model; 0 becomes that of ranks of which no two hold the same head. Raises ValueError for a number
+    that these ranks do not hold.
+    """
 
     layout: KVLayout
     num_ranks: Annotated[int, msgspec.Meta(ge=1)] = 1
+    num_kv_heads: int = 0
 
-    @property
-    def num_kv_heads(self) -> int:
-        """The number of KV heads over all ranks."""
-        return self.layout.num_kv_heads * self.num_ranks
+    def __post_init__(self) -> None:
+        """Complete the number of KV heads."""
+        if not self.num_kv_heads:
+            msgspec.structs.force_setattr(self, "num_kv_heads", self.layout.num_kv_heads * self.num_ranks)
+        if len(self.heads(0)) != self.layout.num_kv_heads:
+            raise ValueError(
+                f"{self.num_ranks} ranks of {self.layout.num_kv_heads} KV heads each do not hold {self.num_kv_heads} heads"
+            )
 
     @property
     def whole(self) -> KVLayout:
@@ -84,9 +102,14 @@ class Side(msgspec.Struct, frozen=True):
         """Return ``KVLayout.differences`` of the whole blocks; the numbers of ranks may differ."""
         return self.whole.differences(other.whole)
 
-    def first_head(self, rank: int) -> int:
-        """Return the first KV head of this rank."""
-        return self.layout.num_kv_heads * rank
+    @property
+    def has_copies(self) -> bool:
+        """True if some KV head is held by several ranks."""
+        return self.num_kv_heads < self.layout.num_kv_heads * self.num_ranks
+
+    def heads(self, rank: int) -> range:
+        """Return the KV heads of this rank."""
+        return heads_of_rank(self.num_kv_heads, self.num_ranks, rank)
 
     def num_blocks(self, num_tokens: int) -> int:
         """Return the number of blocks of a prompt."""

@@ -79,7 +79,8 @@ def connect(
     if factory is None:
         return EngineConnector()
     with ExitStack() as undo:
-        pair = factory(Side(executor.layout, num_ranks), executor.model_info.fingerprint, wake)
+        model = executor.model_info
+        pair = factory(Side(executor.layout, num_ranks, model.num_kv_heads), model.fingerprint, wake)
         connector = EngineConnector(pair.scheduler, pair.ranks.take_finished, pair.address)
         undo.callback(connector.close)
         executor.set_connector(pair.ranks)

@@ -10,7 +10,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: tokens that prompt and answer may have together, in this engine. eos_token_ids: the model's own end
     tokens. layout: of one of ``num_ranks`` ranks. control_address: "host:port" of the connector's control link; empty
-    without a connector. has_head: False for a model that computes embeddings only.
+    without a connector. has_head: False for a model that computes embeddings only. num_kv_heads: see ``Side``.
     """
 
     vocab_size: int
@@ -23,8 +23,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str
     num_ranks: int = 1
     has_head: bool = True
+    num_kv_heads: int = 0
 
     @property
     def side(self) -> Side:
         """The layout of the engine's KV."""
-        return Side(self.layout, self.num_ranks)
+        return Side(self.layout, self.num_ranks, self.num_kv_heads)

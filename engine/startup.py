@@ -51,6 +51,7 @@ def describe_engine(
         num_blocks=num_blocks,
         dtype=model.dtype,
         has_head=model.has_head,
+        num_kv_heads=model.num_kv_heads,
         control_address=control_address,
     )
 

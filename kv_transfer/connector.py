@@ -48,7 +48,7 @@ class TransferFactory:
         port cannot be bound.
         """
         worker = LocalWorker(self.settings, side, model_fingerprint, wake)
-        each_rank = rank_settings(self.settings, side.num_ranks)
+        each_rank = rank_settings(self.settings, side)
         with ExitStack() as undo:
             links = LinkLoop(self.settings, worker.counters)
             undo.callback(links.close)

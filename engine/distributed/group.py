@@ -1,5 +1,6 @@
 """The collectives of an engine's ranks inside a forward pass, and each rank's device."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -26,8 +27,11 @@ class RankGroup(Protocol):
     def add_up(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, on every rank; ``part`` is overwritten."""
 
-    def gather_columns(self, part: Tensor) -> Tensor:
-        """Return all ranks' ``[num_rows, num_columns / size]`` side by side on rank 0, and the own part elsewhere."""
+    def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
+        """Return all ranks' parts side by side on rank 0, ``[num_rows, num_columns]``, and the own part elsewhere.
+
+        Columns behind the ``num_columns``-th are padding, and left out.
+        """
 
     def share(self, values: Tensor) -> Tensor:
         """Return rank 0's values on every rank; all pass contiguous tensors of one shape, which are overwritten."""
@@ -49,7 +53,7 @@ class SingleRank:
         """See RankGroup."""
         return part
 
-    def gather_columns(self, part: Tensor) -> Tensor:
+    def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""
         return part
 
@@ -62,6 +66,14 @@ class SingleRank:
 
     def close(self) -> None:
         """Do nothing: there is no group to leave."""
+
+
+def columns_of_all(parts: Sequence[Tensor], num_columns: int) -> Tensor:
+    """Return the first ``num_columns`` columns of parts of equal width, contiguous."""
+    width = parts[0].shape[-1]
+    return torch.cat(
+        [part[..., : max(0, num_columns - index * width)] for index, part in enumerate(parts)], dim=-1
+    )
 
 
 def rank_device(setting: str, num_cuda_devices: int, rank: int, size: int) -> torch.device:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from contract.layout import KVLayout
 from engine.connector import RanksConnector
+from engine.distributed.group import columns_of_all
 from engine.distributed.rank_runner import RankRunner
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -61,10 +62,10 @@ class LocalRankGroup:
             total += other
         return total
 
-    def gather_columns(self, part: Tensor) -> Tensor:
+    def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""
         parts = self._exchange.exchange(self.rank, part)
-        return torch.cat(parts, dim=-1) if self.rank == 0 else part
+        return columns_of_all(parts, num_columns) if self.rank == 0 else part
 
     def share(self, values: Tensor) -> Tensor:
         """See RankGroup."""

@@ -16,6 +16,7 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from contract.errors import SettingError
+from engine.distributed.group import columns_of_all
 from engine.distributed.symmetric import SymmetricSums
 
 _HOST = "127.0.0.1"
@@ -71,7 +72,7 @@ class TorchRankGroup:
             return self._sums.add_up(part)
         return self._add_up_by_group(part)
 
-    def gather_columns(self, part: Tensor) -> Tensor:
+    def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""
         if not part.shape[0]:
             return part
@@ -80,7 +81,7 @@ class TorchRankGroup:
         options = _on_this_stream(dist.GatherOptions())
         options.rootRank = 0
         _wait(self._group.gather([parts] if parts else [], [part], options))
-        return torch.cat(parts, dim=-1) if parts else part
+        return columns_of_all(parts, num_columns) if parts else part
 
     def share(self, values: Tensor) -> Tensor:
         """See RankGroup."""

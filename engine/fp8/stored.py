@@ -93,7 +93,7 @@ class Fp8Checkpoint:
         """Return the scale of each row, ``[num_rows, 1]``, of the layer or of a part of its rows."""
         num_rows = self._num_outputs(layer)
         whole = self._scale(f"{layer}.{_SCALE}").reshape(-1, 1).expand(num_rows, 1)
-        return (whole if part is None else whole[part.of(num_rows)]).contiguous()
+        return (whole if part is None else part.take(lambda own: whole[own])).contiguous()
 
     def _scale(self, name: str, *, may_be_zero: bool = True) -> "Tensor":
         """Return a scale. That of a weight of zeros may be 0; inputs are divided by theirs."""

@@ -3,7 +3,7 @@
 Needs no torch until a tensor is read: names, shapes and dtypes stand in the files' headers.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,14 +56,14 @@ def resolve_dtype(setting: str, config: Mapping[str, Any], checkpoint: "Weights"
 
 
 class TensorPart(Protocol):
-    """A range of a tensor along one dimension."""
+    """Ranges of a tensor along one dimension, and padding."""
 
     @property
     def dim(self) -> int:
         """The dimension that is split."""
 
-    def of(self, length: int) -> slice:
-        """Return the range in a dimension of this length."""
+    def take(self, read: "Callable[[slice], Tensor]") -> "Tensor":
+        """Return the part of a tensor of which ``read`` returns a range along the dimension."""
 
     def whole_shape(self, shape: "torch.Size") -> list[int]:
         """Return the shape of the whole tensor whose part has ``shape``."""
@@ -126,9 +126,7 @@ class Checkpoint:
     def part(self, name: str, part: TensorPart) -> "Tensor":
         """Return a part of the tensor on the host; only the bytes of that part are read."""
         stored = self._file(name).get_slice(self._stored(name))
-        own = part.of(stored.get_shape()[part.dim])
-        tensor: Tensor = stored[(slice(None),) * part.dim + (own,)]
-        return tensor
+        return part.take(lambda own: stored[(slice(None),) * part.dim + (own,)])
 
     def first_dtype(self) -> str:
         """Return the dtype of the tensor whose name sorts first, as torch names it."""

@@ -2,7 +2,7 @@
 
 The tokens of all requests lie in one flat dimension. Only the attention step maps a token to its request and to the place
 of its KV. Numerics follow transformers, so that float32 answers are equal token by token. Every module is built for one
-rank: the config has that rank's share of heads, MLP width and vocabulary (``engine.models.sharding``).
+rank: the config has that rank's share of heads and MLP width (``engine.models.sharding``).
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from engine.models.config import DecoderConfig, Head
 from engine.models.language_model import LanguageModel
 from engine.models.layers import GatedMLP, RMSNorm
 from engine.models.rope import inverse_frequencies, rotate, rotation
-from engine.models.sharding import embedding, row_parallel
+from engine.models.sharding import embedding, row_parallel, share_of
 
 Rotation = tuple[Tensor, Tensor]
 Stored = Callable[[], None]
@@ -124,8 +124,11 @@ class CausalLM(LanguageModel):
         self.model = Decoder(config, group)
         self._group = group
         self._head = head
+        self._vocab_size = config.vocab_size
         self.lm_head = (
-            nn.Linear(config.hidden_size, config.vocab_size, bias=False) if head is Head.OWN else None
+            nn.Linear(config.hidden_size, share_of(config.vocab_size, group.size), bias=False)
+            if head is Head.OWN
+            else None
         )
 
     def forward(
@@ -145,7 +148,7 @@ class CausalLM(LanguageModel):
         if self._head is Head.NONE and len(states):
             raise InternalError("the model has no output head; no token can be sampled from it")
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return self._group.gather_columns(F.linear(states, head.weight))
+        return self._group.gather_columns(F.linear(states, head.weight), self._vocab_size)
 
     @property
     def is_whole(self) -> bool:

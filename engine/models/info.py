@@ -9,7 +9,8 @@ class ModelInfo:
 
     max_model_len: maximum length of prompt and answer together, in tokens. eos_token_ids: the model's own end tokens.
     fingerprint: ``contract.layout.model_fingerprint`` with the dtype of the computation. dtype: never "auto". has_head:
-    tokens can be sampled; a model without a head gives embeddings only.
+    tokens can be sampled; a model without a head gives embeddings only. num_kv_heads: of all ranks together, each counted
+    once; 0: those of the KV layout, on one rank.
     """
 
     vocab_size: int
@@ -18,3 +19,4 @@ class ModelInfo:
     fingerprint: str
     dtype: str
     has_head: bool = True
+    num_kv_heads: int = 0

@@ -32,8 +32,8 @@ class LanguageModel(nn.Module, ABC):
     def logits(self, states: Tensor) -> Tensor:
         """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
 
-        Rank 0 gets the whole vocabulary, another rank the part that it computes. A model without a head returns
-        ``[0, vocab_size]`` for no rows, and raises InternalError otherwise.
+        Rank 0 gets the whole vocabulary, another rank the part that it computes, padding included. A model without a head
+        returns ``[0, vocab_size]`` for no rows, and raises InternalError otherwise.
         """
 
     def write_logits(self, states: Tensor, target: Tensor) -> None:

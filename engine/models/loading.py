@@ -48,8 +48,7 @@ def load(
 
     fp8_products: see ``engine.options.ModelOptions``.
 
-    Raises SettingError for a folder that cannot be served, for a ``max_model_len`` beyond the model's positions, and
-    for a model that does not divide by the number of ranks.
+    Raises SettingError for a folder that cannot be served, and for a ``max_model_len`` beyond the model's positions.
     """
     group = group or SingleRank()
     raw = read_config(folder)
@@ -64,10 +63,10 @@ def load(
     with torch.device("meta"):
         model = architecture.build(of_rank, plan.head, group).to(DTYPES[plan.dtype])
     numbers = _numbers(model, plan.weights, plan.dtype, device, group, fp8_products)
-    load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, group))
+    load_weights(model, plan.weights, device, lambda tensor: part_of(tensor, plan.config, group))
     model.place(device)
     has_head = plan.head is not Head.NONE
-    info = _info(folder, raw, plan.config.vocab_size, plan.length, plan.dtype, has_head, numbers)
+    info = _info(folder, raw, plan.config, plan.length, plan.dtype, has_head, numbers)
     return LoadedModel(model.eval(), of_rank, info, group)
 
 
@@ -106,18 +105,19 @@ def _load_from_transformers(
     found = TransformersCheckpoint(folder, raw, architecture)
     length = model_length(max_model_len, found.num_positions)
     model, shape = found.load(DTYPES[name], device)
-    info = _info(folder, raw, shape.vocab_size, length, name, has_head=True, numbers=name)
+    info = _info(folder, raw, shape, length, name, has_head=True, numbers=name)
     return LoadedModel(model, shape, info)
 
 
 def _info(
-    folder: Path, raw: RawConfig, vocab_size: int, length: int, dtype: str, has_head: bool, numbers: str
+    folder: Path, raw: RawConfig, shape: ModelShape, length: int, dtype: str, has_head: bool, numbers: str
 ) -> ModelInfo:
     return ModelInfo(
-        vocab_size=vocab_size,
+        vocab_size=shape.vocab_size,
         max_model_len=length,
         eos_token_ids=read_eos_token_ids(folder, raw),
         fingerprint=model_fingerprint(folder, numbers),
         dtype=dtype,
         has_head=has_head,
+        num_kv_heads=shape.num_kv_heads,
     )

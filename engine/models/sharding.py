@@ -3,35 +3,63 @@
 Attention heads, the MLP's width and the vocabulary are split into equal parts. A widening layer (q, k, v, gate, up, the
 output head) is split by rows and needs no communication. The narrowing layer behind it (o, down) is split by columns, and
 the ranks sum their results. A group of one uses torch's own layers.
+
+Where the ranks do not divide a size, parts end with padding: rows of zeros, whose results the next layer multiplies by
+columns of zeros, or, of the vocabulary, tokens that are cut off behind the logits. KV heads are never padded: neighbours
+hold the same ones (``contract.layout.heads_of_rank``), and divide the query heads that read them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from contract.errors import SettingError
+from contract.layout import heads_of_rank
 from engine.distributed.group import RankGroup
 from engine.models.config import DecoderConfig
 
 
 @dataclass(frozen=True)
+class Piece:
+    """``count`` rows of a checkpoint's tensor from ``first`` on, which are a rank's rows from ``at`` on."""
+
+    at: int
+    first: int
+    count: int
+
+    @property
+    def own(self) -> slice:
+        """The range in the checkpoint's tensor."""
+        return slice(self.first, self.first + self.count)
+
+
+@dataclass(frozen=True)
 class Part:
-    """One of ``size`` equal parts along dimension ``dim`` of a checkpoint's tensor, the ``index``-th."""
+    """A rank's part of a checkpoint's tensor: ``size`` rows along ``dim``, which has ``whole``; zeros beside the pieces."""
 
     dim: int
-    index: int
+    whole: int
     size: int
+    pieces: tuple[Piece, ...]
 
-    def of(self, length: int) -> slice:
-        """Return the part's range in a dimension of this length."""
-        share = length // self.size
-        return slice(self.index * share, (self.index + 1) * share)
+    def take(self, read: Callable[[slice], Tensor]) -> Tensor:
+        """Return the part of a tensor of which ``read`` returns a range along the dimension."""
+        if len(self.pieces) == 1 and self.pieces[0].count == self.size:
+            return read(self.pieces[0].own)
+        found = [(piece, read(piece.own)) for piece in self.pieces]
+        like = found[0][1] if found else read(slice(0, 1))
+        shape = list(like.shape)
+        shape[self.dim] = self.size
+        part = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        for piece, content in found:
+            part.narrow(self.dim, piece.at, piece.count).copy_(content)
+        return part
 
     def whole_shape(self, shape: torch.Size) -> list[int]:
         """Return the shape of the whole tensor whose part has ``shape``."""
-        return [length * self.size if dim == self.dim else length for dim, length in enumerate(shape)]
+        return [self.whole if dim == self.dim else length for dim, length in enumerate(shape)]
 
 
 class RowParallelLinear(nn.Linear):
@@ -48,10 +76,13 @@ class RowParallelLinear(nn.Linear):
 
 
 class VocabularyParallelEmbedding(nn.Embedding):
-    """An embedding of which each rank has a range of token ids; other ranks' tokens count as zeros."""
+    """An embedding of which each rank has a range of token ids; other ranks' tokens count as zeros.
+
+    num_embeddings: of all ranks together.
+    """
 
     def __init__(self, num_embeddings: int, size: int, group: RankGroup) -> None:
-        super().__init__(num_embeddings, size)
+        super().__init__(share_of(num_embeddings, group.size), size)
         self._group = group
 
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -70,50 +101,100 @@ def row_parallel(num_inputs: int, num_outputs: int, bias: bool, group: RankGroup
 
 
 def embedding(num_embeddings: int, size: int, group: RankGroup) -> nn.Embedding:
-    """Make the embedding of this rank's ``num_embeddings`` token ids."""
+    """Make a rank's embedding of the model's ``num_embeddings`` token ids."""
     if group.size == 1:
         return nn.Embedding(num_embeddings, size)
     return VocabularyParallelEmbedding(num_embeddings, size, group)
 
 
-def config_of_rank(config: DecoderConfig, size: int) -> DecoderConfig:
-    """Return the decoder that one of ``size`` ranks computes: its share of heads, MLP width and vocabulary.
+_ALIGNMENT = 16
+"""Matrix units multiply numbers of rows and columns that are multiples of this."""
 
-    Raises SettingError that names the sizes that do not divide. (Heads divide if the KV heads do: they are a multiple.)
-    """
-    counts = {
-        "num_key_value_heads": config.num_kv_heads,
-        "intermediate_size": config.intermediate_size,
-        "vocab_size": config.vocab_size,
-    }
-    if uneven := [f"{name} {count}" for name, count in counts.items() if count % size]:
-        raise SettingError(
-            f"tensor_parallel_size is {size}; it must divide the model's {' and '.join(uneven)} "
-            f"({config.num_heads} attention heads share {config.num_kv_heads} key/value heads)",
-            param="tensor_parallel_size",
-        )
+
+def share_of(count: int, size: int) -> int:
+    """Return how many of ``count`` rows each of ``size`` ranks has; where they do not divide, whole tiles with padding."""
+    if count % size == 0:
+        return count // size
+    return -(-count // (size * _ALIGNMENT)) * _ALIGNMENT
+
+
+def config_of_rank(config: DecoderConfig, size: int) -> DecoderConfig:
+    """Return the decoder that one of ``size`` ranks computes: its share of heads and MLP width, and the whole vocabulary."""
+    num_kv_heads = len(heads_of_rank(config.num_kv_heads, size, 0))
     return replace(
         config,
-        num_heads=config.num_heads // size,
-        num_kv_heads=config.num_kv_heads // size,
-        intermediate_size=config.intermediate_size // size,
-        vocab_size=config.vocab_size // size,
+        num_heads=num_kv_heads * _queries_of_head(config, size),
+        num_kv_heads=num_kv_heads,
+        intermediate_size=share_of(config.intermediate_size, size),
     )
 
 
-_ROW_PARALLEL = ("o_proj.weight", "down_proj.weight")
-_WHOLE = (
-    "norm.weight",
-    "o_proj.bias",
-    "down_proj.bias",
-    "o_proj.weight_scale",
-    "down_proj.weight_scale",
-    "input_scale",
-)
+def _queries_of_head(config: DecoderConfig, size: int) -> int:
+    """Return the query heads that a rank computes for each of its KV heads, padding included."""
+    fewest = min(len(_holders(config, size, head)) for head in range(config.num_kv_heads))
+    return -(-config.num_heads // (config.num_kv_heads * fewest))
 
 
-def part_of(name: str, group: RankGroup) -> Part | None:
-    """Return the part of the tensor ``name`` that this rank holds; None is all of it."""
-    if group.size == 1 or name.endswith(_WHOLE):
+def _holders(config: DecoderConfig, size: int, head: int) -> list[int]:
+    """Return the ranks that hold a KV head."""
+    return [rank for rank in range(size) if head in heads_of_rank(config.num_kv_heads, size, rank)]
+
+
+_ROW_PARALLEL = frozenset({"o_proj", "down_proj"})
+_QUERIES = frozenset({"q_proj", "o_proj"})
+_KV = frozenset({"k_proj", "v_proj"})
+_WIDTH = frozenset({"gate_proj", "up_proj", "down_proj"})
+_VOCABULARY = frozenset({"embed_tokens", "lm_head"})
+
+
+def part_of(name: str, config: DecoderConfig, group: RankGroup) -> Part | None:
+    """Return the part of the tensor ``name`` that this rank holds; None is all of it. config: of the whole model."""
+    *_, layer, kind = name.split(".")
+    dim = int(layer in _ROW_PARALLEL)
+    if group.size == 1 or kind == "input_scale" or (dim and kind != "weight"):
         return None
-    return Part(1 if name.endswith(_ROW_PARALLEL) else 0, group.rank, group.size)
+    if layer in _QUERIES:
+        return _query_part(dim, config, group)
+    if layer in _KV:
+        heads = heads_of_rank(config.num_kv_heads, group.size, group.rank)
+        size = len(heads) * config.head_dim
+        own = Piece(0, heads.start * config.head_dim, size)
+        return Part(dim, config.num_kv_heads * config.head_dim, size, (own,))
+    if layer in _WIDTH:
+        return _even_part(dim, config.intermediate_size, group)
+    return _even_part(dim, config.vocab_size, group) if layer in _VOCABULARY else None
+
+
+def _even_part(dim: int, whole: int, group: RankGroup) -> Part:
+    size = share_of(whole, group.size)
+    first = min(group.rank * size, whole)
+    count = min(size, whole - first)
+    return Part(dim, whole, size, (Piece(0, first, count),) if count else ())
+
+
+def _query_part(dim: int, config: DecoderConfig, group: RankGroup) -> Part:
+    """Return the query heads of a rank: for each KV head its share of those that read it, then padding."""
+    of_head = config.num_heads // config.num_kv_heads
+    most = _queries_of_head(config, group.size)
+    unit = config.head_dim
+    pieces = list[Piece]()
+    heads = heads_of_rank(config.num_kv_heads, group.size, group.rank)
+    for place, head in enumerate(heads):
+        holders = _holders(config, group.size, head)
+        own = holders.index(group.rank)
+        first, end = (index * of_head // len(holders) for index in (own, own + 1))
+        if first < end:
+            pieces.append(Piece(place * most * unit, (head * of_head + first) * unit, (end - first) * unit))
+    return Part(dim, config.num_heads * unit, len(heads) * most * unit, _merged(pieces))
+
+
+def _merged(pieces: list[Piece]) -> tuple[Piece, ...]:
+    """Join pieces that lie one behind the other, on both sides."""
+    merged = list[Piece]()
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        if last is not None and (last.at + last.count, last.first + last.count) == (piece.at, piece.first):
+            merged[-1] = replace(last, count=last.count + piece.count)
+        else:
+            merged.append(piece)
+    return tuple(merged)

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contract.errors import SettingError
 from engine.attention.backend import AttentionStep, LayerShape
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup
@@ -68,6 +69,8 @@ class ScriptedModel(LanguageModel):
     """The model of this module. Its only weights are the codes of the tokens."""
 
     def __init__(self, config: ScriptedConfig, head: Head, group: RankGroup) -> None:
+        if group.size > 1:
+            raise SettingError("the scripted model runs on one rank only", param="tensor_parallel_size")
         super().__init__()
         self.model = nn.ModuleDict({"embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size)})
         self._config = config

@@ -10,6 +10,8 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from contract.decoding import shown
 from contract.errors import (
     ErrorKind,
@@ -155,6 +157,7 @@ class Dialing:
             timeout,
             me.side.num_ranks,
             DIGESTS,
+            _copied_heads(me.side),
         )
         return self._transcript.proved(_PROVE, unproved)
 
@@ -185,7 +188,9 @@ class Dialing:
             welcome.timeout_seconds,
             tuple(welcome.offers),
             self._transcript.token(),
-            terms_between(me.side, me.model_fingerprint, _side(welcome), welcome.model_fingerprint),
+            terms_between(
+                me.side, me.model_fingerprint, _side(welcome, self._where), welcome.model_fingerprint
+            ),
             welcome.digest,
             welcome.layout.block_bytes,
         )
@@ -251,7 +256,14 @@ class Accepting:
         protocol = _common_protocol(hello, who)
         timeout = me.settings.peer_timeout_seconds
         unproved = Welcome(
-            protocol, me.model_fingerprint, me.side.layout, offers, timeout, me.side.num_ranks, digest
+            protocol,
+            me.model_fingerprint,
+            me.side.layout,
+            offers,
+            timeout,
+            me.side.num_ranks,
+            digest,
+            num_kv_heads=_copied_heads(me.side),
         )
         welcome = self._transcript.proved(_WELCOME, unproved)
         self.session = Session(
@@ -266,8 +278,16 @@ def _introduction(me: LinkSettings) -> tuple[int, int, str, str, str, str]:
     return TRANSFER_PROTOCOL_MIN, TRANSFER_PROTOCOL_MAX, nonce, me.worker_id, me.boot_id, str(me.role)
 
 
-def _side(of: Prove | Welcome) -> Side:
-    return Side(of.layout, of.num_ranks)
+def _copied_heads(side: Side) -> int | UnsetType:
+    return side.num_kv_heads if side.has_copies else UNSET
+
+
+def _side(of: Prove | Welcome, who: str) -> Side:
+    """Return the peer's side. Raises IncompatiblePeerError for heads that its ranks do not hold."""
+    try:
+        return Side(of.layout, of.num_ranks, 0 if of.num_kv_heads is UNSET else of.num_kv_heads)
+    except ValueError as error:
+        raise IncompatiblePeerError(f"{who} describes its KV wrongly: {error}") from error
 
 
 def _refusal(message: Refused, is_proved: bool, what: str) -> KvbatonError:
@@ -316,7 +336,7 @@ def _agree(
 
     ours, theirs: transports, of which one in common is enough. Both sides come to the same answer.
     """
-    differences = me.side.differences(_side(peer))
+    differences = me.side.differences(_side(peer, who))
     if weights_of(me.model_fingerprint) != weights_of(peer.model_fingerprint):
         differences.append(
             f"model_fingerprint: ours is {me.model_fingerprint}, the peer's is {peer.model_fingerprint}"

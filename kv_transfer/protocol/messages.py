@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from contract.decoding import Count, Positive, Unsigned, decode_outside, msgpack_decoder
@@ -73,7 +74,8 @@ class Prove(Message, frozen=True, tag="prove"):
     """The dialer's proof, and what both must agree on.
 
     layout: of one rank. transports: those that it can read over, best first. timeout_seconds: after so long a silence the
-    peer is dead. digests: the algorithms that it can verify blocks by.
+    peer is dead. digests: the algorithms that it can verify blocks by. num_kv_heads: of the model, if ranks hold the same
+    ones; else it is not sent, and proofs are those of peers without the field.
     """
 
     proof: str
@@ -83,12 +85,13 @@ class Prove(Message, frozen=True, tag="prove"):
     timeout_seconds: Timeout
     num_ranks: Positive = 1
     digests: tuple[str, ...] = (XXH3_64,)
+    num_kv_heads: Positive | UnsetType = UNSET
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
     """The link is up. protocol: the version that both use. offers: where the blocks are read, best first.
 
-    digest: the algorithm by which blocks are announced.
+    digest: the algorithm by which blocks are announced. num_kv_heads: see ``Prove``.
     """
 
     protocol: Count
@@ -99,6 +102,7 @@ class Welcome(Message, frozen=True, tag="welcome"):
     num_ranks: Positive = 1
     digest: str = XXH3_64
     proof: str = ""
+    num_kv_heads: Positive | UnsetType = UNSET
 
 
 class Refused(Message, frozen=True, tag="refused"):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from contract.errors import TransferError
-from contract.layout import Side, received_fingerprint
+from contract.layout import Side, heads_of_rank, received_fingerprint
 from kv_transfer.protocol.digests import Share
 
 
@@ -82,14 +82,24 @@ class TransferPlan:
         return _runs(our_first * ours, end, ours, self.theirs.layout.block_size)
 
     def head_runs(self, our_rank: int = 0) -> Iterator[Run]:
-        """Yield the heads of our rank, in order."""
-        ours = self.ours.layout.num_kv_heads
-        first = self.ours.first_head(our_rank)
-        return _runs(first, first + ours, ours, self.theirs.layout.num_kv_heads)
+        """Yield the heads of our rank, in order; of several ranks of theirs with a head, one is read."""
+        first = self.ours.heads(our_rank).start
+        for their_rank, heads in head_sources(
+            self.ours.num_kv_heads, self.ours.num_ranks, our_rank, self.theirs.num_ranks
+        ):
+            their_offset = heads.start - self.theirs.heads(their_rank).start
+            yield Run(their_rank, their_offset, our_rank, heads.start - first, len(heads))
 
     def ranks_of(self, our_rank: int = 0) -> list[int]:
         """Return the peer's ranks that our rank reads from, in order."""
         return [run.theirs for run in self.head_runs(our_rank)]
+
+    @cached_property
+    def read_ranks(self) -> frozenset[int]:
+        """The peer's ranks that a rank of ours reads from: not those of which all heads are read from others."""
+        return frozenset(
+            theirs for our_rank in range(self.ours.num_ranks) for theirs in self.ranks_of(our_rank)
+        )
 
     @cached_property
     def crossing_bytes(self) -> int:
@@ -98,8 +108,27 @@ class TransferPlan:
         return num_reads * self.theirs.layout.block_bytes
 
 
+def head_sources(
+    num_kv_heads: int, num_ours: int, our_rank: int, num_theirs: int
+) -> Iterator[tuple[int, range]]:
+    """Yield (their rank, heads) from which our rank reads its KV heads, in order: from as few ranks as possible.
+
+    num_ours, num_theirs: ranks. Of their ranks with the same heads, ours spread over all, and equal numbers of ranks read
+    rank by rank.
+    """
+    each_rank = [heads_of_rank(num_kv_heads, num_theirs, rank) for rank in range(num_theirs)]
+    beside = our_rank * num_theirs // num_ours
+    heads = heads_of_rank(num_kv_heads, num_ours, our_rank)
+    while heads:
+        holders = [rank for rank, held in enumerate(each_rank) if heads.start in held]
+        chosen = max(holders, key=lambda rank: (each_rank[rank].stop, -abs(rank - beside)))
+        end = min(heads.stop, each_rank[chosen].stop)
+        yield chosen, range(heads.start, end)
+        heads = range(end, heads.stop)
+
+
 def _runs(start: int, end: int, our_size: int, their_size: int) -> Iterator[Run]:
-    """Cut ``start``..``end`` - 1 wherever a part of ours, of ``our_size``, or of theirs ends."""
+    """Cut the tokens ``start``..``end`` - 1 wherever a block of ours, of ``our_size`` tokens, or of theirs ends."""
     while start < end:
         ours, our_offset = divmod(start, our_size)
         theirs, their_offset = divmod(start, their_size)
@@ -178,8 +207,12 @@ class AnnouncedBlocks:
             )
 
     def sources_of(self, our_first: int, our_end: int) -> tuple[range, tuple[int, ...], tuple[Share, ...]]:
-        """Return the sender's blocks to read for these blocks of ours, which are complete; their seeds and digests."""
+        """Return the sender's blocks to read for these blocks of ours, which are complete; their seeds and digests.
+
+        The digests are those of the ranks that are read.
+        """
         blocks = self.plan.source_blocks(our_first, our_end, self.num_tokens)
         chosen = slice(blocks.start, blocks.stop)
-        shares = tuple(Share(rank, tuple(known[chosen])) for rank, known in enumerate(self._digests))
+        read = sorted(self.plan.read_ranks)
+        shares = tuple(Share(rank, tuple(self._digests[rank][chosen])) for rank in read)
         return blocks, self._seeds[chosen], shares

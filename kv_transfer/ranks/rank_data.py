@@ -9,12 +9,14 @@ from typing import Any
 
 from contract.decoding import converter
 from contract.errors import InternalError, SettingError
+from contract.layout import Side
 from engine.connector import KVMemory
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.data.data_half import DataHalf
 from kv_transfer.data.threads import DataReports
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.orders import CommitJob, PullJob, TransferMetadata
+from kv_transfer.protocol.plan import head_sources
 from kv_transfer.protocol.reads import LeaseName, Read, Source, rank_boot_id
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_messages import RankSocket
@@ -42,18 +44,20 @@ class RankSettings(TransferSettings):
 
     rank: int
     num_ranks: int
+    num_kv_heads: int
 
     def encoded(self) -> bytes:
         """Return the settings for the rank's process; it has no wrapped receiver."""
         return self.model_dump_json(exclude={"decorate"}).encode()
 
 
-def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettings]:
+def rank_settings(settings: TransferSettings, side: Side) -> list[RankSettings]:
     """Return each rank's settings.
 
     A fixed data port is rank 0's; the others follow it. Raises SettingError for what cannot be sent to another process,
     and for a data port with too few ports behind it.
     """
+    num_ranks = side.num_ranks
     if num_ranks > 1 and settings.decorate is not None:
         raise SettingError(f"decorate is for workers of one rank; this one has {num_ranks}", param="decorate")
     last_port = settings.data_port and settings.data_port + num_ranks - 1
@@ -63,7 +67,8 @@ def rank_settings(settings: TransferSettings, num_ranks: int) -> list[RankSettin
             f" it must be {65536 - num_ranks} or less",
             param="data_port",
         )
-    values = dict(settings) | {"num_ranks": num_ranks, "secret": "-"}  # no rank needs it
+    values = dict(settings) | {"num_ranks": num_ranks, "num_kv_heads": side.num_kv_heads}
+    values["secret"] = "-"  # no rank needs it
     each_rank = []
     for rank in range(num_ranks):
         values["rank"] = rank
@@ -91,7 +96,7 @@ class RankData:
         self._senders = Senders({name: transport.sender for name, transport in opened.items()})
         self.release = self._senders.release
         self._readers = {
-            name: RankReader(transport.receiver, settings.rank, settings.num_ranks)
+            name: RankReader(transport.receiver, settings.rank, settings.num_ranks, settings.num_kv_heads)
             for name, transport in opened.items()
         }
         self.chooser = Chooser(counters)
@@ -131,13 +136,15 @@ class RankData:
 class RankReader:
     """A receiver for peers of several ranks: the source of a link names all, ``fetch`` gets one rank's.
 
-    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks: this worker's.
+    It keeps something open to each of the peer's ranks that this rank reads from. rank, num_ranks, num_kv_heads: this
+    worker's.
     """
 
-    def __init__(self, receiver: ProbingReceiver, rank: int, num_ranks: int) -> None:
+    def __init__(self, receiver: ProbingReceiver, rank: int, num_ranks: int, num_kv_heads: int) -> None:
         self._receiver = receiver
         self._rank = rank
         self._num_ranks = num_ranks
+        self._num_kv_heads = num_kv_heads
         self.fetch = receiver.fetch
         self.fetch_first = partial(fetch_first, receiver)
         self.ask = partial(ask, receiver)
@@ -164,17 +171,13 @@ class RankReader:
             self._receiver.forget(each)
 
     def _each(self, source: Source) -> list[Source]:
-        return [source.of_rank(rank) for rank in ranks_read(self._rank, self._num_ranks, source.num_ranks)]
+        sources = head_sources(self._num_kv_heads, self._num_ranks, self._rank, source.num_ranks)
+        return [source.of_rank(rank) for rank, _ in sources]
 
 
 def _make(call: Callable[[], None] | None) -> None:
     if call is not None:
         call()
-
-
-def ranks_read(rank: int, num_ranks: int, num_theirs: int) -> range:
-    """Return the peer's ranks that hold heads of ours: equal runs on both sides (``TransferPlan.ranks_of``)."""
-    return range(rank * num_theirs // num_ranks, ((rank + 1) * num_theirs - 1) // num_ranks + 1)
 
 
 class RankHalf:

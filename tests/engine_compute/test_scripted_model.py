@@ -14,9 +14,8 @@ from contract.errors import SettingError
 from contract.requests import EngineRequest
 from contract.sampling import SamplingParams
 from engine.client import InProcessClient
-from engine.models.config import DecoderConfig
+from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.loading import load
-from engine.models.sharding import config_of_rank
 from engine.settings import EngineSettings
 from engine.testing.model import write_scripted_model
 from engine.testing.scripted_config import ScriptTokens
@@ -171,10 +170,9 @@ async def test_in_an_engine_that_chunks_caches_and_preempts(model: Path) -> None
 
 
 def test_it_runs_on_one_rank_only(model: Path) -> None:
-    loaded = load(model, "auto", None, torch.device("cpu"))
-    assert isinstance(loaded.config, DecoderConfig)
-    with pytest.raises(SettingError, match="num_key_value_heads 1") as caught:
-        config_of_rank(loaded.config, 2)
+    group = LocalRankGroup(1, Exchange(2))
+    with pytest.raises(SettingError, match="one rank only") as caught:
+        load(model, "auto", None, torch.device("cpu"), group)
     assert caught.value.param == "tensor_parallel_size"
 
 

@@ -12,6 +12,7 @@ from engine.fp8.linear import FP8, LARGEST, Fp8Linear, by_scale, by_token, join,
 from engine.fp8.scheme import read_scheme
 from engine.fp8.stored import Fp8Checkpoint
 from engine.models.checkpoint import Checkpoint
+from engine.models.sharding import Part, Piece
 from tests.checkpoints import make_checkpoint
 from tests.fp8_checkpoints import make_fp8, quantization
 
@@ -117,22 +118,14 @@ def test_a_gpu_with_units_for_fp8_multiplies_them(
 
 
 def test_a_part_of_a_weight_has_the_scales_of_its_rows(stored: Fp8Checkpoint) -> None:
-    class Half:
-        def __init__(self, dim: int) -> None:
-            self.dim = dim
-
-        def of(self, length: int) -> slice:
-            return slice(length // 2, length)
-
-        def whole_shape(self, shape: torch.Size) -> list[int]:
-            return [2 * size if dim == self.dim else size for dim, size in enumerate(shape)]
-
+    rows = Part(0, 64, 32, (Piece(0, 32, 32),))
+    columns = Part(1, 96, 48, (Piece(0, 48, 48),))
     name = "model.layers.1.mlp.down_proj"
     whole: Tensor = stored.tensor(f"{name}.weight")
-    assert torch.equal(stored.part(f"{name}.weight", Half(0)), whole[32:])
-    assert torch.equal(stored.part(f"{name}.weight", Half(1)), whole[:, 48:])
+    assert torch.equal(stored.part(f"{name}.weight", rows), whole[32:])
+    assert torch.equal(stored.part(f"{name}.weight", columns), whole[:, 48:])
     stored.multiplied = frozenset({name})
-    numbers = stored.part(f"{name}.weight", Half(0))
-    scales = stored.part(f"{name}.weight_scale", Half(0))
+    numbers = stored.part(f"{name}.weight", rows)
+    scales = stored.part(f"{name}.weight_scale", rows)
     assert numbers.dtype == FP8
     assert torch.equal(numbers.float() * scales, whole[32:])

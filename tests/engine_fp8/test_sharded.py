@@ -50,11 +50,29 @@ def test_the_parts_of_all_ranks_are_the_whole(
 )
 def test_two_ranks_give_the_answers_of_one(tmp_path: Path, way: str, inputs: dict[str, Any]) -> None:
     """With a scale of each token they need not: each rank quantises its part of the token by the part's own scale."""
-    source = make_checkpoint(tmp_path / "source", seed=3, attention_bias=True)
-    folder = make_fp8(source, tmp_path / "fp8", quantization("channel", inputs))
+    assert_answers_of_one(make_checkpoint(tmp_path / "source", seed=3, attention_bias=True), 2, way, inputs)
+
+
+@pytest.mark.parametrize("way", ["off", "on"])
+def test_copies_of_heads_and_padding_have_scales(tmp_path: Path, way: str) -> None:
+    """Four ranks hold two KV heads twice, half of them a query head of padding, and the last one some width of padding."""
+    source = make_checkpoint(
+        tmp_path / "source",
+        seed=3,
+        attention_bias=True,
+        hidden_size=96,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        intermediate_size=120,
+    )
+    assert_answers_of_one(source, 4, way, FIXED)
+
+
+def assert_answers_of_one(source: Path, size: int, way: str, inputs: dict[str, Any]) -> None:
+    folder = make_fp8(source, source.parent / "fp8", quantization("channel", inputs))
     answers = []
-    for driver_class in (Driver, RanksDriver):
-        driver = driver_class(folder, fp8_products=way)
+    for driver_class, more in ((Driver, {}), (RanksDriver, {"tensor_parallel_size": size})):
+        driver = driver_class(folder, fp8_products=way, **more)
         try:
             for name, prompt in PROMPTS.items():
                 driver.add(name, prompt)

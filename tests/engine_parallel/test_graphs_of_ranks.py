@@ -107,7 +107,7 @@ def test_nccl_runs_on_the_current_stream_with_a_communicator_that_is_there() -> 
     assert played.log == [("allreduce", False), ("timeout", False)]
     part = torch.zeros(2, 3, device="meta")
     assert group.add_up(part) is part and group.share(part) is part
-    assert group.gather_columns(part).shape == (2, 6)
+    assert group.gather_columns(part, 6).shape == (2, 6)
     group.close()
     assert played.log[2:] == [(name, False) for name in ("allreduce", "broadcast", "gather", "shutdown")]
 
@@ -121,7 +121,7 @@ def test_collectives_without_a_work_object_are_not_waited_for(rank: int) -> None
     )
     for num_rows in (0, 1, 5):
         part = torch.zeros(num_rows, 3, device="meta")
-        gathered = group.gather_columns(part)
-        assert gathered.shape == (num_rows, 6 if rank == 0 and num_rows else 3)
+        gathered = group.gather_columns(part, 5)
+        assert gathered.shape == (num_rows, 5 if rank == 0 and num_rows else 3)
         assert group.share(part) is part
         assert group.add_up(part.T).shape == (3, num_rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from contract.errors import ErrorKind, InternalError, KvbatonError, SettingError, WorkerLostError
 from contract.layout import KVLayout
@@ -151,13 +152,14 @@ def test_an_error_of_a_known_kind_counts_among_several() -> None:
     assert cause_of([broken]) == broken
 
 
-def test_a_model_that_cannot_be_split_is_rejected(tmp_path: Path) -> None:
+def test_a_model_without_its_weights_is_rejected(tmp_path: Path) -> None:
     """An error that all ranks raise alike is raised once, with the setting's name; no process is left."""
-    folder = make_checkpoint(tmp_path / "model", num_key_value_heads=1)
+    folder = make_checkpoint(tmp_path / "model")
+    save_file({"model.norm.weight": torch.ones(64)}, folder / "model.safetensors")
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(SettingError, match=r"^tensor_parallel_size is 2; it must divide") as refused:
+    with pytest.raises(SettingError, match=r"^model: the checkpoint misses") as refused:
         start(folder)
-    assert refused.value.param == "tensor_parallel_size"
+    assert refused.value.param == "model"
     assert set(psutil.Process().children(recursive=True)) <= before
 
 

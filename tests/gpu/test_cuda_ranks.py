@@ -30,9 +30,9 @@ def test_collectives_run_on_the_current_stream(group: TorchRankGroup, dtype: tor
     part = torch.arange(24, device=CUDA, dtype=dtype).view(4, 6)
     expected = part.clone()
     assert torch.equal(group.add_up(part.clone()), expected)
-    assert torch.equal(group.gather_columns(part.clone()), expected)
+    assert torch.equal(group.gather_columns(part.clone(), 6), expected)
     assert torch.equal(group.share(part.clone()), expected)
-    assert group.gather_columns(part[:0]).shape == (0, 6)
+    assert group.gather_columns(part[:0], 6).shape == (0, 6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -42,7 +42,7 @@ def test_collectives_are_captured_and_replayed(group: TorchRankGroup, dtype: tor
 
     def run() -> torch.Tensor:
         total = group.add_up(given + 1)
-        return group.share(group.gather_columns(total * 2))
+        return group.share(group.gather_columns(total * 2, 8))
 
     recording = CudaRecorder(CUDA).record(run)
     for number in (0, 3, 7):

@@ -1,11 +1,13 @@
 """The handshake without sockets: what each side accepts, and in which order."""
 
+import msgspec
 import pytest
 
-from contract.errors import KvbatonError, UnauthenticatedError
+from contract.errors import IncompatiblePeerError, KvbatonError, UnauthenticatedError
 from contract.identity import Role
+from contract.layout import Side
 from kv_transfer.protocol.handshake import Accepting, Dialing, LocalIdentity, PeerTarget
-from kv_transfer.protocol.messages import FetchBlocks, Message, Offer, Prove, Welcome
+from kv_transfer.protocol.messages import FetchBlocks, Message, Offer, Prove, Transcript, Welcome
 from tests.kv_transfer.builders import LAYOUT, MODEL, SECRET, identity_for
 
 
@@ -78,3 +80,46 @@ def test_words_out_of_order_end_the_handshake() -> None:
         acceptor.receive(FetchBlocks("t", 0))
     with pytest.raises(KvbatonError, match="sent Hello in the middle"):
         answer(dialer, hello)
+
+
+def copying(worker_id: str, num_ranks: int) -> LocalIdentity:
+    """A worker whose ranks each hold one of two KV heads."""
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=1)
+    offers = [Offer("tcp", "127.0.0.1:9", ("127.0.0.1:9",) * (num_ranks - 1))]
+    return identity_for(worker_id, Role.AGGREGATED, Side(layout, num_ranks, 2), offers)
+
+
+def test_sides_with_copies_of_heads_agree_with_sides_without() -> None:
+    """The number of heads is sent where ranks share heads; else messages are those of workers without the field."""
+    dialer = Dialing(copying("d", 4), PeerTarget("p", "boot-p", "127.0.0.1:1"))
+    acceptor = Accepting(identity("p"))
+    prove = answer(dialer, answer(acceptor, dialer.begin()))
+    assert isinstance(prove[0], Prove) and prove[0].num_kv_heads == 2
+    (welcome,) = answer(acceptor, prove)
+    assert b"num_kv_heads" in msgspec.msgpack.encode(prove[0])
+    assert msgspec.msgpack.encode(welcome).count(b"num_kv_heads") == 1, "that of the layout alone"
+    answer(dialer, [welcome])
+    assert dialer.session is not None and dialer.session.terms is not None
+    plan = dialer.session.terms.plan
+    assert (plan.ours.num_kv_heads, plan.theirs.num_kv_heads, plan.ours.num_ranks) == (2, 2, 4)
+    other = Dialing(identity("d"), PeerTarget("p", "boot-p", "127.0.0.1:1"))
+    acceptor = Accepting(copying("p", 3))
+    answer(other, answer(acceptor, answer(other, answer(acceptor, other.begin()))))
+    assert other.session is not None and other.session.terms is not None
+    assert other.session.terms.plan.ranks_of() == [0, 2]
+
+
+def test_heads_that_a_peers_ranks_cannot_hold_are_refused() -> None:
+    dialer, acceptor = dialing(), Accepting(identity("p"))
+    hello = dialer.begin()
+    challenge = answer(acceptor, hello)
+    (prove,) = answer(dialer, challenge)
+    assert isinstance(prove, Prove)
+    transcript = Transcript(SECRET)
+    for message in (*hello, *challenge):
+        transcript.add(message)
+    wrong = transcript.proved("dialer's proof", msgspec.structs.replace(prove, num_kv_heads=9, proof=""))
+    with pytest.raises(
+        IncompatiblePeerError, match="worker d describes its KV wrongly: 1 ranks of 2 KV heads"
+    ):
+        acceptor.receive(wrong)

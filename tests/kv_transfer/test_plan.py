@@ -1,5 +1,6 @@
 """Plans between unequal sides, as pure functions, compared with the plainest mapping of each token and head."""
 
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -7,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from contract.layout import MAX_BLOCK_SIZE_RATIO, KVLayout, Side, received_fingerprint, weights_of
+from contract.layout import (
+    MAX_BLOCK_SIZE_RATIO,
+    KVLayout,
+    Side,
+    heads_of_rank,
+    received_fingerprint,
+    weights_of,
+)
 from kv_transfer.protocol.handshake import Accepting, Dialing, PeerTarget
 from kv_transfer.protocol.plan import PeerTerms, TransferPlan, terms_between
 from tests.kv_transfer.builders import LAYOUT, MODEL
@@ -18,18 +26,16 @@ UNTIMED = settings(deadline=None)
 
 @st.composite
 def plans(draw: st.DrawFn) -> TransferPlan:
-    """Draw two compatible sides: one block size is a multiple of the other, ranks divide the heads, two dtypes."""
+    """Draw two compatible sides: one block size is a multiple of the other, any numbers of heads and ranks, two dtypes."""
     small, ratio = draw(st.integers(1, 6)), draw(st.integers(1, 5))
     sizes = draw(st.permutations([small, small * ratio]))
-    num_heads = draw(st.sampled_from([1, 2, 4, 6, 12]))
-    divisors = st.sampled_from([ranks for ranks in (1, 2, 3, 4, 6) if num_heads % ranks == 0])
+    num_heads = draw(st.sampled_from([1, 2, 3, 4, 6, 10, 12]))
     sides = []
     for size in sizes:
-        ranks, dtype = draw(divisors), draw(st.sampled_from(["float32", "bfloat16"]))
-        layout = KVLayout(
-            num_layers=2, num_kv_heads=num_heads // ranks, head_dim=3, block_size=size, dtype=dtype
-        )
-        sides.append(Side(layout, ranks))
+        ranks, dtype = draw(st.integers(1, 8)), draw(st.sampled_from(["float32", "bfloat16"]))
+        held = -(-num_heads // ranks)
+        layout = KVLayout(num_layers=2, num_kv_heads=held, head_dim=3, block_size=size, dtype=dtype)
+        sides.append(Side(layout, ranks, num_heads))
     return TransferPlan(*sides)
 
 
@@ -108,10 +114,60 @@ def test_each_head_of_each_rank_comes_from_the_rank_that_has_it(plan: TransferPl
         for run in plan.head_runs(rank):
             assert (run.ours, run.our_offset) == (rank, len(found))
             assert run.their_offset + run.count <= plan.theirs.layout.num_kv_heads
-            base = plan.theirs.first_head(run.theirs) + run.their_offset
-            found += range(base, base + run.count)
-        first = plan.ours.first_head(rank)
-        assert found == list(range(first, first + plan.ours.layout.num_kv_heads))
+            found += plan.theirs.heads(run.theirs)[run.their_offset :][: run.count]
+        assert found == list(plan.ours.heads(rank))
+
+
+@UNTIMED
+@given(plans())
+def test_no_byte_crosses_twice_where_one_copy_is_enough(plan: TransferPlan) -> None:
+    """A rank reads from as few ranks as can have its heads, and from none of which it uses nothing."""
+    for rank in range(plan.ours.num_ranks):
+        heads = set(plan.ours.heads(rank))
+        read = plan.ranks_of(rank)
+        assert len(set(read)) == len(read)
+        choices = itertools.combinations(range(plan.theirs.num_ranks), len(read) - 1)
+        assert not any(heads <= {head for each in few for head in plan.theirs.heads(each)} for few in choices)
+    read_by_any = {each for rank in range(plan.ours.num_ranks) for each in plan.ranks_of(rank)}
+    assert plan.read_ranks == read_by_any
+
+
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_all_heads_are_held_evenly(num_heads: int, num_ranks: int) -> None:
+    held = [heads_of_rank(num_heads, num_ranks, rank) for rank in range(num_ranks)]
+    assert len({len(heads) for heads in held}) == 1
+    assert {head for heads in held for head in heads} == set(range(num_heads))
+    holders = [sum(head in heads for heads in held) for head in range(num_heads)]
+    assert max(holders) - min(holders) <= 1, "copies are spread evenly"
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "theirs", "ours", "read"),
+    [
+        (2, 4, 1, [[0, 2]]),
+        (2, 1, 4, [[0], [0], [0], [0]]),
+        (2, 2, 4, [[0], [0], [1], [1]]),
+        (2, 4, 2, [[0], [2]]),
+        (2, 4, 8, [[0], [0], [1], [1], [2], [2], [3], [3]]),
+        (1, 4, 4, [[0], [1], [2], [3]]),
+        (3, 2, 1, [[0, 1]]),
+    ],
+)
+def test_which_copy_is_read(num_heads: int, theirs: int, ours: int, read: list[list[int]]) -> None:
+    """One of several ranks with the same head is read, another one by each of several readers."""
+    sides = [
+        Side(msgspec.structs.replace(LAYOUT, num_kv_heads=-(-num_heads // ranks)), ranks, num_heads)
+        for ranks in (ours, theirs)
+    ]
+    plan = TransferPlan(*sides)
+    assert [plan.ranks_of(rank) for rank in range(ours)] == read
+    assert not plan.ours.differences(plan.theirs)
+    assert plan.crossing_bytes == sum(map(len, read)) * plan.theirs.layout.block_bytes
+
+
+def test_heads_that_the_ranks_do_not_hold_are_refused() -> None:
+    with pytest.raises(ValueError, match="2 ranks of 2 KV heads each do not hold 5 heads"):
+        Side(LAYOUT, 2, 5)
 
 
 @UNTIMED

@@ -28,7 +28,7 @@ def cut(kv: Tensor, side: Side, rank: int, first: int, end: int) -> Tensor:
     """Yield blocks ``first``..``end`` - 1 of a rank; places after the prompt's end hold UNTOUCHED."""
     layout = side.layout
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    heads = kv[:, :, side.first_head(rank) : side.first_head(rank) + layout.num_kv_heads]
+    heads = kv[:, :, side.heads(rank).start : side.heads(rank).stop]
     blocks = []
     for block in range(first, end):
         tokens = heads[:, :, :, block * layout.block_size : (block + 1) * layout.block_size]

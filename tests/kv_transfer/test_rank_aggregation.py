@@ -1,5 +1,7 @@
 """Reports of several ranks become one report: in every order, once, and never before the last of them."""
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,9 +10,10 @@ from contract.errors import ErrorKind
 from kv_transfer.protocol import events as ev
 from kv_transfer.protocol.events import ImpossibleEventError
 from kv_transfer.protocol.plan import TransferPlan
+from kv_transfer.protocol.reads import Read, ReadRequest, Source
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import JobAggregator, Range, RangeAggregator
-from kv_transfer.ranks.rank_data import ranks_read
+from kv_transfer.ranks.rank_data import RankReader
 from tests.kv_transfer.test_plan import UNTIMED, plans
 
 NUM_RANKS = 3
@@ -159,10 +162,35 @@ def test_ranks_that_digest_different_ranges_are_a_bug() -> None:
         ranges.add("r", 1, ready(0, 1, 1))
 
 
+class NotingReceiver:
+    """Notes the addresses of the sources that it gets."""
+
+    def __init__(self) -> None:
+        self.probed: list[str] = []
+        self.forgotten: list[str] = []
+
+    def fetch(self, source: Source, request: ReadRequest, views: Sequence[memoryview], read: Read) -> None:
+        raise AssertionError("nothing is read")
+
+    def probe(self, source: Source, read: Read) -> None:
+        self.probed.append(source.address)
+
+    def forget(self, source: Source) -> None:
+        self.forgotten.append(source.address)
+
+    def close(self) -> None:
+        pass
+
+
 @UNTIMED
 @given(plans())
 def test_a_rank_keeps_open_the_ranks_that_it_reads(plan: TransferPlan) -> None:
     """A rank tries, and forgets, exactly the peer's ranks that the plan has it read from."""
     for rank in range(plan.ours.num_ranks):
-        kept = ranks_read(rank, plan.ours.num_ranks, plan.theirs.num_ranks)
-        assert list(kept) == plan.ranks_of(rank)
+        receiver = NotingReceiver()
+        reader = RankReader(receiver, rank, plan.ours.num_ranks, plan.ours.num_kv_heads)
+        first, *others = map(str, range(plan.theirs.num_ranks))
+        source = Source("w", "boot", first, "token", other_addresses=tuple(others))
+        reader.probe(source, Read())
+        reader.forget(source)
+        assert receiver.probed == receiver.forgotten == [str(each) for each in plan.ranks_of(rank)]

@@ -13,6 +13,7 @@ from hypothesis import given
 
 from contract.errors import ErrorKind, InternalError, SettingError, TransferError
 from contract.identity import Role
+from contract.layout import Side
 from engine.mailbox import Mailbox
 from kv_transfer.counters import Completions, Counters
 from kv_transfer.protocol import events as ev
@@ -24,7 +25,7 @@ from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.aggregation import RankProgress
 from kv_transfer.ranks.rank_data import RankSettings, rank_settings
 from kv_transfer.ranks.rank_data_group import RankDataGroup
-from tests.kv_transfer.builders import settings_for
+from tests.kv_transfer.builders import LAYOUT, settings_for
 from tests.kv_transfer.played_ranks import PlayedRank
 
 NAME = LeaseName("t", 0, "lease")
@@ -86,7 +87,7 @@ class World:
 def two_ranks() -> Iterator[World]:
     counters = Counters()
     reports = Reports()
-    settings = rank_settings(settings_for("d", Role.DECODE), 2)
+    settings = rank_settings(settings_for("d", Role.DECODE), Side(LAYOUT, 2))
     group = RankDataGroup(settings, counters, Completions().take)
     group.attach(reports, lambda: reports.events.put(("serving", None)))
     pairs = [socket.socketpair() for _ in range(2)]
@@ -302,17 +303,17 @@ def test_a_dead_rank_does_not_delay_the_others() -> None:
 )
 def test_settings_that_ranks_cannot_have(change: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingError, match=message):
-        rank_settings(settings_for("p", Role.PREFILL, **change), 2)
+        rank_settings(settings_for("p", Role.PREFILL, **change), Side(LAYOUT, 2))
 
 
 def test_ports_and_boot_ids_of_ranks() -> None:
     """Ports follow the first one's; names of sockets and agents are made of boot ids of their own."""
     settings = settings_for("p", Role.PREFILL, data_port=5000, boot_id="b")
-    each = rank_settings(settings, 2)
+    each = rank_settings(settings, Side(LAYOUT, 2))
     assert [(one.data_port, one.boot_id) for one in each] == [(5000, "b.0"), (5001, "b.1")]
     assert RankSettings.model_validate_json(each[1].encoded()) == each[1]
     assert settings.secret.encode() not in each[1].encoded()
-    assert rank_settings(settings_for("p", Role.PREFILL), 2)[1].data_port == 0
+    assert rank_settings(settings_for("p", Role.PREFILL), Side(LAYOUT, 2))[1].data_port == 0
     assert (rank_boot_id("b", 0, 1), SOURCE.of_rank(1).boot_id) == ("b", "boot.1")
 
 

@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from contract.identity import Role
+from contract.layout import Side
 from engine.mailbox import Mailbox
 from kv_transfer.protocol.reads import Source
 from kv_transfer.ranks import rank_messages as messages
 from kv_transfer.ranks.rank_data import RankHalf, rank_settings
 from kv_transfer.ranks.rank_messages import RankSocket
-from tests.kv_transfer.builders import settings_for
+from tests.kv_transfer.builders import LAYOUT, settings_for
 from tests.kv_transfer.fakes import ByteMemory
 from tests.kv_transfer.played_ranks import SHARE
 from tests.leftovers import Leftovers
@@ -34,7 +35,7 @@ def rank_half() -> Iterator[tuple[RankSocket[messages.FromRank], Mailbox[message
 
     control = RankSocket(ours, messages.from_rank, received.put, on_bug, "control")
     settings = settings_for("d", Role.DECODE, transport="shm", read_timeout_seconds=300.0)
-    half = RankHalf(rank_settings(settings, 2)[1].encoded(), theirs)
+    half = RankHalf(rank_settings(settings, Side(LAYOUT, 2))[1].encoded(), theirs)
     try:
         half.start(ByteMemory(SHARE, 4))
         control.start()
