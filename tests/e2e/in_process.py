@@ -1,7 +1,7 @@
 """A router and whole workers in this process: real engines, real gRPC, real transports between them."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,9 +53,10 @@ async def running_in_process(
     model: Path,
     roles: list[Role],
     transport: TransportName | dict[Role, TransportName],
+    router_options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[LocalService]:
-    """Run a router with a worker for each of ``roles``, in float32, with further settings.
+    """Run a router with a worker for each of ``roles``, in float32, with further settings of both.
 
     transport: of all workers, or by role.
     """
@@ -64,7 +65,7 @@ async def running_in_process(
     secret_file.chmod(0o600)
     free: dict[str, Any] = dict.fromkeys(("http", "grpc", "internal", "admin"), "127.0.0.1:0")
     async with AsyncExitStack() as stack:
-        router = RouterService(RouterSettings(**free, secret=_SECRET))
+        router = RouterService(RouterSettings(**free, secret=_SECRET, **(router_options or {})))
         await router.start()
         stack.push_async_callback(router.stop)
         workers = []

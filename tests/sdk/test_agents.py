@@ -1,24 +1,25 @@
-"""Real agents from npm, codex and opencode: each reads a file by a tool, and its second prompt continues the first."""
+"""Real agents from npm, codex and opencode, against `kvbaton up`: each reads a file, and its second turn is cached."""
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from tests.agent_checkpoint import DONE, FORMS, make_agent_checkpoint
 from tests.chaos.settings import process_environment
-from tests.sdk.agent_cluster import DONE, SECRET, Conversation, agent_cluster, share_of_prefix
 from tests.sdk.environments import environment_with
+from tests.sdk.recorder import Recorder, recording
 from tests.sdk.test_examples import output_of
-from tests.text import agent_templates
+from tests.service import running_service
 
 pytestmark = [pytest.mark.sdk, pytest.mark.e2e, pytest.mark.timeout(600)]
 
 PACKAGES = ("@openai/codex@0.171.0", "opencode-ai@1.18.33")
-FORMS = ("QWEN35", "GPT_OSS", "MINIMAX")
-ASKED = "Read the moosefile notes.txt"
-MARKER = "moosefile"
+ASKED = "Read the file notes.txt"
+SECRET = "the moose sleeps at noon"
 _SECONDS = 120
 
 
@@ -69,42 +70,54 @@ def work_in(folder: Path) -> Path:
     return work
 
 
-def called(name: str, **arguments: str) -> str:
-    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+@asynccontextmanager
+async def served(folder: Path, form: str, call: str, arguments: Mapping[str, str]) -> AsyncIterator[Recorder]:
+    """Run `kvbaton up` with 1 prefill and 1 decode worker on a model that makes this call, behind a recorder."""
+    model = make_agent_checkpoint(folder / "tiny", form, call, arguments)
+    config = folder / "kvbaton.toml"
+    config.write_text(f'[router]\ntool_parser = "{FORMS[form].parser}"\n')
+    flags = ("--model", str(model), "--config", str(config), "--num-threads", "1")
+    async with (
+        running_service(folder, *flags) as service,
+        recording(f"http://{service.http}") as recorder,
+    ):
+        yield recorder
 
 
-def check_turns(conversation: Conversation) -> None:
-    """The tool has run, its result is in the second prompt, and the first prompt is almost all of its beginning."""
-    first, second = conversation.prompts
-    assert SECRET not in first and SECRET in second
-    assert share_of_prefix(first, second) >= 0.9
+def check_turns(recorder: Recorder) -> None:
+    """The tool has run, and the second turn computes little more than what is new in it.
+
+    What both prompts have in common is at most the first one.
+    """
+    first, second = recorder.turns
+    assert SECRET not in first.body and SECRET in second.body
+    assert second.num_tokens > first.num_tokens > 5_000
+    assert second.num_cached >= 0.9 * first.num_tokens, recorder.turns
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_codex(agents: Path, tmp_path: Path, form: str) -> None:
     """C1: codex sends web_search and namespaces of tools with every request."""
     work = work_in(tmp_path)
-    conversation = Conversation(called("exec_command", cmd="cat notes.txt"), MARKER)
-    async with agent_cluster(tmp_path, agent_templates.ALL[form], conversation) as cluster:
+    async with served(tmp_path, form, "exec_command", {"cmd": "cat notes.txt"}) as recorder:
         (work.parent / "config.toml").write_text(
             'model = "tiny"\nmodel_provider = "kvbaton"\n[model_providers.kvbaton]\nname = "kvbaton"\n'
-            f'base_url = "{cluster.url("/v1")}"\nwire_api = "responses"\n'
+            f'base_url = "{recorder.url}/v1"\nwire_api = "responses"\n'
         )
         codex = program(agents, "@openai/codex-*/vendor/*/bin/codex")
         options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
         said = await said_by(codex, *options, ASKED, folder=work, CODEX_HOME=str(work.parent))
     assert DONE in said
-    check_turns(conversation)
+    check_turns(recorder)
 
 
 @pytest.mark.parametrize("form", FORMS)
 async def test_opencode(agents: Path, tmp_path: Path, form: str) -> None:
     work = work_in(tmp_path)
-    conversation = Conversation(called("read", filePath=str(work / "notes.txt")), MARKER)
-    async with agent_cluster(tmp_path, agent_templates.ALL[form], conversation) as cluster:
+    async with served(tmp_path, form, "read", {"filePath": str(work / "notes.txt")}) as recorder:
         provider = {
             "npm": "@ai-sdk/openai-compatible",
-            "options": {"baseURL": cluster.url("/v1")},
+            "options": {"baseURL": f"{recorder.url}/v1"},
             "models": {"tiny": {}},
         }
         config = {"provider": {"kvbaton": provider}, "autoupdate": False, "share": "disabled"}
@@ -112,4 +125,4 @@ async def test_opencode(agents: Path, tmp_path: Path, form: str) -> None:
         opencode = program(agents, "opencode-*/bin/opencode")
         said = await said_by(opencode, "run", "--model", "kvbaton/tiny", ASKED, folder=work)
     assert DONE in said
-    check_turns(conversation)
+    check_turns(recorder)
