@@ -17,15 +17,23 @@ _MODES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """A tool choice: the model may call tools (auto), must (required), must call one (function, by name), or none."""
+    """A tool choice: the model may call tools (auto), must (required), must call one (function, by name), or none.
+
+    allowed: the only functions that it may call, though the prompt lists all tools; None: any.
+    """
 
     mode: Literal["none", "auto", "required", "function"]
     name: str | None = None
+    allowed: frozenset[str] | None = None
 
     @property
     def is_forced(self) -> bool:
         """True if the answer must consist of calls."""
         return self.mode in ("required", "function")
+
+    def admits(self, name: str) -> bool:
+        """Return True if this function may be called."""
+        return self.name in (None, name) and (self.allowed is None or name in self.allowed)
 
 
 AUTO = ToolChoice("auto")

@@ -1,12 +1,19 @@
 """The parsers of one answer in sequence: text that is not reasoning is searched for calls."""
 
+from collections.abc import Set
+
+from msgspec import structs
+
 from text.parsing.parser import ToolParser
 from text.parsing.pieces import CallArguments, CallBegin, Content, Piece
 from text.parsing.reasoning import ReasoningParser
 
 
 class AnswerParser:
-    """Parses one answer into pieces; without parsers all of it is content. max_calls: further calls are dropped."""
+    """Parses one answer into pieces; without parsers all of it is content.
+
+    max_calls: further calls are dropped. allowed: calls of other functions are dropped; None: none are.
+    """
 
     def __init__(
         self,
@@ -14,10 +21,14 @@ class AnswerParser:
         calls: ToolParser | None = None,
         *,
         max_calls: int | None = None,
+        allowed: Set[str] | None = None,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
         self._max_calls = max_calls
+        self._allowed = allowed
+        self._indexes: dict[int, int] = {}
+        """Index of a call that is kept → its index among those."""
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -45,20 +56,28 @@ class AnswerParser:
     def flush(self) -> list[Piece]:
         """Return the pieces that were held back, at the end of the text; call once."""
         pieces = self._with_calls(self._reasoning.flush()) if self._reasoning else []
-        return [*pieces, *self._within_limit(self._calls.flush() if self._calls else [])]
+        return [*pieces, *self._kept(self._calls.flush() if self._calls else [])]
 
     def _with_calls(self, pieces: list[Piece]) -> list[Piece]:
         if self._calls is None:
             return pieces
         out: list[Piece] = []
         for piece in pieces:
-            out += self._within_limit(self._calls.push(piece.text)) if isinstance(piece, Content) else [piece]
+            out += self._kept(self._calls.push(piece.text)) if isinstance(piece, Content) else [piece]
         return out
 
-    def _within_limit(self, pieces: list[Piece]) -> list[Piece]:
-        limit = self._max_calls
-        return [
-            piece
-            for piece in pieces
-            if limit is None or not isinstance(piece, CallBegin | CallArguments) or piece.index < limit
-        ]
+    def _kept(self, pieces: list[Piece]) -> list[Piece]:
+        """Return the pieces without those of dropped calls, the others numbered anew."""
+        kept: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegin) and self._keeps(piece.name):
+                self._indexes[piece.index] = len(self._indexes)
+            if not isinstance(piece, CallBegin | CallArguments):
+                kept.append(piece)
+            elif (index := self._indexes.get(piece.index)) is not None:
+                kept.append(piece if index == piece.index else structs.replace(piece, index=index))
+        return kept
+
+    def _keeps(self, name: str) -> bool:
+        is_within = self._max_calls is None or len(self._indexes) < self._max_calls
+        return is_within and (self._allowed is None or name in self._allowed)

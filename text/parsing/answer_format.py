@@ -76,7 +76,8 @@ class AnswerFormat:
             opening, closing = self.reasoning_tags
             is_open = prompt_end.rstrip().endswith(opening)
             reasoning = ReasoningParser(opening, closing, is_reasoning=is_open)
-        return AnswerParser(reasoning, calls, max_calls=None if chat.parallel_tool_calls else 1)
+        limit = None if chat.parallel_tool_calls else 1
+        return AnswerParser(reasoning, calls, max_calls=limit, allowed=chat.tool_choice.allowed)
 
 
 def _found(template: str) -> str:

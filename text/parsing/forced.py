@@ -32,7 +32,7 @@ def forced_calls_schema(tools: Sequence[Tool], choice: ToolChoice, parallel: boo
     schemas: dict[str, Schema] = {}
     for index, tool in enumerate(tools):
         name = tool["function"]["name"]
-        if name not in schemas and choice.name in (None, name):
+        if name not in schemas and choice.admits(name):
             schemas[name] = _parameters(tool, f"tools[{index}]")
     if choice.name is not None:
         return schemas[choice.name]

@@ -69,10 +69,10 @@ def forced_calls(chat: Chat, fields: dict[str, Any]) -> dict[str, Any]:
             f"tool_choice forces a call, but {fields['grammar_field']} asks for an answer of another form",
             param="tool_choice",
         )
-    wanted = chat.tool_choice.name
-    _check_size([tool for tool in chat.tools if wanted in (None, tool["function"]["name"])])
+    admits = chat.tool_choice.admits
+    _check_size([tool for tool in chat.tools if admits(tool["function"]["name"])])
     tools = [
-        _with_plain_parameters(tool, index) if wanted in (None, tool["function"]["name"]) else tool
+        _with_plain_parameters(tool, index) if admits(tool["function"]["name"]) else tool
         for index, tool in enumerate(chat.tools)
     ]
     schema = forced_calls_schema(tools, chat.tool_choice, chat.parallel_tool_calls)

@@ -14,6 +14,7 @@ from text.parsing.text_argument import PARAMETERS
 from text.tools import Tool, ToolChoice, check_function_name, parse_tool, parse_tool_choice
 
 NO_TOOLS = ToolChoice("none")
+_MODES = ("auto", "required")
 _SEPARATOR = "__"
 _MAX_KIND = 40
 
@@ -141,6 +142,8 @@ def _format_text(raw: Any) -> str | None:
 def _with_choice(offered: OfferedTools, raw: Any, is_flat: bool) -> OfferedTools:
     tools = offered.tools
     kind = raw.get("type") if isinstance(raw, dict) else None
+    if kind == "allowed_tools":
+        return replace(offered, choice=_allowed_choice(raw, offered, is_flat))
     if kind == "custom":
         raw = _custom_choice(raw, is_flat)
     elif kind == "function" and is_flat and isinstance(raw.get("namespace"), str):
@@ -163,3 +166,44 @@ def _custom_choice(raw: Json, is_flat: bool) -> Json:
     if is_flat:
         return {"type": "function", "name": raw.get("name")}
     return {"type": "function", "function": raw.get("custom")}
+
+
+def _allowed_choice(raw: Json, offered: OfferedTools, is_flat: bool) -> ToolChoice:
+    """Return a choice among a part of the tools. Those of types that were left out are left out here as well."""
+    where = "tool_choice" if is_flat else "tool_choice.allowed_tools"
+    given = raw if is_flat else raw.get("allowed_tools")
+    if not isinstance(given, dict) or not isinstance(given.get("tools"), list):
+        raise InvalidRequestError(f"{where} must be an object with mode and a list of tools", param=where)
+    if given.get("mode") not in _MODES:
+        raise InvalidRequestError(f"{where}.mode must be one of {', '.join(_MODES)}", param=f"{where}.mode")
+    names: set[str] = set()
+    for index, tool in enumerate(given["tools"]):
+        names |= _names_of(tool, f"{where}.tools[{index}]", offered, is_flat)
+    if given["mode"] == "required" and not names:
+        raise InvalidRequestError(
+            "tool_choice requires a call, but none of the tools that it allows can run here",
+            param="tool_choice",
+        )
+    return ToolChoice(given["mode"], allowed=frozenset(names))
+
+
+def _names_of(tool: Any, where: str, offered: OfferedTools, is_flat: bool) -> set[str]:
+    """Return the functions that a member of a list of allowed tools names."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind[:_MAX_KIND] in offered.left_out:
+        return set()
+    inner = tool if is_flat or not isinstance(kind, str) else tool.get(kind)
+    name = inner.get("name") if isinstance(inner, dict) else None
+    found: set[str] = set()
+    if kind == "namespace":
+        found = {flat for flat, (namespace, _) in offered.namespaces.items() if namespace == name}
+    elif kind in ("function", "custom"):
+        flat = namespaced(inner["namespace"], str(name)) if _has_namespace(inner) else name
+        found = {one["function"]["name"] for one in offered.tools} & {str(flat)}
+    if not found:
+        raise InvalidRequestError(f"{where} is not one of the tools", param=where)
+    return found
+
+
+def _has_namespace(raw: Any) -> bool:
+    return isinstance(raw, dict) and isinstance(raw.get("namespace"), str)

@@ -50,6 +50,15 @@ _TOOL: Json = {
         "custom": {"type": "object", "description": "A tool whose calls have one text."},
     },
 }
+ALLOWED_TOOLS: Json = {
+    "type": "object",
+    "description": "The model may (auto) or must (required) call these tools only, of those that it is shown.",
+    "required": ["mode", "tools"],
+    "properties": {
+        "mode": {"enum": ["auto", "required"]},
+        "tools": {"type": "array", "items": {"type": "object"}},
+    },
+}
 CHAT_ONLY: dict[str, Json] = {
     "tools": field(
         "array",
@@ -71,6 +80,11 @@ CHAT_ONLY: dict[str, Json] = {
                         "properties": {"name": {"type": "string"}},
                     },
                 },
+            },
+            {
+                "type": "object",
+                "required": ["type", "allowed_tools"],
+                "properties": {"type": {"const": "allowed_tools"}, "allowed_tools": ALLOWED_TOOLS},
             },
         ],
     },

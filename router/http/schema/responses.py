@@ -3,7 +3,7 @@
 from contract.sampling import MAX_LOGPROBS
 from router.http.bodies.body import Json
 from router.http.responses.fields import INCLUDABLE, RESPONSE_NEUTRAL, SUMMARIES, TRUNCATIONS
-from router.http.schema.chat import CHAT_ONLY, FUNCTION_FIELDS
+from router.http.schema.chat import ALLOWED_TOOLS, CHAT_ONLY, FUNCTION_FIELDS
 from router.http.schema.generation import GENERATION
 from router.http.schema.grammars import FLAT_FORMAT
 from router.http.schema.notation import INT31, described, field, numbers, refused_fields
@@ -53,6 +53,11 @@ RESPONSE = described(
             "anyOf": [
                 {"enum": ["none", "auto", "required", None]},
                 described(["type", "name"], {**_FUNCTION, "name": {"type": "string"}}),
+                {
+                    **ALLOWED_TOOLS,
+                    "required": ["type", *ALLOWED_TOOLS["required"]],
+                    "properties": {"type": {"const": "allowed_tools"}, **ALLOWED_TOOLS["properties"]},
+                },
             ],
         },
         "parallel_tool_calls": CHAT_ONLY["parallel_tool_calls"],
