@@ -127,16 +127,34 @@ class _Reducer:
 
 def schemas_within(root: Any) -> Iterator[Schema]:
     """Yield the schema and every schema in it."""
-    waiting = [root]
-    while waiting:
-        schema = waiting.pop()
-        if not isinstance(schema, dict):
-            continue
+    for _, schema in places_within(root):
         yield schema
-        waiting += [schema[key] for key in _ONE_SCHEMA if key in schema]
-        waiting += [one for key in _LISTS if isinstance(schema.get(key), list) for one in schema[key]]
-        waiting += [one for key in _MAPS if isinstance(schema.get(key), dict) for one in schema[key].values()]
-        waiting += [one for key, one in schema.items() if key not in _KEPT]  # targets of references
+
+
+def places_within(root: Any) -> Iterator[tuple[Pointer, Schema]]:
+    """Yield the schema and every schema in it, each with its place."""
+    waiting: list[tuple[Pointer, Any]] = [((), root)]
+    while waiting:
+        at, schema = waiting.pop()
+        if isinstance(schema, dict):
+            yield at, schema
+            waiting += [((*at, *place), part) for place, part in parts_of(schema)]
+            waiting += [
+                ((*at, key), one) for key, one in schema.items() if key not in _KEPT
+            ]  # targets of references
+
+
+def parts_of(schema: Schema) -> Iterator[tuple[Pointer, Any]]:
+    """Yield the schemas that a schema consists of, each with its place in it."""
+    for key in _ONE_SCHEMA:
+        if key in schema:
+            yield (key,), schema[key]
+    for key in _LISTS:
+        if isinstance(schema.get(key), list):
+            yield from (((key, str(i)), one) for i, one in enumerate(schema[key]))
+    for key in _MAPS:
+        if isinstance(schema.get(key), dict):
+            yield from (((key, name), one) for name, one in schema[key].items())
 
 
 def _settle_divisors(schemas: Sequence[Schema], *, is_lenient: bool) -> None:

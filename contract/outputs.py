@@ -8,10 +8,14 @@ from contract.requests import EngineRequest, choice_key
 
 
 class FinishReason(StrEnum):
-    """The reason for the end of a choice. ``ERROR`` comes with an error kind and message; the others are successes."""
+    """The reason for the end of a choice. ``ERROR`` comes with an error kind and message; the others are successes.
+
+    ``GRAMMAR``: no token may follow those so far, though the answer is not complete. Clients get ``EngineOutput.end``.
+    """
 
     STOP = "stop"
     LENGTH = "length"
+    GRAMMAR = "grammar"
     ABORT = "abort"
     ERROR = "error"
 
@@ -109,6 +113,13 @@ class EngineOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
             error_message=message,
             error_param=param,
         )
+
+    @property
+    def end(self) -> tuple[FinishReason, int | str | None]:
+        """The finish reason and the stop reason for clients: an answer that its grammar cuts off has ``length``."""
+        if self.finish_reason is FinishReason.GRAMMAR:
+            return FinishReason.LENGTH, self.finish_reason.value
+        return self.finish_reason or FinishReason.STOP, self.stop_reason
 
     @property
     def key(self) -> str:

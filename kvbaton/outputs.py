@@ -24,7 +24,8 @@ class CompletionOutput:
 
     token_ids: its tokens, including the one that ended it. cumulative_logprob, logprobs: the sum over its tokens, and
     for each position the candidates by token id, the sampled one first; None unless requested. finish_reason: "stop" or
-    "length". stop_reason: the stop string or stop token id that ended it; None for the model's own end token.
+    "length". stop_reason: the stop string or stop token id that ended it; None for the model's own end token; "grammar" with
+    "length" if the grammar allowed no further token.
     """
 
     index: int

@@ -976,7 +976,7 @@ class TokenEntry(_message.Message):
     first_index: _builtins.int
     """Index of the first of these tokens in the answer."""
     finish_reason: _builtins.str
-    """contract.requests.FinishReason; empty while the choice continues."""
+    """contract.outputs.FinishReason; empty while the choice continues."""
     stop_reason: _builtins.int
     """Stop token id that ended the choice."""
     num_cached_tokens: _builtins.int

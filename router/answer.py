@@ -64,7 +64,8 @@ class Delta(msgspec.Struct, kw_only=True):
     text: empty while a character or a stop string is unfinished. reasoning, calls: in chats, the parts that are not text
     for the reader. pieces: text, reasoning and calls in their order. num_reasoning_tokens: how many of the tokens end with
     the last one of the reasoning. prompt: in the first delta. embedding: the whole result of a request for one.
-    finish_reason, usage, timings: in the last delta. stop_reason: the stop string or stop token id.
+    finish_reason, usage, timings: in the last delta. stop_reason: the stop string or stop token id;
+    "grammar" with LENGTH: see ``EngineOutput.end``.
     """
 
     index: int = 0

@@ -4,7 +4,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from contract.errors import KvbatonError
-from contract.outputs import EngineOutput, FinishReason
+from contract.outputs import EngineOutput
 from protos import worker_pb2 as pb
 from router.delivery import Delivery, Token, TokenBatch, tokens_of
 from router.inbox import Inbox, Take, UnreadAccount, size_of
@@ -58,8 +58,7 @@ class AttemptOutput:
     def release(self) -> None:
         """Pass the tokens that are due on to the client, and with the last ones the end of the answer."""
         if self._end and self.is_complete:
-            reason = self._end.finish_reason or FinishReason.STOP
-            batch = TokenBatch(self._due, reason, self._end.stop_reason, self._end.pooled or ())
+            batch = TokenBatch(self._due, *self._end.end, self._end.pooled or ())
         elif self._due:
             batch = TokenBatch(self._due)
         else:

@@ -24,7 +24,7 @@ class TokenBatch(msgspec.Struct, frozen=True):
 
     tokens: list[Token]
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     embedding: Sequence[float] = ()
 
 

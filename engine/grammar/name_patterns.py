@@ -11,7 +11,8 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 
 from contract.errors import InvalidRequestError
-from contract.json_schema import schemas_within
+from contract.json_schema import places_within
+from contract.schema_constraints import Pointer, shown_pointer
 from engine.grammar.limits import GRAMMAR_LIMITS
 
 _Schema = dict[str, Any]
@@ -29,8 +30,10 @@ def with_patterns_of_other_names(text: str) -> str:
     try:
         root = json.loads(text)
         budget = _Budget()
-        patterned = [one for one in schemas_within(root) if isinstance(one.get("patternProperties"), dict)]
-        for schema in patterned:
+        patterned = [
+            place for place in places_within(root) if isinstance(place[1].get("patternProperties"), dict)
+        ]
+        for budget.at, schema in patterned:
             _settle(schema, budget)
         return json.dumps(root) if patterned else text
     except (ValueError, RecursionError):
@@ -38,9 +41,10 @@ def with_patterns_of_other_names(text: str) -> str:
 
 
 class _Budget:
-    """Counts the steps in one document."""
+    """Counts the steps in one document. at: the place of the schema that they are for."""
 
     def __init__(self) -> None:
+        self.at: Pointer = ()
         self._left = MAX_STEPS
 
     def step(self) -> None:
@@ -48,8 +52,8 @@ class _Budget:
         self._left -= 1
         if self._left < 0:
             raise InvalidRequestError(
-                "patternProperties: its patterns list names one by one that properties has as well, in more than "
-                f"{MAX_STEPS} characters; remove them from one of both",
+                f"{shown_pointer((*self.at, 'patternProperties'))}: its patterns list names one by one that properties has "
+                f"as well, in more than {MAX_STEPS} characters; remove them from one of both",
                 param="grammar",
             )
 

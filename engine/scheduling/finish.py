@@ -18,8 +18,8 @@ _REASONS = {
 class Finish:
     """The end of a request on this engine.
 
-    continues: the answer goes on at another worker. is_handed_off: it does because of a ``HandOff``. error_param: the field
-    of the request that is at fault.
+    is_stuck: the grammar allows no further token. continues: the answer goes on at another worker. is_handed_off: it does
+    because of a ``HandOff``. error_param: the field of the request that is at fault.
     """
 
     status: RequestStatus
@@ -27,6 +27,7 @@ class Finish:
     error_kind: str | None = None
     error_message: str | None = None
     error_param: str | None = None
+    is_stuck: bool = False
     continues: bool = False
     is_handed_off: bool = False
 
@@ -65,6 +66,8 @@ class Finish:
         """The reason that the client receives; None if the answer continues at another worker."""
         if self.continues:
             return None
+        if self.is_stuck:
+            return FinishReason.GRAMMAR
         return FinishReason.ERROR if self.error_kind else _REASONS[self.status]
 
 
@@ -73,6 +76,9 @@ HANDED_OVER = Finish(RequestStatus.FINISHED_LENGTH_CAPPED, continues=True)
 
 HANDED_OFF = Finish(RequestStatus.FINISHED_STOPPED, continues=True, is_handed_off=True)
 """The request was decoded here so far; its KV is lent to the worker that continues it."""
+
+STUCK = Finish(RequestStatus.FINISHED_LENGTH_CAPPED, is_stuck=True)
+"""A part of the answer was delivered, and its grammar allows no further token."""
 
 ABORTED = Finish(RequestStatus.FINISHED_ABORTED)
 """The client has cancelled the request."""

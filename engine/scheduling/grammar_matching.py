@@ -1,25 +1,44 @@
 """The position of answers in their grammars: which tokens they may have next, and when they are complete."""
 
+import logging
+
 import numpy as np
 from numpy.typing import NDArray
 
-from contract.errors import KvbatonError
+from contract.errors import InvalidRequestError, KvbatonError
 from engine.grammar.matcher import GrammarMatcher
 from engine.outputs import SchedulerOutput
-from engine.scheduling.finish import Finish
+from engine.scheduling.finish import STUCK, Finish
 from engine.scheduling.request import Request
 from engine.scheduling.status import RequestStatus
 from engine.scheduling.step_plan import StepPlan
 
+logger = logging.getLogger(__name__)
+
+
+def finish_by(request: Request, error: KvbatonError) -> Finish:
+    """Return how a request finishes that cannot go on in its grammar because of ``error``.
+
+    The client of an answer that has begun gets no error: the request is not at fault for what the model wrote.
+    """
+    if isinstance(error, InvalidRequestError) and request.num_tokens > _num_before(request):
+        logger.info("request %s ends without its grammar's end: %s", request.key, error.message)
+        return STUCK
+    return Finish.by(error)
+
 
 def advance_matcher(request: Request, matcher: GrammarMatcher) -> Finish | None:
     """Advance a request's matcher over its newest tokens; return how it finishes if nothing more is allowed."""
-    start = request.num_prompt_tokens - request.asked.num_delivered_tokens
     try:
-        matcher.advance(request.token_ids[start + matcher.num_tokens :])
+        matcher.advance(request.token_ids[_num_before(request) + matcher.num_tokens :])
     except KvbatonError as error:
-        return Finish.by(error)
+        return finish_by(request, error)
     return Finish(RequestStatus.FINISHED_STOPPED) if matcher.is_complete else None
+
+
+def _num_before(request: Request) -> int:
+    """Return the number of known tokens before the answer's first one; a decode leg has its first token later."""
+    return request.num_prompt_tokens - request.asked.num_delivered_tokens
 
 
 def add_bitmask(plan: StepPlan, output: SchedulerOutput) -> None:

@@ -15,6 +15,7 @@ from contract.grammars import reduced
 from contract.requests import EngineRequest
 from engine.grammar.compiler import GrammarCompiler, Outcome
 from engine.scheduling.finish import Finish
+from engine.scheduling.grammar_matching import finish_by
 from engine.scheduling.request import Request
 from engine.scheduling.status import RequestStatus
 from engine.scheduling.waits import Ready
@@ -115,7 +116,7 @@ class Grammars:
                 continue
             del self._waits[request.key]
             if isinstance(outcome, KvbatonError):
-                ready.append(Ready(request, Finish.by(outcome)))
+                ready.append(Ready(request, finish_by(request, outcome)))
             else:
                 request.structured_output_request = outcome
                 ready.append(Ready(request))

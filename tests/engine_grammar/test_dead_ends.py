@@ -96,7 +96,7 @@ def test_patterns_that_take_too_many_steps_are_refused(model: Path) -> None:
     long = "a" * 20_000
     costly = {"type": "object", "properties": {long: {}}, "patternProperties": {f"^{long}$": {}}}
     outcome = outcome_of(model, request_with(schema(costly)))
-    assert isinstance(outcome, InvalidRequestError) and "patternProperties" in outcome.message
+    assert isinstance(outcome, InvalidRequestError) and "#/patternProperties: " in outcome.message
 
 
 def test_text_that_can_only_go_on_in_one_way_does_not_hold_the_compiler(model: Path) -> None:
@@ -123,6 +123,49 @@ def test_errors_are_in_our_words(model: Path, grammar: Grammar) -> None:
         outcome = found.value
     assert outcome.message.startswith(("no text can follow in the grammar", "the grammar is too complex"))
     assert not any(word in outcome.message for word in ("NoExtension", "Bias", "lexer", "panic", "parser"))
+
+
+APART = {"^a": {"type": "integer"}, "a$": {"type": "string"}}
+NEITHER = [{"type": "integer"}, {"type": "string"}]
+INNER: dict[str, Any] = {"type": "object", "patternProperties": APART}
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "patterns": (INNER, "#/patternProperties"),
+    "patterns of a part": ({"properties": {"x": INNER}}, "#/properties/x/patternProperties"),
+    "patterns of parts": (
+        {"properties": {"x": {"allOf": [{"patternProperties": {one: {}}} for one in APART]}}},
+        "#/properties/x/patternProperties",
+    ),
+    "patterns of a definition": (
+        {"$ref": "#/$defs/one", "$defs": {"one": {"type": "array", "items": INNER}}},
+        "#/$defs/one/items/patternProperties",
+    ),
+    "a part without a value": (
+        {
+            "properties": {
+                "good": {"pattern": "a"},
+                "bad": {"type": "object", "required": ["x"], "properties": {"x": {"allOf": NEITHER}}},
+            },
+            "required": ["bad"],
+            "type": "object",
+        },
+        "#/properties/bad/properties/x: Unsatisfiable schema",
+    ),
+    "a pattern": ({"type": "array", "items": {"type": "string", "pattern": "("}}, "#/items: "),
+    "a reference elsewhere": (
+        {"properties": {"x": INNER, "y": {"$ref": "#/properties/x"}}},
+        "#/patternProperties",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_schema_that_does_not_compile_is_refused_with_the_place(model: Path, name: str) -> None:
+    """C7: patterns that match one name were refused in the library's words, without a place."""
+    value, place = FAULTS[name]
+    outcome = outcome_of(model, request_with(schema(value)))
+    assert isinstance(outcome, InvalidRequestError)
+    assert f"does not compile: {place}" in outcome.message, outcome.message
+    assert "regexes" not in outcome.message
 
 
 names = st.sampled_from(["a", "b", "aa", "score", ""])

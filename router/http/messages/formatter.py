@@ -93,9 +93,11 @@ class MessageFormatter:
 
     def _finish(self, delta: Delta, reason: FinishReason) -> list[Json]:
         events = self._end()
-        stopped = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+        is_cut = reason is FinishReason.LENGTH and delta.stop_reason is not None  # by its grammar
+        stopped = delta.stop_reason if isinstance(delta.stop_reason, str) and not is_cut else None
         usage = _usage_object(delta.usage) if delta.usage else {"input_tokens": 0, "output_tokens": 0}
-        ended = {"stop_reason": self._stop_reason(reason, stopped, usage), "stop_sequence": stopped}
+        shown = "max_tokens" if is_cut else self._stop_reason(reason, stopped, usage)
+        ended = {"stop_reason": shown, "stop_sequence": stopped}
         self._message = self._object(**ended, usage=usage)
         if self._options.timings and delta.timings:
             self._message["kvbaton"] = {"timings": delta.timings.as_dict()}

@@ -133,7 +133,8 @@ class ResponseFormatter:
             response = self._response("completed", self._output, completed_at=int(time.time()))
         else:
             events += self._end("incomplete")
-            shown = "max_output_tokens" if reason is FinishReason.LENGTH else reason.value
+            cut_by = delta.stop_reason or "max_output_tokens"  # a grammar may cut it off, too
+            shown = cut_by if reason is FinishReason.LENGTH else reason.value
             response = self._response("incomplete", self._output, incomplete_details={"reason": shown})
         if delta.usage:
             response["usage"] = _usage_object(delta.usage)

@@ -801,7 +801,9 @@ class ChoiceDelta(_message.Message):
     finish_reason: Global___FinishReason.ValueType
     """Set on the choice's last delta."""
     stop_reason: _builtins.str
-    """The stop string, or the stop token id as text, that ended the choice; empty if the model's own end token did."""
+    """The stop string, or the stop token id as text, that ended the choice; empty if the model's own end token did.
+    "grammar" with FINISH_REASON_LENGTH: the grammar allows no further token.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """New tokens."""
