@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 _CLOSED_REASONING = re.compile(r"</[\w:|-]*think\w*>|\[/THINK\]|<\|?/?channel\|>")
 _SWITCH = re.compile(r"(?<!\S)/(?:(?:no_?)?think|system_override)(?!\S)")
 """Commands to a template, which it may remove from a text."""
-_JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"')
+_JSON_STRING = re.compile(r'"([^"\\]*(?:\\.[^"\\]*)*)"(\s*+:\s*+null\b)?')
+"""A string, and for a key whose value is null what follows it."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,15 @@ class Marks:
         return f"{text[:start]}{self._word}s{number}x{text[start:end]}{self._word}e{number}x{text[end:]}"
 
     def wrap_json(self, text: str, where: str) -> str:
-        """Return the text of a JSON object with marks in each of its strings, including keys."""
-        return _JSON_STRING.sub(lambda match: f'"{self.wrap(match[1], where)}"', text)
+        """Return the text of a JSON object with marks in each of its strings, including keys.
+
+        A key whose value is null is not required: templates leave out an argument that was not given.
+        """
+
+        def marked(match: re.Match[str]) -> str:
+            return f'"{self.wrap(match[1], where, is_required=match[2] is None)}"{match[2] or ""}'
+
+        return _JSON_STRING.sub(marked, text)
 
     def read(self, rendered: str) -> Written:
         """Find the marks in a template's output."""
