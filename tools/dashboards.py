@@ -194,6 +194,13 @@ POOLS = Dashboard(
         _one(
             "Hit rate of the prefix caches", "kvbaton:prefix_cache_hit:ratio10m", "all workers", "percentunit"
         ),
+        _one(
+            "Prompt tokens found in a prefix cache, by API key",
+            f"sum by (key) (rate(kvbaton_key_cached_tokens_total[{RATE}]))"
+            f" / sum by (key) (rate(kvbaton_key_prompt_tokens_total[{RATE}]))",
+            "{{key}}",
+            "percentunit",
+        ),
         _rates("Placements per second", "kvbaton_routing_decisions_total", "kind"),
         _events("Drains in the last hour", "kvbaton_drains_total", "result"),
         _events("Moved answers in the last hour", "kvbaton_migrations_total", "result"),
