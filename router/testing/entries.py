@@ -1,6 +1,7 @@
 """The messages of scripted legs, made of their scripts."""
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 from contract.errors import KvbatonError
 from contract.outputs import FinishReason
@@ -74,7 +75,7 @@ def rejection_entry(task: pb.Task, error: KvbatonError) -> pb.TokenEntry:
 def _prompt_logprobs(task: pb.Task, script: Script) -> list[pb.PositionLogprobs]:
     if not task.sampling.HasField("prompt_logprobs"):
         return []
-    pairs = zip(task.prompt_token_ids[1:], script.prompt_logprobs, strict=True)
+    pairs = zip(task.prompt_token_ids[1:], chain(script.prompt_logprobs, repeat(-1.0)), strict=False)
     return [pb.PositionLogprobs(token_id=token, logprob=value, rank=1) for token, value in pairs]
 
 

@@ -2,8 +2,9 @@
 
 import asyncio
 from dataclasses import dataclass
+from functools import partial
 
-from contract.errors import NotFoundError
+from contract.errors import InternalError, NotFoundError
 from protos import worker_pb2 as pb
 from router.tasks import TaskSet
 from router.testing.entries import embedding_entry, error_entry, handed_over_entry, token_entry
@@ -47,6 +48,7 @@ class ScriptPlayer:
             self._legs[task.request_id, task.attempt, task.choice] = leg
             playing = self._play_embedding(task, script) if is_embedding else self._play(task, leg, end)
             leg.playing = self._tasks.spawn(playing, f"{self._name} plays {task.request_id}")
+            leg.playing.add_done_callback(partial(self._report_bug, task))
         return script
 
     def cancel(self, request: pb.CancelRequest) -> None:
@@ -79,6 +81,11 @@ class ScriptPlayer:
     async def close(self) -> None:
         """Stop all legs."""
         await self._tasks.close(0.0)
+
+    def _report_bug(self, task: pb.Task, playing: asyncio.Task[None]) -> None:
+        """End a leg whose script cannot be played: its request would wait for its deadline."""
+        if not playing.cancelled() and (bug := playing.exception()):
+            self._stream.send(error_entry(task, InternalError(f"the script cannot be played: {bug}")))
 
     async def _play(self, task: pb.Task, leg: _Leg, end: int | None) -> None:
         script = leg.script

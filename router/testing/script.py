@@ -20,7 +20,8 @@ class Script:
     in one message.
     refuse_preparation: answer Prepare with this error.
     refuse_hand_off: answer HandOff with this error. dies_at_hand_off: close the worker's stream instead.
-    prompt_logprobs: of the prompt's tokens from the second one on. embedding: the answer to an embedding leg.
+    prompt_logprobs: of the prompt's tokens from the second one on; −1 for those that it lacks. embedding: the answer to an
+    embedding leg.
     """
 
     tokens: Sequence[int] = ()
