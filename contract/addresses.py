@@ -1,4 +1,7 @@
-"""Addresses as text, "host:port". Only this module takes them apart or puts them together: an IPv6 host needs brackets."""
+"""Addresses as text, "host:port" or "unix:/path". Only this module takes them apart or puts them together.
+
+An IPv6 host needs brackets.
+"""
 
 import ipaddress
 
@@ -6,6 +9,9 @@ ALL = "::"
 """The host of a server that listens on all addresses of this machine, of both families."""
 _WILDCARDS = frozenset({ALL, "0.0.0.0"})
 _MAX_PORT = 65535
+_UNIX = "unix:"
+_MAX_PATH_BYTES = 107
+"""Linux's ``sun_path`` has 108 bytes, with a zero at the end."""
 
 
 def check_listen_address(value: str) -> str:
@@ -17,6 +23,26 @@ def check_listen_address(value: str) -> str:
     if not colon or not (port.isascii() and port.isdecimal()) or int(port) > _MAX_PORT:
         raise ValueError(f"{value!r} is not HOST:PORT (port 0..{_MAX_PORT}; 0 picks a free one)")
     return join_address(host.strip("[]") or ALL, int(port))
+
+
+def check_http_address(value: str) -> str:
+    """Return an address to listen on as ``check_listen_address`` does, or the address of a Unix socket.
+
+    Raises ValueError if it is none.
+    """
+    path = unix_path(value)
+    if path is None:
+        return check_listen_address(value)
+    if not path.startswith("/") or len(path.encode()) > _MAX_PATH_BYTES or "\0" in path:
+        raise ValueError(
+            f"{value!r} is not unix:/PATH (absolute, {_MAX_PATH_BYTES} bytes at most), nor HOST:PORT"
+        )
+    return value
+
+
+def unix_path(address: str) -> str | None:
+    """Return the path of a Unix socket's address; None for "host:port"."""
+    return address.removeprefix(_UNIX) if address.startswith(_UNIX) else None
 
 
 def check_address(value: str) -> str:
@@ -40,6 +66,8 @@ def join_address(host: str, port: int) -> str:
 
 def is_loopback(address: str) -> bool:
     """Return True if only this machine can reach an address; a name other than localhost counts as reachable."""
+    if unix_path(address) is not None:
+        return True
     host, _ = split_address(address)
     try:
         return ipaddress.ip_address(host).is_loopback

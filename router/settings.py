@@ -15,8 +15,21 @@ from serving.admin_access import AdminKeyOptions
 from serving.http_connections import HttpLimits
 from serving.http_hosts import HostNameOptions
 from serving.metric_aliases import MetricsOptions
-from serving.settings import ListenAddress, ProcessSettings, check_secret, listed, read_secret_file
+from serving.settings import (
+    HttpAddress,
+    ListenAddress,
+    ProcessSettings,
+    check_secret,
+    listed,
+    read_secret_file,
+)
 from text.parsing.answer_format import ParserChoice, ReasoningParserName, ToolParserName
+
+
+def _check_root_path(value: str) -> str:
+    if value and not re.fullmatch(r"(?:/[A-Za-z0-9._~-]+)+", value):
+        raise ValueError(f"{value!r} is no path such as /llm, without a slash at its end")
+    return value
 
 
 def _check_tags(value: str) -> str:
@@ -39,8 +52,10 @@ def _check_origins(value: str) -> str:
 class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOptions, ProcessSettings):
     """The addresses, the model and the limits of a router."""
 
-    http: ListenAddress = "127.0.0.1:8000"
-    """HOST:PORT of the OpenAI HTTP API; port 0 picks a free one."""
+    http: HttpAddress = "127.0.0.1:8000"
+    """HOST:PORT of the OpenAI HTTP API (port 0 picks a free one), or unix:/PATH."""
+    root_path: Annotated[str, AfterValidator(_check_root_path)] = ""
+    """Path before those of the HTTP API (/llm: /llm/v1/models) that a reverse proxy passes on; also served without it."""
     grpc: ListenAddress = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""
     reuse_port: bool = False

@@ -5,7 +5,9 @@ import errno
 import logging
 import socket
 import ssl
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 from contract.addresses import ALL
@@ -14,6 +16,7 @@ from serving.http_connections import EVICTION_AGE_SECONDS, Connection, Connectio
 logger = logging.getLogger(__name__)
 
 _BACKLOG = 4096
+_UNIX_MODE = 0o660
 _ACCEPTS_AT_ONCE = 8
 """The most connections accepted in one round of the event loop: each takes about 0.2 ms, and delays the open ones."""
 _RETRY_SECONDS = 1.0
@@ -70,6 +73,37 @@ async def listen(host: str, port: int, *, is_shared: bool = False) -> list[socke
             each.close()
         raise
     return sockets
+
+
+def listen_at_path(path: str) -> socket.socket:
+    """Return a listening Unix socket, which the process's user and group may use. Raises OSError.
+
+    A socket that a process has left behind is replaced; one on which another process listens is not.
+    """
+    opened = PlainSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if stat.S_ISSOCK(_mode_of(path)):
+            if opened.connect_ex(path) == 0:
+                raise OSError(errno.EADDRINUSE, "another process listens there")
+            Path(path).unlink()
+            opened.close()
+            opened = PlainSocket(socket.AF_UNIX, socket.SOCK_STREAM)
+        opened.bind(path)
+        Path(path).chmod(_UNIX_MODE)
+        opened.setblocking(False)
+        opened.listen(_BACKLOG)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def _mode_of(path: str) -> int:
+    """Return the mode of a file; 0 if there is none."""
+    try:
+        return Path(path).lstat().st_mode
+    except FileNotFoundError:
+        return 0
 
 
 def _has(family: socket.AddressFamily, host: str) -> bool:

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Middleware
 
-from contract.addresses import is_loopback, split_address
+from contract.addresses import is_loopback, split_address, unix_path
 from contract.options import Options
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -33,6 +33,8 @@ def listed_hosts(value: str | None) -> tuple[str, ...]:
 class HostCheck:
     """Checks the Host header. address: that of the server. configured: further valid names, "*" for any.
 
+    No web page can reach a Unix socket by a name of its own: every name is valid there, unless some are configured.
+
     On a loopback address, its names, this machine's own name and the configured ones are valid. On another address every
     name is valid, unless some are configured: then those, the address itself and IP addresses are.
     """
@@ -40,10 +42,11 @@ class HostCheck:
     def __init__(
         self, address: str, configured: tuple[str, ...] = (), *, refuses_origins: bool = False
     ) -> None:
-        own = split_address(address)[0].lower()
+        is_unix = unix_path(address) is not None
+        own = "localhost" if is_unix else split_address(address)[0].lower()
         # No web page of others has this machine's name: an attacker's page is served under a name of the attacker's.
         self._names = _LOOPBACK | {own, socket.gethostname().lower(), *configured}
-        self._is_open = "*" in configured or (not configured and not is_loopback(address))
+        self._is_open = "*" in configured or (not configured and (is_unix or not is_loopback(address)))
         self._is_local = is_loopback(address)
         self._refuses_origins = refuses_origins
 

@@ -1,15 +1,20 @@
 """Starts HTTP servers."""
 
+import errno
 import logging
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from aiohttp import web
+from yarl import URL
 
-from contract.addresses import join_address, split_address
+from contract.addresses import join_address, split_address, unix_path
 from contract.errors import SettingError
-from serving.http_acceptor import HttpAcceptor, listen
+from serving.http_acceptor import HttpAcceptor, listen, listen_at_path
 from serving.http_connection import HttpConnection
 from serving.http_connections import Connections, HttpLimits
 
@@ -18,7 +23,7 @@ _Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True)
 class HttpServer:
-    """A listening aiohttp application. address: the actual "host:port". connections: those of clients."""
+    """A listening aiohttp application. address: the actual "host:port", or "unix:/path". connections: those of clients."""
 
     address: str
     runner: web.AppRunner
@@ -32,9 +37,12 @@ class HttpServer:
     def stop_listening(self) -> None:
         """Accept no further connection; open ones continue."""
         self.acceptor.stop_listening()
+        if path := unix_path(self.address):
+            Path(path).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Stop listening, end open connections, run the application's clean-up."""
+        self.stop_listening()
         self.acceptor.close()
         await self.runner.cleanup()
 
@@ -49,14 +57,16 @@ async def start_http(
     tls: ssl.SSLContext | None = None,
     limits: HttpLimits | None = None,
     is_shared: bool = False,
+    root_path: str = "",
 ) -> HttpServer:
-    """Listen on ``address`` (port 0 picks a free one).
+    """Listen on ``address`` (port 0 picks a free one), or at the path of a Unix socket.
 
     handler_cancellation: a client that disconnects cancels its handler; always passed, since aiohttp's runners differ in
     their default. tls: serve HTTPS. limits: those of clients. is_shared: other processes of this user may listen on the same
-    port. Raises SettingError, which names the setting ``param``, if the address cannot be bound.
+    port. root_path: stands before the path of requests that a reverse proxy passes on unchanged.
+
+    Raises SettingError, which names the setting ``param``, if the address cannot be bound.
     """
-    host, port = split_address(address)
     limits = limits or HttpLimits()
     runner = web.AppRunner(
         app, handler_cancellation=handler_cancellation, shutdown_timeout=shutdown_timeout_seconds
@@ -65,13 +75,15 @@ async def start_http(
     server = runner.server
     assert server is not None  # it is made by setup
     try:
-        sockets = await listen(host, port, is_shared=is_shared)
+        sockets = await _sockets(address, is_shared)
     except OSError as error:
         await runner.cleanup()
         raise SettingError(
             f"{param} is {address}: cannot listen there, {error.strerror or error}", param=param
         ) from error
     server.request_handler = _noting_begin(server.request_handler)
+    if root_path:
+        server.request_factory = _below(root_path, server.request_factory)
     book = Connections(limits.max_connections, limits.max_per_address)
     logger = logging.getLogger(f"{__name__}.aiohttp")
 
@@ -80,7 +92,32 @@ async def start_http(
 
     acceptor = HttpAcceptor(sockets, make, book, limits, tls)
     acceptor.start()
-    return HttpServer(join_address(host, acceptor.port), runner, acceptor, book)
+    if unix_path(address) is None:
+        address = join_address(split_address(address)[0], acceptor.port)
+    return HttpServer(address, runner, acceptor, book)
+
+
+async def _sockets(address: str, is_shared: bool) -> list[socket.socket]:
+    """Return the listening sockets of an address. Raises OSError."""
+    if path := unix_path(address):
+        if is_shared:
+            raise OSError(errno.EINVAL, "routers cannot share a Unix socket")
+        return [listen_at_path(path)]
+    return await listen(*split_address(address), is_shared=is_shared)
+
+
+def _below(root_path: str, make: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """Wrap a maker of requests to remove ``root_path`` from the beginning of their paths."""
+
+    def without(message: Any, *others: Any) -> web.BaseRequest:
+        rest = message.path.removeprefix(root_path)
+        if rest != message.path and rest[:1] in ("", "/", "?"):
+            path, _, query = rest.partition("?")
+            url = URL.build(path="/" + path.lstrip("/"), query_string=query, encoded=True)
+            message = message._replace(path=str(url), url=url)
+        return make(message, *others)
+
+    return without
 
 
 def _noting_begin(handler: _Handler) -> _Handler:

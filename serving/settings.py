@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, Field, PrivateAttr
 from pydantic_settings import BaseSettings, CliSuppress, PydanticBaseSettingsSource, SettingsConfigDict
 
-from contract.addresses import check_address, check_listen_address
+from contract.addresses import check_address, check_http_address, check_listen_address
 from contract.errors import SettingError
 from contract.identity import MIN_SECRET_CHARACTERS
 from contract.options import Options
@@ -26,6 +26,7 @@ FLAG = "flag"
 Address = Annotated[str, AfterValidator(check_address)]
 """The "host:port" of another process."""
 ListenAddress = Annotated[str, AfterValidator(check_listen_address)]
+HttpAddress = Annotated[str, AfterValidator(check_http_address)]
 """A "host:port" to listen on; port 0 means any free port, an empty host all addresses of this machine."""
 
 
