@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -36,7 +36,7 @@ _PEER_TIMEOUTS = 1.5
 
 
 class MembershipServicer(worker_pb2_grpc.MembershipServicer):
-    """Keeps a worker in the registry for as long as its stream is open."""
+    """Keeps a worker in the registry for as long as its stream is open. meet: called with the context of each call."""
 
     def __init__(
         self,
@@ -46,7 +46,9 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         tls: ClusterTls,
         accept_timeout_seconds: float,
         peer_timeout_seconds: float,
+        meet: Callable[[Any], None] = lambda _: None,
     ) -> None:
+        self._meet = meet
         self._wait_seconds = _PEER_TIMEOUTS * peer_timeout_seconds
         self._registry = registry
         self._evacuation = evacuation
@@ -64,6 +66,7 @@ class MembershipServicer(worker_pb2_grpc.MembershipServicer):
         again, the router notices that within the peer's time-out, and waits for it. A number out of its range ends the
         stream with INVALID_ARGUMENT and the field's name: what else the worker reports is not to be trusted either.
         """
+        self._meet(context)
         try:
             registration = await _first_message(request_iterator)
         except BadNumberError as error:

@@ -13,6 +13,7 @@ from router.settings import RouterSettings
 from serving.cluster_tls import router_tls
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
+from serving.grpc_unauthenticated import UnauthenticatedConnections
 
 
 class WorkerPort:
@@ -28,6 +29,7 @@ class WorkerPort:
     async def start(self, max_connections: int) -> str:
         """Listen, and return the real "host:port". Raises SettingError."""
         peer_timeout = self._settings.peer_timeout_seconds
+        unauthenticated = UnauthenticatedConnections()
         self._server = grpc.aio.server(options=internal_server_options(peer_timeout, max_connections))
         servicer = MembershipServicer(
             self._registry,
@@ -36,11 +38,15 @@ class WorkerPort:
             self._tls,
             self._settings.accept_timeout_seconds,
             peer_timeout,
+            unauthenticated.meet,
         )
         worker_pb2_grpc.add_MembershipServicer_to_server(servicer, self._server)
-        return await start_grpc(
-            self._server, self._settings.internal, param="internal", credentials=self._tls.server_credentials
+        credentials = self._tls.announcing_credentials(unauthenticated.on_handshake)
+        address = await start_grpc(
+            self._server, self._settings.internal, param="internal", credentials=credentials
         )
+        unauthenticated.watch(address)
+        return address
 
     async def stop(self, grace_seconds: float) -> None:
         """Detach all workers and stop listening. Does nothing before ``start``."""

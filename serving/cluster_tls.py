@@ -8,10 +8,10 @@ protocol: with the secret alone, a worker could derive the other authority's key
 """
 
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -52,7 +52,15 @@ class ClusterTls:
         self.server_credentials = grpc.ssl_server_credentials(
             [(key_bytes, chain)], root_certificates=trusted, require_client_auth=True
         )
+        self._pair = grpc.ssl_server_certificate_configuration([(key_bytes, chain)], trusted)
         self._channel_credentials = grpc.ssl_channel_credentials(trusted, key_bytes, chain)
+
+    def announcing_credentials(self, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
+        """Return ``server_credentials`` that call ``on_handshake``, in a thread of gRPC, for each new connection."""
+        # gRPC asks before each handshake whether the certificate has changed; None means that it has not.
+        return grpc.dynamic_ssl_server_credentials(
+            self._pair, cast(Any, on_handshake), require_client_authentication=True
+        )
 
     def channel(self, address: str, name: str, options: Options) -> grpc.aio.Channel:
         """Return a channel to the address that accepts only a certificate for ``name``."""

@@ -99,6 +99,10 @@ class GrpcConnection(asyncio.Protocol):
         """Take answers again."""
         self._server.resume_reading()
 
+    def refuse(self, reason: str) -> None:
+        """End the connection, and send its client the reason."""
+        self._refuse(FrameLimitError(Code.ENHANCE_YOUR_CALM, reason))
+
     def answer(self, data: bytes) -> None:
         """Send what gRPC's server has written."""
         self._frames.read_answered(data)
@@ -194,8 +198,7 @@ class _ServerSide(asyncio.Protocol):
             connected = self._connect(name)
             await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connected)
         except OSError as error:
-            logger.warning("a client cannot be connected to gRPC: %s", error)
-            self._client.abort()
+            self._client.refuse(f"no connection to gRPC's server can be made: {error.strerror or error}")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = cast(asyncio.Transport, transport)

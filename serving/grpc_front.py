@@ -5,17 +5,15 @@ To gRPC, a client's name is the path of the socket that the front connects with,
 """
 
 import os
-import shutil
 import socket
 import ssl
-import tempfile
-from pathlib import Path
 
 import grpc.aio
 
 from contract.addresses import join_address, split_address
 from contract.errors import SettingError
 from serving.grpc_connection import GrpcConnection
+from serving.held_folders import HeldFolder
 from serving.http_acceptor import HttpAcceptor, listen
 from serving.http_connections import Connections, HttpLimits
 
@@ -32,8 +30,8 @@ class GrpcFront:
         limits: HttpLimits,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-grpc-"))
-        self._inner = os.fspath(self._folder / _INNER_NAME)
+        self._folder = HeldFolder("kvbaton-front-")
+        self._inner = os.fspath(self._folder.path / _INNER_NAME)
         self.connections = Connections(limits.max_connections, limits.max_per_address)
 
         def make() -> GrpcConnection:
@@ -63,10 +61,10 @@ class GrpcFront:
         """Stop listening, close open connections and remove the folder."""
         self._acceptor.close()
         self.connections.abort_all()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def _connect(self, name: object) -> socket.socket:
-        own = self._folder / _named(name)
+        own = self._folder.path / _named(name)
         connected = socket.socket(socket.AF_UNIX)
         try:
             connected.setblocking(False)

@@ -46,14 +46,21 @@ class Connections:
     """Owns the list of one listener's connections, by client address.
 
     A new connection evicts one without a complete request, so that silent clients cannot block others: the one that has
-    waited longest, of the address with most connections. clock: returns seconds.
+    waited longest, of the address with most connections. clock: returns seconds. min_age_seconds: time for which a
+    connection is not evicted.
     """
 
     def __init__(
-        self, max_connections: int, max_per_address: int, clock: Callable[[], float] = time.monotonic
+        self,
+        max_connections: int,
+        max_per_address: int,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        min_age_seconds: float = EVICTION_AGE_SECONDS,
     ) -> None:
         self._max = max_connections
         self._max_per_address = max_per_address
+        self._min_age = min_age_seconds
         self._clock = clock
         self._addresses: dict[Connection, str] = {}
         self._waiting: dict[str, dict[Connection, float]] = {}
@@ -156,7 +163,7 @@ class Connections:
     def _evict(self, address: str) -> bool:
         now = self._clock()
         for connection, since in list(self._waiting.get(address, {}).items()):
-            if now - since < EVICTION_AGE_SECONDS:
+            if now - since < self._min_age:
                 return False
             if connection.is_waiting:
                 logger.warning("too many connections: closing one of %s that waits for its client", address)

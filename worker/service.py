@@ -22,6 +22,7 @@ from serving.admin_access import AdminAccess
 from serving.descriptors import internal_connections, num_open_descriptors, raise_descriptor_limit
 from serving.grpc_options import internal_server_options
 from serving.grpc_server import start_grpc
+from serving.grpc_unauthenticated import UnauthenticatedConnections
 from serving.http_hosts import listed_hosts
 from serving.logs import configure_logs, log_settings
 from serving.metric_aliases import AliasCollector
@@ -134,7 +135,8 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
     """
     most = internal_connections(raise_descriptor_limit(), num_open_descriptors())
     server = grpc.aio.server(options=internal_server_options(settings.peer_timeout_seconds, most))
-    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker), server)
+    unauthenticated = UnauthenticatedConnections()
+    worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, unauthenticated.meet), server)
     access = AdminAccess(settings)
     admin = AdminServer(
         settings.admin,
@@ -151,8 +153,9 @@ async def exposed(worker: Worker, settings: WorkerSettings) -> AsyncIterator[dic
             server,
             join_address(settings.host, settings.port),
             param="port",
-            credentials=worker.tls.server_credentials,
+            credentials=worker.tls.announcing_credentials(unauthenticated.on_handshake),
         )
+        unauthenticated.watch(bound)
         stack.push_async_callback(server.stop, _STOP_GRACE_SECONDS)
         await admin.start()
         stack.push_async_callback(admin.stop)

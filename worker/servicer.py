@@ -1,7 +1,7 @@
 """The Worker service, the same for all roles: what a router calls beside its orders on the Attach stream."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Serves one worker. A refusal becomes the status of the call."""
+    """Serves one worker. A refusal becomes the status of the call. meet: called with the context of each call."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, meet: Callable[[Any], None]) -> None:
         self._worker = worker
+        self._meet = meet
 
     async def HandOff(self, request: pb.HandOffRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Lend the KV of a choice that is being decoded, whatever the role is now."""
+        self._meet(context)
         try:
             order, seconds = hand_off_from_proto(request)
             try:
@@ -39,6 +41,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Prepare(self, request: pb.DecodeRequest, context: Any) -> pb.Accepted:  # noqa: N802
         """Prepare for a choice that is going to be handed off to this worker."""
+        self._meet(context)
         try:
             await self._worker.prepare(decode_from_proto(request))
         except KvbatonError as error:
@@ -49,5 +52,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
         self, request: pb.GetModelFilesRequest, context: Any
     ) -> AsyncIterator[pb.ModelFile]:
         """Stream the small files of the model folder."""
+        self._meet(context)
         async for name, data in model_files(self._worker.model_folder):
             yield piece_to_proto(name, data)
