@@ -24,8 +24,9 @@ class ModelOptions(RankOptions):
     """Maximum number of tokens of prompt and answer together; unset: the model's own limit."""
     all_reduce: Literal["nccl", "symmetric"] = "nccl"
     """Sums of a worker's GPUs: by NCCL, or up to 8 MiB by torch's symmetric memory (they read each other's parts)."""
-    attention_backend: Literal["auto", "flashinfer", "triton", "torch"] = "auto"
-    """Implementation of attention; auto: on CUDA FlashInfer if installed, else Triton; on the CPU own kernels or torch."""
+    attention_backend: Literal["auto", "hybrid", "flashinfer", "triton", "torch"] = "auto"
+    """Implementation of attention; hybrid: FlashInfer for steps with chunks of prompts, Triton for decodes; auto: on CUDA
+    hybrid if FlashInfer is installed, else Triton; on the CPU own kernels or torch."""
     fp8_products: Literal["auto", "on", "off"] = "auto"
     """Multiply FP8 weights as FP8, instead of converting them to dtype; auto: on NVIDIA GPUs from Ada on, in bfloat16."""
     enforce_eager: bool = False

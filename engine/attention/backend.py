@@ -90,6 +90,7 @@ class AttentionBackend(Protocol):
 
 BACKENDS = {
     "flashinfer": ("engine.attention.flashinfer_backend", "FlashInferBackend"),
+    "hybrid": ("engine.attention.hybrid_backend", "HybridBackend"),
     "torch": ("engine.attention.torch_backend", "TorchBackend"),
     "triton": ("engine.attention.triton_backend", "TritonBackend"),
 }

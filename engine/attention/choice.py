@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 _FLASHINFER_DTYPES = ("bfloat16", "float16")
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)
+_AUTO = ("hybrid", "triton", "torch")
+"""The names that ``auto`` chooses from, fastest first."""
 _MAX_REASON = 300
 
 
@@ -33,14 +35,19 @@ def is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
+WhyItFails = Callable[[torch.device, Needs, bool], str | None]
+"""See ``why_flashinfer_fails``."""
+
+
 @cache
-def why_flashinfer_fails(device: torch.device, needs: Needs) -> str | None:
+def why_flashinfer_fails(device: torch.device, needs: Needs, has_decodes: bool) -> str | None:
     """Try FlashInfer out on tiny batches, once for each model's needs; return why it cannot be used, or None.
 
     Its kernels are loaded or compiled here. A machine may have the package and neither the kernels nor a compiler.
+    has_decodes: it is to compute decodes as well, so their kernel is needed too.
     """
     try:
-        import_module("engine.attention.flashinfer_backend").try_out(device, needs)
+        import_module("engine.attention.flashinfer_backend").try_out(device, needs, has_decodes)
     except Exception as error:  # noqa: BLE001 - the boundary to a library that compiles: whatever it raises
         return f"it does not work here: {_first_line(error)}"
     return None
@@ -51,17 +58,22 @@ def choose_backend(
     device: torch.device,
     needs: Needs,
     installed: Callable[[str], bool] = is_installed,
-    why_flashinfer_fails: Callable[[torch.device, Needs], str | None] = why_flashinfer_fails,
+    why_flashinfer_fails: WhyItFails = why_flashinfer_fails,
 ) -> str:
     """Return the name of the backend; log it, with the reasons against faster ones.
 
-    auto: plain torch on the CPU; on CUDA FlashInfer if it can compute the model, else Triton. Raises SettingError for a
-    backend that was set explicitly and cannot compute the model here.
+    auto: plain torch on the CPU; on CUDA hybrid (FlashInfer for steps with chunks, Triton for decodes) if FlashInfer can
+    compute the model, else Triton. Raises SettingError for a backend that was set explicitly and cannot compute the model
+    here.
     """
+
+    def why_not_flashinfer(has_decodes: bool) -> str | None:
+        reason = _why_not_flashinfer(device, needs, installed)
+        return reason or why_flashinfer_fails(device, needs, has_decodes)
+
     reasons: dict[str, Callable[[], str | None]] = {
-        "flashinfer": lambda: (
-            _why_not_flashinfer(device, needs, installed) or why_flashinfer_fails(device, needs)
-        ),
+        "hybrid": lambda: why_not_flashinfer(False),
+        "flashinfer": lambda: why_not_flashinfer(True),
         "triton": lambda: _why_not_on(device, "triton", installed),
         "torch": lambda: None,
     }
@@ -70,8 +82,8 @@ def choose_backend(
             raise SettingError(f"attention_backend is {setting!r}, but {reason}", param="attention_backend")
         return setting
     passed = []
-    for name, why_not in reasons.items():
-        if (reason := why_not()) is None:
+    for name in _AUTO:
+        if (reason := reasons[name]()) is None:
             break
         passed.append(f"not {name}: {reason}")
     if device.type == "cuda":

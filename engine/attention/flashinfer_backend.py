@@ -191,14 +191,17 @@ class FlashInferDecode:
         return self._planned[shape][0].run(query.contiguous(), cache)
 
 
-def try_out(device: torch.device, needs: Needs) -> None:
-    """Attend with tiny batches, as this model does: what cannot be loaded or compiled raises an exception here."""
+def try_out(device: torch.device, needs: Needs, has_decodes: bool) -> None:
+    """Attend with tiny batches, as this model does: what cannot be loaded or compiled raises an exception here.
+
+    has_decodes: by the decode kernel too.
+    """
     backend = FlashInferBackend()
     dtype = TORCH_DTYPES[needs.dtype]
     cache = torch.zeros(1, 2, 1, _TRIAL_BLOCK, needs.head_dim, dtype=dtype, device=device)
     for window in needs.windows:
         shape = LayerShape(needs.head_dim**-0.5, window)
-        for num_tokens in (2, 1):  # by the prefill kernel, and by the decode kernel
+        for num_tokens in (2, 1) if has_decodes else (2,):  # by the prefill kernel, and by the decode kernel
             query = torch.zeros(num_tokens, needs.group, needs.head_dim, dtype=dtype, device=device)
             step = backend.plan(profile_inputs([num_tokens]), _TRIAL_BLOCK, device)
             step.attend(shape, query, query, query, cache).cpu()

@@ -19,7 +19,7 @@ def having(*packages: str) -> Callable[[str], bool]:
     return packages.__contains__
 
 
-def works(_device: torch.device, _needs: Needs) -> str | None:
+def works(_device: torch.device, _needs: Needs, _has_decodes: bool) -> str | None:
     return None
 
 
@@ -27,7 +27,8 @@ def works(_device: torch.device, _needs: Needs) -> str | None:
     ("device", "dtype", "head_dim", "packages", "name"),
     [
         (CPU, "float32", 128, ("triton", "flashinfer"), "torch"),
-        (CUDA, "bfloat16", 128, ("triton", "flashinfer"), "flashinfer"),
+        (CUDA, "bfloat16", 128, ("triton", "flashinfer"), "hybrid"),
+        (CUDA, "float16", 64, ("triton", "flashinfer"), "hybrid"),
         (CUDA, "float32", 128, ("triton", "flashinfer"), "triton"),
         (CUDA, "bfloat16", 80, ("triton", "flashinfer"), "triton"),
         (CUDA, "bfloat16", 128, ("triton",), "triton"),
@@ -48,6 +49,10 @@ def test_auto_chooses_by_device_dtype_and_packages(
         ("triton", CUDA, "float32", (), "triton is not installed"),
         ("flashinfer", CUDA, "float32", ("triton", "flashinfer"), "this is float32"),
         ("flashinfer", CUDA, "bfloat16", ("triton",), "flashinfer is not installed"),
+        ("hybrid", CUDA, "bfloat16", ("triton",), "flashinfer is not installed"),
+        ("hybrid", CUDA, "bfloat16", ("flashinfer",), "triton is not installed"),
+        ("hybrid", CUDA, "float32", ("triton", "flashinfer"), "this is float32"),
+        ("hybrid", CPU, "bfloat16", ("triton", "flashinfer"), "it needs a CUDA device, and this is cpu"),
     ],
 )
 def test_an_unusable_backend_is_rejected_with_a_reason(
@@ -58,7 +63,7 @@ def test_an_unusable_backend_is_rejected_with_a_reason(
 
 
 def test_an_explicit_backend_is_used() -> None:
-    for name in ("flashinfer", "triton", "torch"):
+    for name in ("hybrid", "flashinfer", "triton", "torch"):
         packages = having("triton", "flashinfer")
         assert choose_backend(name, CUDA, Needs("bfloat16", 128), packages, works) == name
 
@@ -66,19 +71,19 @@ def test_an_explicit_backend_is_used() -> None:
 def test_auto_announces_why_flashinfer_fails_and_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     """The package is there, and its kernels can neither be loaded nor compiled."""
     needs = Needs("bfloat16", 128, 7, frozenset({None, 500}))
-    tried = list[tuple[torch.device, Needs]]()
+    tried = list[tuple[torch.device, Needs, bool]]()
 
-    def fails(device: torch.device, given: Needs) -> str | None:
-        tried.append((device, given))
+    def fails(device: torch.device, given: Needs, has_decodes: bool) -> str | None:
+        tried.append((device, given, has_decodes))
         return "it does not work here: RuntimeError: nvcc is missing"
 
     packages = having("triton", "flashinfer")
     with caplog.at_level("INFO"):
         assert choose_backend("auto", CUDA, needs, packages, fails) == "triton"
-    assert "attention by triton (not flashinfer: it does not work here: RuntimeError: nvcc" in caplog.text
+    assert "attention by triton (not hybrid: it does not work here: RuntimeError: nvcc" in caplog.text
     with pytest.raises(SettingError, match=r"'flashinfer', but it does not work here: .*nvcc is missing"):
         choose_backend("flashinfer", CUDA, needs, packages, fails)
-    assert tried == [(CUDA, needs)] * 2
+    assert tried == [(CUDA, needs, False), (CUDA, needs, True)]
     assert choose_backend("triton", CUDA, needs, packages, fails) == "triton"
     assert choose_backend("auto", CUDA, Needs("float32", 128), packages, fails) == "triton"
     assert len(tried) == 2
@@ -86,13 +91,31 @@ def test_auto_announces_why_flashinfer_fails_and_goes_on(caplog: pytest.LogCaptu
 
 def test_a_library_that_cannot_be_imported_is_a_reason() -> None:
     """Here FlashInfer, Triton or the device is missing."""
-    reason = why_flashinfer_fails(CUDA, Needs("bfloat16", 128))
+    reason = why_flashinfer_fails(CUDA, Needs("bfloat16", 128), True)
     assert reason is not None
     assert reason.startswith("it does not work here: ")
 
 
+@pytest.mark.parametrize("has_decode_kernel", [True, False])
+def test_auto_needs_none_of_flashinfers_decodes(has_decode_kernel: bool) -> None:
+    """Its kernel for decodes may be missing in an image that has those for prompts."""
+
+    def fails(_device: torch.device, _needs: Needs, has_decodes: bool) -> str | None:
+        return "no decode kernel" if has_decodes and not has_decode_kernel else None
+
+    packages = having("triton", "flashinfer")
+    assert choose_backend("auto", CUDA, Needs("bfloat16", 128), packages, fails) == "hybrid"
+    if has_decode_kernel:
+        assert choose_backend("flashinfer", CUDA, Needs("bfloat16", 128), packages, fails) == "flashinfer"
+    else:
+        with pytest.raises(SettingError, match="no decode kernel"):
+            choose_backend("flashinfer", CUDA, Needs("bfloat16", 128), packages, fails)
+
+
 def test_an_unknown_backend_is_rejected() -> None:
-    with pytest.raises(SettingError, match=r"attention_backend is 'flash'.*allowed: auto, flashinfer"):
+    with pytest.raises(
+        SettingError, match=r"attention_backend is 'flash'.*allowed: auto, hybrid, flashinfer"
+    ):
         EngineSettings(model=Path(), attention_backend="flash")  # type: ignore[arg-type]
 
 

@@ -35,7 +35,7 @@ SHAPES = {
     "long prompts": Case(num_heads=8, num_kv_heads=2, head_dim=128, work=((0, 2048), (1000, 513), (3, 1))),
 }  # fmt: skip
 WINDOW = Case(num_heads=32, num_kv_heads=8, head_dim=128, dtype=HALF, window=500)
-NAMES = ("flashinfer", "triton", "torch")
+NAMES = ("hybrid", "flashinfer", "triton", "torch")
 
 
 def backends(dtype: str, head_dim: int, window: int | None = None) -> list[str]:

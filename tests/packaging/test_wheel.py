@@ -14,6 +14,7 @@ IMPORT_EVERYTHING = """
 import importlib, pkgutil, sys
 needs = {
     "engine.attention.flashinfer_backend": "flashinfer",
+    "engine.attention.hybrid_backend": "flashinfer",
     "engine.attention.triton_backend": "triton",
     "engine.attention.triton_kernels": "triton",
     "engine.attention.triton_paged": "triton",

@@ -12,9 +12,15 @@ import torch
 from torch import Tensor
 
 from engine.attention.planning import PlannedWrapper
-from tests.attention_cases import CPU, Case
+from tests.attention_cases import CPU, Case, assert_close, reference, run
 
-pytestmark = pytest.mark.triton
+pytestmark = [
+    pytest.mark.triton,
+    pytest.mark.filterwarnings(
+        "ignore:Conversion of an array:DeprecationWarning"
+    ),  # raised by the interpreter
+]
+_USING = ("engine.attention.flashinfer_backend", "engine.attention.hybrid_backend")
 
 
 @dataclass
@@ -58,11 +64,13 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[FakeWrapper]]:
     fake.BatchPrefillWithPagedKVCacheWrapper = maker("prefill")
     fake.BatchDecodeWithPagedKVCacheWrapper = maker("decode")
     monkeypatch.setitem(sys.modules, "flashinfer", fake)
-    monkeypatch.delitem(sys.modules, "engine.attention.flashinfer_backend", raising=False)
+    for name in _USING:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     backend = import_module("engine.attention.flashinfer_backend")
     monkeypatch.setattr(backend, "_planned", lambda wrapper: PlannedWrapper(wrapper, Ready()))
     yield made
-    del sys.modules["engine.attention.flashinfer_backend"]
+    for name in _USING:
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
@@ -103,11 +111,58 @@ def test_all_kernels_are_tried_before_the_backend_is_chosen(wrappers: list[FakeW
     from engine.attention.choice import Needs
     from engine.attention.flashinfer_backend import try_out
 
-    try_out(CPU, Needs("float16", 64, 4, frozenset({None, 100})))
+    try_out(CPU, Needs("float16", 64, 4, frozenset({None, 100})), has_decodes=True)
     tried = [(wrapper.kind, wrapper.options.get("backend"), len(wrapper.plans)) for wrapper in wrappers]
     assert sorted(tried, key=str) == 2 * [("decode", None, 1)] + 2 * [("prefill", "auto", 1)] + 2 * [
         ("prefill", "fa2", 1)
     ]
+
+
+@pytest.mark.parametrize(
+    ("work", "expected"),
+    [
+        (((0, 20),), [("prefill", "auto")]),
+        (((0, 20), (300, 1)), [("prefill", "auto")]),
+        (((4096, 20), (300, 1)), [("prefill", "fa2")]),
+        (((300, 1), (3, 1)), []),
+        (((300, 1),), []),
+    ],
+)
+def test_hybrid_computes_chunks_by_flashinfer_and_decodes_by_triton(
+    wrappers: list[FakeWrapper],
+    work: tuple[tuple[int, int], ...],
+    expected: list[tuple[str, str | None]],
+) -> None:
+    """A step of decodes calls nothing of FlashInfer, alone or as a static step; its results are right."""
+    from engine.attention.hybrid_backend import HybridBackend
+
+    case, backend = Case(work=work, dtype=torch.float16), HybridBackend()
+    inputs = case.inputs()
+    query, _, _ = case.states(inputs)
+    step = backend.plan(inputs, case.block_size, CPU)
+    output, pool = run(case, step, inputs, CPU)
+    assert [(wrapper.kind, wrapper.options.get("backend")) for wrapper in wrappers] == expected
+    wanted, wanted_pool = reference(case, inputs)
+    assert torch.equal(pool.view(torch.uint8), wanted_pool.view(torch.uint8)), "both store alike"
+    if expected:
+        assert not output.any(), "the fake's zeros"
+        return
+    assert_close(output, wanted)
+    static = backend.plan_static(8, inputs.block_table.shape[1], case.block_size, CPU)
+    assert static.refill(inputs)
+    cache = pool[:, 1]
+    padded = torch.zeros(8, *query.shape[1:], dtype=query.dtype)
+    padded[: len(query)] = query
+    assert_close(static.attend(case.shape, padded, None, None, cache)[: len(query)], wanted)
+    assert not wrappers
+
+
+def test_hybrid_is_tried_out_without_the_decode_kernel(wrappers: list[FakeWrapper]) -> None:
+    from engine.attention.choice import Needs
+    from engine.attention.flashinfer_backend import try_out
+
+    try_out(CPU, Needs("float16", 64, 4, frozenset({None})), has_decodes=False)
+    assert [wrapper.kind for wrapper in wrappers] == ["prefill", "prefill"]
 
 
 def test_static_steps_of_all_sizes_share_their_pages(wrappers: list[FakeWrapper]) -> None:
