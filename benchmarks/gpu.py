@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.facts import run_facts
+from benchmarks.gpu_chunk import chunk_steps
 from benchmarks.gpu_draws import draws
 from benchmarks.gpu_few_rows import BATCHES, few_rows
 from benchmarks.gpu_nixl import reads
@@ -38,7 +39,6 @@ from benchmarks.gpu_steps import (
     RANDOM,
     RandomModel,
     Work,
-    chunk_steps,
     figures_of,
     measure_ceilings,
     timed_steps,

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,10 +19,10 @@ from engine.attention.choice import Needs, choose_backend
 from engine.compute.batch import InputBatch
 from engine.compute.best_tokens import find_by_torch
 from engine.compute.forward import ForwardPass, best_tokens_on_cuda, draw_on_cuda, fused
-from engine.compute.forward_graphs import CudaRecorder, GraphedForward, Recorder
+from engine.compute.forward_graphs import GraphedForward
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs, prepare_inputs
-from engine.compute.staging import on_device
+from engine.compute.recording import CudaRecorder
 from engine.distributed.group import SingleRank
 from engine.fp8.choice import replace_linears
 from engine.fp8.linear import FP8, multiply
@@ -32,7 +32,6 @@ from engine.models.language_model import LanguageModel
 from engine.outputs import NewRequestData, SchedulerOutput
 from engine.sampling.logits_processors import SamplingRow
 from engine.sampling.sampler import Sampling, begin_sampling, draw_by_torch
-from engine.testing.graphs import RerunRecorder
 
 BLOCK_SIZE = 16
 BEST = SamplingParams(temperature=0.0)
@@ -42,7 +41,7 @@ _NUM_WARM_UPS = 3
 _NUM_PROFILED = 3
 _MAX_KERNELS = 16
 _MAX_KERNEL_NAME = 100
-_BACKENDS = ("flashinfer", "triton", "torch")
+_BACKENDS = ("flashinfer", "hybrid", "triton", "torch")
 
 
 @dataclass(frozen=True)
@@ -142,45 +141,6 @@ class RandomModel:
         )
         graphed.capture(caches)
         return graphed
-
-
-def chunk_steps(
-    shape: ModelShape, device: torch.device, work: Work, num_rounds: int
-) -> Iterator[dict[str, Any]]:
-    """Yield the times of a step with a part of a prompt, as it is launched now, and as one graph of all of it.
-
-    The graph replays this very step: it shows what launches cost, and no engine can run it so.
-    """
-    model = RandomModel(shape, device, work.length)
-    caches = model.caches(work.num_blocks)
-    backend = "triton" if device.type == "cuda" else "torch"
-    forward = model.forward_pass(backend, None, caches)
-    with torch.inference_mode():
-        inputs = work.inputs(shape.vocab_size)
-        step = create_backend(backend).plan(inputs, BLOCK_SIZE, device)
-        ids, positions = on_device([inputs.input_ids, inputs.positions], device)
-        computing = model.model if backend == "torch" else model.fused
-        recorder: Recorder = CudaRecorder(device) if device.type == "cuda" else RerunRecorder()
-        recording = recorder.record(lambda: computing(ids, positions, step, caches))
-        runs: dict[str, Callable[[], object]] = {
-            "eager": lambda: forward.begin(inputs, caches)(),
-            "one graph": recording.replay,
-        }
-        for launch, run in runs.items():
-
-            def waited(run: Callable[[], object] = run) -> None:
-                run()
-                wait_for(device)
-
-            seconds = seconds_of(waited, num_rounds)
-            row = {
-                "model": shape.name,
-                "launch": launch,
-                "num_tokens": work.num_tokens,
-                "length": work.length,
-            }
-            yield row | {"ms": statistics.median(seconds) * 1e3}
-    forward.close()
 
 
 @dataclass(frozen=True)

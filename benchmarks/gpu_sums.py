@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu_steps import seconds_of, wait_for
 from contract.errors import SettingError
-from engine.compute.forward_graphs import CudaRecorder
+from engine.compute.recording import CudaRecorder
 from engine.distributed.process_group import TorchRankGroup, listen_for_ranks, open_store
 from engine.distributed.symmetric import SymmetricSums, find_library
 

@@ -31,6 +31,9 @@ class ModelOptions(RankOptions):
     """Multiply FP8 weights as FP8, instead of converting them to dtype; auto: on NVIDIA GPUs from Ada on, in bfloat16."""
     enforce_eager: bool = False
     """Disable CUDA graphs: slower decode steps, faster start."""
+    cudagraph_mode: Literal["none", "full_decode_only", "full_and_piecewise"] = "full_decode_only"
+    """Steps that are CUDA graphs: none (as enforce_eager), decodes, or also steps with chunks of up to 512 tokens in all, as
+    pieces between which attention runs (never measured yet)."""
 
 
 class BatchingOptions(Options):

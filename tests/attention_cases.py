@@ -16,8 +16,8 @@ from engine.attention.backend import (
     create_backend,
 )
 from engine.compute.batch import InputBatch
-from engine.compute.forward_graphs import Recorder
 from engine.compute.inputs import PreparedInputs, prepare_inputs
+from engine.compute.recording import Recorder
 from engine.outputs import NewRequestData, SchedulerOutput
 
 Work = tuple[tuple[int, int], ...]

@@ -35,6 +35,10 @@ class Slots:
     num_cleared: Tensor
 
 
+StoreKV = Callable[[Tensor, Tensor, Tensor, Slots], None]
+"""Stores keys and values in a layer's part of the pool, as ``AttentionStep.store``, in slots at fixed addresses."""
+
+
 class AttentionStep(Protocol):
     """The attention of one forward pass, valid for that pass only."""
 
@@ -63,6 +67,13 @@ class AttentionStep(Protocol):
         """
 
 
+class PlannedStep(AttentionStep, Protocol):
+    """A step with any number of tokens of each request."""
+
+    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
+        """Attend as ``attend`` does with a cache; write the result into contiguous ``output``, of the query's shape."""
+
+
 class StaticDecode(AttentionStep, Protocol):
     """A step with tensors at fixed addresses, so that a graph of it can be captured and replayed for other requests."""
 
@@ -76,7 +87,7 @@ class StaticDecode(AttentionStep, Protocol):
 class AttentionBackend(Protocol):
     """One way to compute attention."""
 
-    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> AttentionStep:
+    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> PlannedStep:
         """Move the tensors that all layers share to the device, once per step."""
 
     def plan_static(
@@ -86,6 +97,9 @@ class AttentionBackend(Protocol):
 
         max_blocks: the columns of the block table. The caller requests the largest number first.
         """
+
+    def static_store(self) -> StoreKV | None:
+        """Return what stores KV in captured steps of any lengths; None if the backend has no static steps."""
 
 
 BACKENDS = {

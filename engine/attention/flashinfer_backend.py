@@ -13,13 +13,13 @@ import flashinfer
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape, Slots
+from engine.attention.backend import LayerShape, Slots, StoreKV
 from engine.attention.choice import Needs
-from engine.attention.pages import Pages, pages_of
+from engine.attention.pages import NO_SLOT, Pages, num_cleared_behind, pages_of
 from engine.attention.planning import PlannedWrapper
 from engine.attention.splits import SHORT_CHUNK, is_split
 from engine.attention.torch_backend import TorchBackend
-from engine.attention.triton_store import NO_SLOT, num_cleared_behind, store_kv
+from engine.attention.triton_store import store_kv
 from engine.compute.inputs import PreparedInputs
 from engine.compute.profiling import profile_inputs
 from engine.compute.staging import copy_into, on_device, padded
@@ -53,6 +53,10 @@ class FlashInferBackend:
             lengths = (num_reqs + 1, num_reqs * max_blocks, num_reqs)
             self._shared_pages = [torch.zeros(size, dtype=torch.int32, device=device) for size in lengths]
         return FlashInferDecode(num_reqs, max_blocks, block_size, self.workspace(device), self._shared_pages)
+
+    def static_store(self) -> StoreKV:
+        """See AttentionBackend."""
+        return store_kv
 
     def workspace(self, device: torch.device) -> Tensor:
         """Return the bytes that all wrappers of the device share; they run one after another."""
@@ -109,9 +113,16 @@ class FlashInferStep:
         if cache is None:
             step = TorchBackend().plan(self._inputs, self._block_size, query.device)
             return step.attend(shape, query, key, value, None)
+        query = query.contiguous()
+        output = torch.empty_like(query)
+        self.attend_into(shape, query, cache, output)
+        return output
+
+    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
+        """See PlannedStep. query: contiguous."""
         if shape not in self._planned:
             self._planned[shape] = self._plan(shape, query, cache)
-        return self._planned[shape].run(query.contiguous(), cache)
+        self._planned[shape].run(query, cache, output)
 
     def _plan(self, shape: LayerShape, query: Tensor, cache: Tensor) -> PlannedWrapper:
         group = query.shape[1] // cache.shape[2]

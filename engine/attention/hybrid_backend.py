@@ -5,7 +5,7 @@ Both read one layout of the pool and store KV by the same Triton kernel, so any 
 
 import torch
 
-from engine.attention.backend import AttentionStep, StaticDecode
+from engine.attention.backend import PlannedStep, StaticDecode, StoreKV
 from engine.attention.flashinfer_backend import FlashInferBackend
 from engine.attention.triton_backend import TritonBackend
 from engine.compute.inputs import PreparedInputs
@@ -18,7 +18,7 @@ class HybridBackend:
         self._prefill = FlashInferBackend()
         self._decode = TritonBackend()
 
-    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> AttentionStep:
+    def plan(self, inputs: PreparedInputs, block_size: int, device: torch.device) -> PlannedStep:
         """See AttentionBackend."""
         chosen = self._decode if inputs.max_query_len == 1 else self._prefill
         return chosen.plan(inputs, block_size, device)
@@ -28,3 +28,7 @@ class HybridBackend:
     ) -> StaticDecode:
         """See AttentionBackend. Static steps are decodes."""
         return self._decode.plan_static(num_reqs, max_blocks, block_size, device)
+
+    def static_store(self) -> StoreKV:
+        """See AttentionBackend."""
+        return self._decode.static_store()

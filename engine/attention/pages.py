@@ -1,13 +1,18 @@
-"""Block tables in FlashInfer's form: one list of blocks, and the offset of each request's blocks."""
+"""The places of a step's KV: lists of blocks in FlashInfer's form, and what a store clears."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import padded
+
+NO_SLOT = -1
+"""The slot of a token whose KV is not stored."""
 
 
 @dataclass(frozen=True)
@@ -41,3 +46,13 @@ def blocks_of(inputs: PreparedInputs, block_size: int, num_rows: int) -> tuple[I
     own = [row[:count] for row, count in zip(inputs.block_table, counts.tolist(), strict=False)]
     np.concatenate(own, out=indices[: starts[inputs.num_reqs]])
     return starts, indices
+
+
+def num_cleared_behind(inputs: PreparedInputs, block_size: int) -> NDArray[np.integer[Any]]:
+    """Return the slots to zero behind each token: the rest of a block whose first slot this step writes."""
+    is_last = np.ones(inputs.num_tokens, dtype=bool)
+    is_last[:-1] = inputs.block_offsets[:-1] + 1 != inputs.block_offsets[1:]
+    is_last[inputs.query_start_loc[1:] - 1] = True
+    computed = np.repeat(inputs.num_computed_tokens, inputs.num_scheduled_tokens)
+    is_fresh = inputs.positions - inputs.block_offsets >= computed
+    return np.where(is_last & is_fresh, block_size - 1 - inputs.block_offsets, 0)

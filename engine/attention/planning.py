@@ -36,7 +36,7 @@ class PlannedWrapper:
         self._wrapper.plan(*arguments, **options)
         self._copied.record()
 
-    def run(self, query: Tensor, cache: Tensor) -> Tensor:
-        """Attend as planned last."""
-        output: Tensor = self._wrapper.run(query, cache)
-        return output
+    def run(self, query: Tensor, cache: Tensor, output: Tensor | None = None) -> Tensor:
+        """Attend as planned last; return ``output``, or a new tensor."""
+        attended: Tensor = self._wrapper.run(query, cache, out=output)
+        return attended

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import LayerShape, Slots, StaticDecode
+from engine.attention.backend import LayerShape, Slots, StaticDecode, StoreKV
 from engine.compute.inputs import PreparedInputs
 
 
@@ -25,6 +25,10 @@ class TorchBackend:
         self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device
     ) -> StaticDecode | None:
         """See AttentionBackend. Return None: the calls of a step depend on the lengths."""
+        return None
+
+    def static_store(self) -> StoreKV | None:
+        """See AttentionBackend. Return None, as for ``plan_static``."""
         return None
 
 
@@ -64,11 +68,15 @@ class TorchStep:
             assert key is not None
             assert value is not None
             return self._attend_in_batch(shape, query, key, value, output)
+        self.attend_into(shape, query, cache, output)
+        return output
+
+    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
+        """See PlannedStep."""
         for row in self._prefill_rows:
             row.attend(shape, query, cache, output)
         for group in self._decode_groups:
             group.attend(shape, query, cache, output)
-        return output
 
     def _attend_in_batch(
         self, shape: LayerShape, query: Tensor, key: Tensor, value: Tensor, output: Tensor

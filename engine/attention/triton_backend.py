@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import LayerShape, Slots
-from engine.attention.pages import blocks_of
+from engine.attention.backend import LayerShape, Slots, StoreKV
+from engine.attention.pages import blocks_of, num_cleared_behind
 from engine.attention.splits import CHUNK_SPLIT, Packing, Splits, bounds_of, is_split, passes_of, splits_of
 from engine.attention.torch_backend import TorchBackend
 from engine.attention.triton_paged import (
@@ -22,7 +22,7 @@ from engine.attention.triton_paged import (
 )
 from engine.attention.triton_sizes import QUERY_TILE, chunk_rows, sizes_of
 from engine.attention.triton_static import SharedTensors, TritonDecode
-from engine.attention.triton_store import num_cleared_behind
+from engine.attention.triton_store import store_kv
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import on_device
 
@@ -61,6 +61,11 @@ class TritonStep(PagedAttention):
             return step.attend(shape, query, key, value, None)
         query = query.contiguous()
         output = torch.empty_like(query)
+        self.attend_into(shape, query, cache, output)
+        return output
+
+    def attend_into(self, shape: LayerShape, query: Tensor, cache: Tensor, output: Tensor) -> None:
+        """See PlannedStep. query: contiguous."""
         if len(self._tensors.tiles):
             self.attend_tiles(shape, query, cache, output)
         if len(self._decodes):
@@ -69,7 +74,6 @@ class TritonStep(PagedAttention):
         if len(self._short_chunks):
             packing = _chunk_packing(shape, query, cache)
             self._attend_passes(shape, query, cache, output, packing, self._short_chunks)
-        return output
 
     def _attend_passes(
         self,
@@ -159,3 +163,7 @@ class TritonBackend:
     ) -> TritonDecode:
         """See AttentionBackend."""
         return TritonDecode(num_reqs, max_blocks, block_size, self._workspace, self._shared, device)
+
+    def static_store(self) -> StoreKV:
+        """See AttentionBackend."""
+        return store_kv

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import LayerShape, Slots
-from engine.attention.pages import blocks_of
+from engine.attention.pages import NO_SLOT, blocks_of, num_cleared_behind
 from engine.attention.splits import (
     ITEM_FIELDS,
     RUN_FIELDS,
@@ -26,7 +26,6 @@ from engine.attention.triton_paged import (
     num_running,
 )
 from engine.attention.triton_sizes import splits_joined
-from engine.attention.triton_store import NO_SLOT, num_cleared_behind
 from engine.compute.inputs import IntVector, PreparedInputs
 from engine.compute.staging import copy_into, padded
 

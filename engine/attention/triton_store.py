@@ -1,17 +1,10 @@
 """Store a step's KV in the pool by our Triton kernel, for every backend that uses the pool's own layout."""
 
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention import triton_kernels
 from engine.attention.backend import Slots
 from engine.attention.triton_sizes import store_launch
-from engine.compute.inputs import PreparedInputs
-
-NO_SLOT = -1
 
 
 def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Slots) -> None:
@@ -38,13 +31,3 @@ def store_kv(key: Tensor, value: Tensor, cache: Tensor, slots: Slots) -> None:
 def _with_heads_together(states: Tensor) -> Tensor:
     """Return ``states`` if each token's heads are contiguous, else a copy."""
     return states if states[0].is_contiguous() else states.contiguous()
-
-
-def num_cleared_behind(inputs: PreparedInputs, block_size: int) -> NDArray[np.integer[Any]]:
-    """Return the slots to zero behind each token: the rest of a block whose first slot this step writes."""
-    is_last = np.ones(inputs.num_tokens, dtype=bool)
-    is_last[:-1] = inputs.block_offsets[:-1] + 1 != inputs.block_offsets[1:]
-    is_last[inputs.query_start_loc[1:] - 1] = True
-    computed = np.repeat(inputs.num_computed_tokens, inputs.num_scheduled_tokens)
-    is_fresh = inputs.positions - inputs.block_offsets >= computed
-    return np.where(is_last & is_fresh, block_size - 1 - inputs.block_offsets, 0)

@@ -10,9 +10,11 @@ from torch import Tensor
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend, is_installed
 from engine.compute.best_tokens import BestTokens, TritonBestTokens, find_by_torch
-from engine.compute.forward_graphs import CudaRecorder, GraphedForward, Recorder, capture_sizes
+from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
+from engine.compute.piecewise import piece_sizes
+from engine.compute.recording import CudaRecorder, Recorder
 from engine.connector import LayerWatch
 from engine.fp8.choice import has_products
 from engine.kernels.binding import load_kernels
@@ -100,7 +102,7 @@ def forward_pass(loaded: LoadedModel, settings: EngineSettings, device: torch.de
     if isinstance(model, CausalLM) and isinstance(config, DecoderConfig):
         if device.type == "cuda":
             plain = PlainForward(fused(model, config, name), backend, settings.block_size, device, draw)
-            return _with_graphs(plain, loaded, settings, CudaRecorder(device))
+            return with_graphs(plain, loaded, settings, CudaRecorder(device))
         if (kernels := _by_kernels(loaded, model, config, settings, device)) is not None:
             return kernels
     return PlainForward(model, backend, settings.block_size, device, draw)
@@ -124,17 +126,23 @@ def _needs_of(loaded: LoadedModel) -> Needs:
     return Needs(loaded.info.dtype, config.head_dim, group, frozenset(config.sliding_windows))
 
 
-def _with_graphs(
+def with_graphs(
     plain: PlainForward, loaded: LoadedModel, settings: EngineSettings, recorder: Recorder
 ) -> ForwardPass:
-    if settings.enforce_eager:
-        logger.info("no CUDA graphs: enforce_eager is set")
+    """Return what replays the steps that the settings name, and computes all others as ``plain`` does."""
+    if settings.enforce_eager or settings.cudagraph_mode == "none":
+        logger.info(
+            "no CUDA graphs: %s",
+            "enforce_eager is set" if settings.enforce_eager else "cudagraph_mode is none",
+        )
         return plain
+    has_pieces = settings.cudagraph_mode == "full_and_piecewise"
     return GraphedForward(
         plain,
         recorder,
         sizes=capture_sizes(settings.max_num_seqs),
         max_model_len=loaded.info.max_model_len,
+        piece_sizes=piece_sizes(settings.max_num_batched_tokens) if has_pieces else (),
         has_head=loaded.info.has_head,
         group=loaded.group,
         find_best=best_tokens_on_cuda(),

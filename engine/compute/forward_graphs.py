@@ -2,7 +2,8 @@
 
 A graph computes logits and each row's best token too, so a greedy step copies nothing but its tokens.
 
-A step with other than one token a request, with more requests than the largest graph, or with a watch runs as it is.
+A step with other than one token a request, with more requests than the largest graph, or with a watch runs in pieces if
+they are captured (``engine.compute.piecewise``), else as it is.
 Several ranks capture the same graphs in the same order, their collectives included, and replay them together.
 """
 
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from engine.attention.backend import StaticDecode
 from engine.compute.best_tokens import BestTokens, find_by_torch
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
+from engine.compute.piecewise import PiecewiseGraphs
+from engine.compute.recording import Recorder, Recording
 from engine.compute.staging import begin_copy, copy_into, padded
 from engine.connector import LayerWatch
 from engine.distributed.group import RankGroup, SingleRank
@@ -30,55 +33,6 @@ logger = logging.getLogger(__name__)
 _SMALL_SIZES = (1, 2, 4)
 _STEPS = ((8, 256), (16, 512), (32, 8192))
 """Distances of the sizes, and the size up to which they apply."""
-
-
-class Recording(Protocol):
-    """A captured run. ``output`` stays where it is; it is valid until any recording of the same recorder is replayed."""
-
-    output: Tensor
-
-    def replay(self) -> None:
-        """Run again on what its inputs hold now."""
-
-
-class Recorder(Protocol):
-    """Captures runs."""
-
-    def record(self, run: Callable[[], Tensor]) -> Recording:
-        """Capture ``run``, which reads and writes tensors that stay where they are; it is run before as well."""
-
-
-@dataclass
-class CudaRecording:
-    """See Recording."""
-
-    graph: torch.cuda.CUDAGraph
-    output: Tensor
-
-    def replay(self) -> None:
-        """See Recording."""
-        self.graph.replay()
-
-
-class CudaRecorder:
-    """CUDA graphs that share one pool of memory: they never run at the same time."""
-
-    def __init__(self, device: torch.device) -> None:
-        cuda: Any = torch.cuda
-        self._stream = cuda.Stream(device)
-        self._pool = cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], Tensor]) -> CudaRecording:
-        """See Recorder. The run before compiles kernels and makes plans: a capture must not."""
-        cuda: Any = torch.cuda
-        self._stream.wait_stream(cuda.current_stream())
-        with cuda.stream(self._stream):
-            run()
-        cuda.current_stream().wait_stream(self._stream)
-        graph = cuda.CUDAGraph()
-        with cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
-        return CudaRecording(graph, output)
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -93,10 +47,14 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 
 
 class _StaticTokens:
-    """The token ids and positions that all graphs read, one column a request. sizes: those of the graphs."""
+    """The token ids and positions that all graphs read, one column a request.
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+    sizes: those of the graphs. max_blocks: the columns of their block tables.
+    """
+
+    def __init__(self, sizes: Sequence[int], max_blocks: int, device: torch.device) -> None:
         self.sizes = sorted(sizes)
+        self.max_blocks = max_blocks
         self.device = device
         self._tokens = torch.zeros(2, self.sizes[-1], dtype=torch.int32, device=device)
 
@@ -176,7 +134,10 @@ class _Replayed:
 
 
 class GraphedForward:
-    """Replays graphs where it can, else asks ``plain``; see ForwardPass."""
+    """Replays graphs where it can, else asks ``plain``; see ForwardPass.
+
+    piece_sizes: the numbers of tokens for which steps with chunks are captured in pieces; none: they run as they are.
+    """
 
     def __init__(
         self,
@@ -185,6 +146,7 @@ class GraphedForward:
         *,
         sizes: Sequence[int],
         max_model_len: int,
+        piece_sizes: Sequence[int] = (),
         has_head: bool = True,
         group: RankGroup | None = None,
         find_best: BestTokens = find_by_torch,
@@ -192,11 +154,11 @@ class GraphedForward:
         self.draw: Draw = plain.draw
         self._plain = plain
         self._recorder = recorder
-        self._static = _StaticTokens(sizes, plain.device)
-        self._max_blocks = -(-max_model_len // plain.block_size)
+        self._static = _StaticTokens(sizes, -(-max_model_len // plain.block_size), plain.device)
         self._logits = StaticLogits(group or SingleRank(), find_best) if has_head else None
         self._steps: dict[int, StaticDecode] = {}
         self._graphs: dict[int, _Graph] = {}
+        self._pieces = PiecewiseGraphs(plain, recorder, piece_sizes) if piece_sizes else None
         self._caches: Sequence[Tensor] | None = None
         self._replayed: _Replayed | None = None
 
@@ -212,7 +174,10 @@ class GraphedForward:
         return self._logits.best_of(len(logits))
 
     def reserve(self, caches: Sequence[Tensor]) -> None:
-        """See ForwardPass. Every static step runs once, and the largest is captured: the others find room in its memory."""
+        """See ForwardPass. Every static step runs once, and the largest is captured: the others find room in its memory.
+
+        Steps in pieces are captured in all sizes, since the driver holds memory for each of their many graphs.
+        """
         self._plain.reserve(caches)
         if not self._plan_steps():
             return
@@ -221,6 +186,8 @@ class GraphedForward:
             self._run(size, caches)
         recording = self._recorder.record(partial(self._run, largest, caches))
         self._graphs[largest] = _Graph(self._steps[largest], recording)
+        if self._pieces is not None:
+            self._pieces.capture(caches)
 
     def capture(self, caches: Sequence[Tensor]) -> None:
         """See ForwardPass. The largest first: the others find room in its memory."""
@@ -236,6 +203,8 @@ class GraphedForward:
                 recording = self._recorder.record(partial(self._run, size, caches))
             self._graphs[size] = _Graph(self._steps[size], recording)
         reserved.clear()
+        if self._pieces is not None:
+            self._pieces.capture(caches)
         self._caches = caches
         seconds = time.monotonic() - start
         logger.info("%d CUDA graphs of 1..%d requests: %.1f s", len(sizes), sizes[-1], seconds)
@@ -246,7 +215,7 @@ class GraphedForward:
         for size in reversed(self._static.sizes):
             if size in self._steps:
                 continue
-            step = plain.backend.plan_static(size, self._max_blocks, plain.block_size, plain.device)
+            step = plain.backend.plan_static(size, self._static.max_blocks, plain.block_size, plain.device)
             if step is None:
                 return False
             self._steps[size] = step
@@ -264,16 +233,23 @@ class GraphedForward:
         """Return the final hidden states; on a GPU, a tensor that will hold them."""
         self._replayed = None
         is_captured = caches is not None and caches is self._caches
-        if (
-            not is_captured
-            or watch is not None
-            or inputs.max_query_len > 1
-            or inputs.num_reqs > self._static.sizes[-1]
-        ):
-            return self._plain.forward(inputs, caches, watch)
+        states = self._replay(inputs, watch) if is_captured else None
+        return self._plain.forward(inputs, caches, watch) if states is None else states
+
+    def _replay(self, inputs: PreparedInputs, watch: LayerWatch | None) -> Tensor | None:
+        """Return the final states of a step that is one graph, or several pieces; None if it is neither."""
+        is_whole = watch is None and inputs.max_query_len == 1
+        states = self._replay_whole(inputs) if is_whole else None
+        if states is None and self._pieces is not None:
+            states = self._pieces.forward(inputs, watch)
+        return states
+
+    def _replay_whole(self, inputs: PreparedInputs) -> Tensor | None:
+        if inputs.num_reqs > self._static.sizes[-1]:
+            return None
         graph = self._graphs[self._static.fill(inputs)]
         if not graph.step.refill(inputs):
-            return self._plain.forward(inputs, caches, watch)
+            return None
         graph.recording.replay()
         states = graph.recording.output[: inputs.num_reqs]
         if self._logits is not None:
@@ -303,6 +279,8 @@ class GraphedForward:
 
     def close(self) -> None:
         """Give the graphs' memory back."""
+        if self._pieces is not None:
+            self._pieces.close()
         self._graphs.clear()
         self._steps.clear()
         self._logits = None

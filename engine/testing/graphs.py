@@ -1,17 +1,21 @@
 """Captured decode steps without a GPU, for tests: a recorder that reruns a step, a backend with static steps, a device."""
 
 from collections.abc import Callable, Sequence
+from itertools import count
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from engine.attention.backend import LayerShape, Slots
+from engine.attention.backend import LayerShape, Slots, StoreKV
+from engine.attention.pages import NO_SLOT, num_cleared_behind
 from engine.attention.torch_backend import TorchBackend
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
+from engine.compute.piecewise import piece_sizes
+from engine.compute.recording import Cut
+from engine.compute.staging import padded
 from engine.connector import LayerWatch
 from engine.models.loading import LoadedModel
 from engine.settings import EngineSettings
@@ -31,16 +35,37 @@ class Rerun:
         self.num_replays += 1
 
 
+class RerunPieces:
+    """A recording in pieces that runs all of them again, with what is between them at each cut."""
+
+    def __init__(self, run: Callable[[Cut], Tensor]) -> None:
+        self._run = run
+        self.output = run(lambda: None).clone()
+        self.num_replays = 0
+
+    def replay(self, between: Callable[[int], None]) -> None:
+        """See PieceRecording."""
+        numbers = count()
+        self.output.copy_(self._run(lambda: between(next(numbers))))
+        self.num_replays += 1
+
+
 class RerunRecorder:
-    """A Recorder that keeps its recordings in the order of capture."""
+    """A Recorder that keeps its recordings in the order of capture. pieces: those in pieces."""
 
     def __init__(self) -> None:
         self.recordings: list[Rerun] = []
+        self.pieces: list[RerunPieces] = []
 
     def record(self, run: Callable[[], Tensor]) -> Rerun:
         """See Recorder."""
         self.recordings.append(Rerun(run))
         return self.recordings[-1]
+
+    def record_pieces(self, run: Callable[[Cut], Tensor]) -> RerunPieces:
+        """See Recorder."""
+        self.pieces.append(RerunPieces(run))
+        return self.pieces[-1]
 
 
 class StaticTorchBackend(TorchBackend):
@@ -52,6 +77,26 @@ class StaticTorchBackend(TorchBackend):
         """See AttentionBackend."""
         return StaticTorchDecode(num_reqs, max_blocks, block_size, device)
 
+    def static_store(self) -> StoreKV:
+        """See AttentionBackend."""
+        return store_static
+
+
+def store_static(key: Tensor, value: Tensor, cache: Tensor, slots: Slots) -> None:
+    """Store KV, as StoreKV, by operations that are the same for all slots: a token without one stores what is there."""
+    num_blocks, _, num_heads, block_size, _ = cache.shape
+    places = slots.places.long()
+    distances = torch.arange(1, block_size + 1, device=cache.device)
+    is_cleared = torch.zeros(num_blocks * block_size + 1, dtype=torch.bool, device=cache.device)
+    is_behind = distances <= slots.num_cleared[:, None]
+    is_cleared[torch.where(is_behind, places[:, None] + distances, num_blocks * block_size)] = True
+    cache.masked_fill_(is_cleared[:-1].view(num_blocks, 1, 1, block_size, 1), 0)
+    first = places.clamp(0)[:, None]
+    where = (first // block_size, torch.arange(num_heads, device=cache.device)[None], first % block_size)
+    for part, states in enumerate((key, value)):
+        pool = cache[:, part]
+        pool.index_put_(where, torch.where((places >= 0)[:, None, None], states, pool[where]))
+
 
 class StaticTorchDecode:
     """See StaticDecode."""
@@ -60,15 +105,18 @@ class StaticTorchDecode:
 
     def __init__(self, num_reqs: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self._block_size = block_size
-        self._slots = torch.full((num_reqs,), -1, device=device)
+        self._slots = Slots(*torch.zeros(2, num_reqs, dtype=torch.int32, device=device))
+        self._slots.places.fill_(NO_SLOT)
         self._seq_lens = torch.ones(num_reqs, dtype=torch.int64, device=device)
         self._tables = torch.zeros(num_reqs, max_blocks, dtype=torch.int64, device=device)
 
     def refill(self, inputs: PreparedInputs) -> bool:
         """See StaticDecode."""
-        unused = (0, len(self._slots) - inputs.num_reqs)
-        self._slots.copy_(torch.from_numpy(np.pad(inputs.slot_mapping, unused, constant_values=-1)))
-        self._seq_lens.copy_(torch.from_numpy(np.pad(inputs.seq_lens, unused, constant_values=1)))
+        num_rows = len(self._seq_lens)
+        self._slots.places.copy_(torch.from_numpy(padded(inputs.slot_mapping, num_rows, NO_SLOT)))
+        cleared = num_cleared_behind(inputs, self._block_size)
+        self._slots.num_cleared.copy_(torch.from_numpy(padded(cleared, num_rows)))
+        self._seq_lens.copy_(torch.from_numpy(padded(inputs.seq_lens, num_rows, 1)))
         self._tables.zero_()
         num_reqs, num_used = inputs.block_table.shape
         self._tables[:num_reqs, :num_used] = torch.from_numpy(inputs.block_table)
@@ -76,12 +124,7 @@ class StaticTorchDecode:
 
     def store(self, key: Tensor, value: Tensor, cache: Tensor) -> None:
         """See AttentionStep."""
-        for row in torch.nonzero(self._slots >= 0).flatten().tolist():
-            block, offset = divmod(int(self._slots[row]), self._block_size)
-            if offset == 0:
-                cache[block] = 0
-            cache[block, 0, :, offset] = key[row]
-            cache[block, 1, :, offset] = value[row]
+        store_static(key, value, cache, self._slots)
 
     def attend(
         self,
@@ -133,11 +176,19 @@ class FakeDeviceForward(PlainForward):
 class FakeDeviceGraphs(GraphedForward):
     """Graphs on that device: each replay overwrites what the one before has computed. fed: see FakeDeviceForward."""
 
+    has_pieces = False
+
     def __init__(self, loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> None:
         plain = FakeDeviceForward(loaded, settings, device)
-        sizes = capture_sizes(settings.max_num_seqs)
-        length = loaded.info.max_model_len
-        super().__init__(plain, RerunRecorder(), sizes=sizes, max_model_len=length, group=loaded.group)
+        self.recorder = RerunRecorder()
+        super().__init__(
+            plain,
+            self.recorder,
+            sizes=capture_sizes(settings.max_num_seqs),
+            max_model_len=loaded.info.max_model_len,
+            piece_sizes=piece_sizes(settings.max_num_batched_tokens) if self.has_pieces else (),
+            group=loaded.group,
+        )
         self.fed: list[bool] = []
 
     def forward(
@@ -146,3 +197,9 @@ class FakeDeviceGraphs(GraphedForward):
         """See GraphedForward."""
         self.fed.append(inputs.fed is not None)
         return super().forward(inputs, caches, watch)
+
+
+class FakeDevicePieces(FakeDeviceGraphs):
+    """Graphs on that device, those of steps with chunks in pieces."""
+
+    has_pieces = True

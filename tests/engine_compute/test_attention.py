@@ -136,5 +136,7 @@ def test_without_a_cache_requests_see_their_own_tokens(window: int | None) -> No
 
 
 def test_unknown_backend_lists_the_known_ones() -> None:
-    with pytest.raises(SettingError, match="'flash' is unknown; choose one of flashinfer, torch, triton"):
+    with pytest.raises(
+        SettingError, match="'flash' is unknown; choose one of flashinfer, hybrid, torch, triton"
+    ):
         create_backend("flash")

@@ -19,12 +19,12 @@ from engine.compute import runner
 from engine.core import EngineCore
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.settings import EngineSettings
-from engine.testing.graphs import FakeDeviceForward, FakeDeviceGraphs
+from engine.testing.graphs import FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces
 from tests.checkpoints import EOS_ID, make_checkpoint
 from tests.engine_pair import running_pair
 from tests.handover.handing_off import ping_pong
 
-DEVICES = [FakeDeviceForward, FakeDeviceGraphs]
+DEVICES = [FakeDeviceForward, FakeDeviceGraphs, FakeDevicePieces]
 NUM_TOKENS = 40
 SEEDED: dict[str, Any] = {"temperature": 1.2, "seed": 5, "ignore_eos": True}
 MIXED: dict[str, dict[str, Any]] = {

@@ -93,7 +93,9 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
     ] == [(batch, True, True) for batch in DRY.batches]
     assert {row["way"] for row in parts["draws"]["rows"]} == {"torch"}
     assert all(row["us"] > 0 for row in parts["draws"]["rows"])
-    assert [row["launch"] for row in parts["chunk"]["rows"]] == ["eager", "one graph"]
+    assert [(row["launch"], row["error"] < 0.02) for row in parts["chunk"]["rows"]] == [
+        ("eager", True), ("piecewise", True), ("one graph", True),
+    ]  # fmt: skip
     crosses, dies = parts["pairs"]["rows"]
     assert crosses["is_right"], crosses
     assert "could not be formed" in dies["failure"] and dies["failed_after"] < 60, dies

@@ -10,8 +10,8 @@ import torch
 from contract.errors import SettingError
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend
-from engine.compute.forward_graphs import CudaRecorder
 from engine.compute.inputs import PreparedInputs
+from engine.compute.recording import CudaRecorder
 from tests.attention_cases import (
     Case,
     assert_close,

@@ -36,6 +36,10 @@ def test_cuda_equals_cpu_in_float32(tmp_path: Path, family: str) -> None:
                 tokens_of_engine(tmp_path, device="cuda", enable_run_ahead=runs_ahead, **settings)
             )
             assert_same_tokens(found, expected, (backend, is_eager, runs_ahead))
+    pieces: dict[str, Any] = {"attention_backend": "triton", "cudagraph_mode": "full_and_piecewise"}
+    for runs_ahead in (True, False):
+        found = asyncio.run(tokens_of_engine(tmp_path, device="cuda", enable_run_ahead=runs_ahead, **pieces))
+        assert_same_tokens(found, expected, ("pieces", runs_ahead))
 
 
 @pytest.mark.parametrize("all_reduce", ("nccl", "symmetric") if torch.cuda.device_count() > 1 else ())
@@ -43,14 +47,14 @@ def test_two_gpus_equal_the_cpu_in_float32(tmp_path: Path, all_reduce: str) -> N
     """Two ranks of one engine, with and without graphs that hold their sums."""
     make_model(tmp_path, "llama")
     expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
-    for is_eager in (True, False):
+    for mode in ("none", "full_decode_only", "full_and_piecewise"):
         settings: dict[str, Any] = {"tensor_parallel_size": 2, "all_reduce": all_reduce}
         found = asyncio.run(
             tokens_of_engine(
-                tmp_path, device="cuda", attention_backend="triton", enforce_eager=is_eager, **settings
+                tmp_path, device="cuda", attention_backend="triton", cudagraph_mode=mode, **settings
             )
         )
-        assert_same_tokens(found, expected, (all_reduce, is_eager))
+        assert_same_tokens(found, expected, (all_reduce, mode))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -58,8 +62,9 @@ def test_a_handover_gives_the_tokens_of_the_cpu(tmp_path: Path, transport: str) 
     """In float32, with prompts of several chunks and layer groups."""
     make_model(tmp_path, "llama")
     expected = asyncio.run(tokens_of_engine(tmp_path, device="cpu"))
-    found = asyncio.run(tokens_of_pair(tmp_path, transport, device="cuda"))
-    assert_same_tokens(found, expected, transport)
+    for mode in ("full_decode_only", "full_and_piecewise"):
+        found = asyncio.run(tokens_of_pair(tmp_path, transport, device="cuda", cudagraph_mode=mode))
+        assert_same_tokens(found, expected, (transport, mode))
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

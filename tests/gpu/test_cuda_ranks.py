@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from engine.compute.forward_graphs import CudaRecorder
+from engine.compute.recording import CudaRecorder
 from engine.distributed.process_group import TorchRankGroup, listen_for_ranks, open_store
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]

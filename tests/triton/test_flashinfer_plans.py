@@ -34,8 +34,8 @@ class FakeWrapper:
     def plan(self, *arguments: Any, **options: Any) -> None:
         self.plans.append((arguments, options))
 
-    def run(self, query: Tensor, cache: Tensor) -> Tensor:
-        return torch.zeros_like(query)
+    def run(self, query: Tensor, cache: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(query) if out is None else out.zero_()
 
 
 class Ready:

@@ -12,16 +12,18 @@ from engine.attention.splits import CHUNK_SPLIT, DECODE_SPLIT
 from engine.attention.triton_paged import PagedAttention
 from engine.compute.forward import fused
 from engine.compute.forward_plain import PlainForward
+from engine.compute.piecewise import PiecewiseGraphs
 from engine.compute.profiling import null_layers, profile_inputs, reserving_steps
 from engine.fused.decoder import FusedDecoder
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
+from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
 from tests.fused_cases import HEADS, check_gate, check_norm, check_turn, random
-from tests.graph_rig import CASE, MAX_LEN, Rig
+from tests.graph_rig import CASE, MAX_LEN, NUM_BLOCKS, Rig
 
 pytestmark = [
     pytest.mark.triton,
@@ -64,6 +66,32 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
     assert rig.replays() == {8: 1, 4: 1, 1: 1}
     states = random(3, loaded.info.vocab_size // 2)[:, :64]
     assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_steps_in_pieces_equal_its_modules(tmp_path: Path, family: str) -> None:
+    """One kernel stores KV at the slots of the step, and columns without a token store nothing."""
+    make_checkpoint(tmp_path, family, **DECODERS[family])
+    loaded = load(tmp_path, "float32", None, CPU)
+    plain = PlainForward(loaded.model, create_backend("torch"), CASE.block_size, CPU)
+    recorder = RerunRecorder()
+    own = PlainForward(fused_model(loaded), create_backend("triton"), CASE.block_size, CPU)
+    pieces = PiecewiseGraphs(own, recorder, [16, 32])
+    pools = [torch.zeros(NUM_BLOCKS, *CASE.pool(CASE.inputs()).shape[1:]) for _ in range(2)]
+    pieces.capture(list(pools[1].unbind(1)))
+    assert not pools[1].any()
+    for work in (((3, 1), (0, 9), (17, 5)), ((0, 16), (30, 1)), ((5, 2), (9, 1))):
+        case = replace(CASE, work=work)
+        inputs = case.inputs(MAX_LEN)
+        for pool in pools:
+            pool[: case.num_blocks] = case.pool(inputs)
+        with torch.inference_mode():
+            expected = plain.forward(inputs, list(pools[0].unbind(1)))
+            states = pieces.forward(inputs)
+        assert states is not None
+        torch.testing.assert_close(states, expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(*pools, atol=1e-5, rtol=1e-4, equal_nan=True)
+    assert [each.num_replays for each in recorder.pieces] == [1, 2]
 
 
 def test_weights_are_stored_once_and_used_by_both(tmp_path: Path) -> None:
