@@ -11,6 +11,7 @@ from autoscaler.default_timing import default_timing, with_sizes
 from autoscaler.demand import Corrections
 from autoscaler.signals import PoolSignals
 from autoscaler.simulation.load import Lengths, arrivals, steps
+from autoscaler.simulation.report import Report
 from autoscaler.timing_model import TimingModel
 from tests.autoscaler.cases import QUIET, TIMING, D, P, simulate
 
@@ -44,11 +45,18 @@ def guess(factor: float) -> TimingModel:
     )
 
 
+LOAD = arrivals(steps((0, 2), (300, 8)), 8, 1200, LENGTHS, 3)
+
+
+@pytest.fixture(scope="module")
+def right() -> Report:
+    """A run with the measured model."""
+    return simulate(LOAD, 1200)
+
+
 @WRONG
-def test_a_guess_that_is_wrong_leads_to_the_pools_of_a_measured_model(factor: float) -> None:
-    load = arrivals(steps((0, 2), (300, 8)), 8, 1200, LENGTHS, 3)
-    guessed = simulate(load, 1200, believed=guess(factor))
-    right = simulate(load, 1200)
+def test_a_guess_that_is_wrong_leads_to_the_pools_of_a_measured_model(factor: float, right: Report) -> None:
+    guessed = simulate(LOAD, 1200, believed=guess(factor))
     assert guessed.num_answers == guessed.num_requests
     assert guessed.attainment >= right.attainment - 0.05
     for role in (P, D):

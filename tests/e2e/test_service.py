@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
 BLOCK_BYTES = 32768
+REPLAYED_TOKENS = 600
 LONG = {
     "model": "demo",
     "prompt": "Hello",
@@ -187,7 +188,9 @@ async def stream_text(service: Service, victim: int | None) -> str:
     lines = []
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"http://{service.http}/v1/completions", json=LONG) as stream,
+        session.post(
+            f"http://{service.http}/v1/completions", json={**LONG, "max_tokens": REPLAYED_TOKENS}
+        ) as stream,
     ):
         async for line in stream.content:
             if line.strip():

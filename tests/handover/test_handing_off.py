@@ -20,7 +20,7 @@ from tests.engine_pair import EnginePair, Sides, outputs_of, running_pair, token
 from tests.handover.handing_off import Moving, ping_pong
 
 PROMPT = [random.Random(8).randrange(5, 250) for _ in range(41)]
-NUM_TOKENS = 160
+NUM_TOKENS = 96
 SEEDED = SamplingParams(temperature=1.3, seed=77, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=2)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 

@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -57,13 +58,19 @@ def test_its_text_stands_once_in_its_file_and_can_be_replaced(mutant: Mutant) ->
     check_syntax(mutant, mutated)
 
 
+@cache
+def names_in(path: str) -> set[str]:
+    """Return the names of a file's tests, and of its state machines."""
+    body = ast.parse((REPOSITORY / path).read_text()).body
+    names = {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    machines = {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)}
+    return names | {f"{machine}::runTest" for machine in machines}
+
+
 @EVERY
 def test_its_test_exists(mutant: Mutant) -> None:
     path, _, name = mutant.test.partition("::")
-    tree = ast.parse((REPOSITORY / path).read_text())
-    names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
-    machines = {ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)}
-    assert name.partition("[")[0] in names | {f"{machine}::runTest" for machine in machines}
+    assert name.partition("[")[0] in names_in(path)
 
 
 def test_no_law_is_without_a_mutant() -> None:

@@ -7,6 +7,7 @@ takes a public fake or a real service.
 
 import ast
 from collections import Counter
+from functools import cache
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -55,6 +56,12 @@ ALLOWED = {
 }
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    """Return the syntax tree of a file, which two tests walk."""
+    return ast.parse(path.read_text())
+
+
 def patches_in(path: Path) -> int:
     """Return the number of calls of ``monkeypatch`` that replace code; changed variables and folders do not count."""
     return sum(
@@ -63,7 +70,7 @@ def patches_in(path: Path) -> int:
         and node.func.attr in _PATCHES
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id in ("monkeypatch", "patch", "patched")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
     )
 
 
@@ -75,7 +82,7 @@ def test_code_is_replaced_only_where_it_is_listed() -> None:
 def test_no_test_uses_mock() -> None:
     """Its objects accept every call, so a test passes after the real one has changed."""
     for path in TESTS.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
                 assert not any(name == "mock" or name.startswith("unittest.mock") for name in names), path

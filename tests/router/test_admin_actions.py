@@ -1,13 +1,15 @@
 """The actions of a router's admin port, and who may use them."""
 
+import asyncio
 import logging
 
 import pytest
 
 from contract.identity import Role
+from protos import worker_pb2 as pb
 from router.testing.script import Script
 from tests.router.cluster import running_cluster
-from tests.router.test_worker_admin import ADMIN, bearer
+from tests.router.test_worker_admin import ADMIN, bearer, obey
 from tests.text.tiny_model import END
 
 HELLO = Script(tokens=[END])
@@ -37,7 +39,8 @@ async def test_the_log_names_the_operator_of_an_action(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO)
     async with running_cluster(HELLO, (Role.AGGREGATED,), admin_keys=ADMIN) as cluster:
         url = f"http://{cluster.service.addresses.admin}/admin/workers/both-0/drain"
-        async with cluster.session.post(url, headers=bearer(ADMIN)):
-            pass
+        drained = asyncio.create_task(cluster.session.post(url, headers=bearer(ADMIN)))
+        await obey(cluster.workers["both-0"], pb.Credit(is_draining=True, drain_seconds=7))
+        (await drained).release()
     assert "worker both-0 is drained by 127.0.0.1 with admin key " in caplog.text
     assert ADMIN not in caplog.text

@@ -209,10 +209,20 @@ async def test_the_sdks_read_past_them() -> None:
         AsyncOpenAI(base_url=cluster.url("/v1"), api_key="none", max_retries=0) as openai,
         AsyncAnthropic(base_url=cluster.url(""), api_key="none", max_retries=0) as anthropic,
     ):
-        chat = await openai.chat.completions.create(model="tiny", messages=HI, stream=True)
-        said = "".join([chunk.choices[0].delta.content or "" async for chunk in chat])
-        responses = await openai.responses.create(model="tiny", input="hi", stream=True)
-        parts = [event.delta async for event in responses if event.type == "response.output_text.delta"]
-        async with anthropic.messages.stream(model="tiny", max_tokens=64, messages=HI) as stream:
-            message = await stream.get_final_text()
-    assert said == "".join(parts) == message == ANSWER
+
+        async def chat() -> str:
+            chunks = await openai.chat.completions.create(model="tiny", messages=HI, stream=True)
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+
+        async def response() -> str:
+            events = await openai.responses.create(model="tiny", input="hi", stream=True)
+            return "".join(
+                [event.delta async for event in events if event.type == "response.output_text.delta"]
+            )
+
+        async def message() -> str:
+            async with anthropic.messages.stream(model="tiny", max_tokens=64, messages=HI) as stream:
+                return await stream.get_final_text()
+
+        told, heard, written = await asyncio.gather(chat(), response(), message())
+    assert told == heard == written == ANSWER
