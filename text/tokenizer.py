@@ -10,11 +10,12 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 
-from contract.errors import InternalError, SettingError
+from contract.errors import InvalidRequestError, SettingError
 from contract.model_folder import MAX_TOKENIZER_BYTES, read_json_object, read_text
 from text.growth import check_added, check_growth
 from text.length_bound import LengthBound
 from text.message_tokens import MessageEncoder
+from text.pattern_trial import check_patterns
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE_MARK = "▁"
@@ -70,6 +71,7 @@ class Tokenizer:
         _check_added_tokens(config)
         try:
             check_growth(text)
+            check_patterns(text)
             check_added([entry["content"] for entry in config.get(_ADDED, {}).values()])
             with PanicsAsErrors():
                 tokenizer = cls(FastTokenizer.from_str(text), config)
@@ -167,15 +169,17 @@ class Tokenizer:
 
 
 class PanicsAsErrors:
-    """A block that turns a panic of the library into InternalError: its own class is not an Exception, and ends a thread."""
+    """A block that turns a panic of the library into an error of the text: its class is no Exception, and ends a thread."""
 
     def __enter__(self) -> None:
         """Do nothing."""
 
     def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        """Raise InternalError for a panic."""
+        """Raise InvalidRequestError for a panic."""
         if type(error).__name__ == "PanicException":
-            raise InternalError(f"the model's tokenizer failed: {str(error)[:_MAX_SHOWN]}") from error
+            raise InvalidRequestError(
+                f"the model's tokenizer failed on this text: {str(error)[:_MAX_SHOWN]}"
+            ) from error
 
 
 def _check_added_tokens(config: Mapping[str, Any]) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
-from contract.errors import InternalError, SettingError
+from contract.errors import InvalidRequestError, SettingError
 from tests.text.tiny_model import model_files, write_model
 from text.growth import MAX_GROWTH, check_growth
+from text.pattern_trial import check_patterns
 from text.tokenizer import Tokenizer
 
 TEN_OF_ONE = {"type": "Replace", "pattern": {"Regex": "."}, "content": "x" * 10}
@@ -49,7 +51,7 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         "its post_processor can turn one character into more than 16",
     ),
     (lambda spec: spec.update(post_processor=NO_TOKEN), "tokenizer.json is not a valid tokenizer"),
-    (steps("normalizer", EMPTY), "the model's tokenizer failed: index out of bounds"),
+    (steps("normalizer", EMPTY), "the model's tokenizer failed on this text: index out of bounds"),
     (
         steps("normalizer", {"type": "Precompiled", "precompiled_charsmap": "////////"}),
         "shorter than its declared length",
@@ -78,13 +80,61 @@ def test_a_hostile_tokenizer_is_refused_by_name(
     assert len(caught.value.message) < 1000
 
 
+def splitting(pattern: str) -> Callable[[dict[str, Any]], None]:
+    """Return a change that lets a tokenizer split texts by this pattern."""
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    return steps("pre_tokenizer", split)
+
+
 def test_a_panic_while_a_text_is_tokenized_is_the_callers_error(tmp_path: Path) -> None:
-    """L8: the request's connection was closed without an answer."""
-    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
-    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, steps("pre_tokenizer", split)))
+    """L8: the request's connection was closed without an answer. The trial at the start does not find every text."""
+    text = (folder_with(tmp_path, splitting("(a+)+$")) / "tokenizer.json").read_text()
+    tokenizer = Tokenizer(FastTokenizer.from_str(text), {})
     assert tokenizer.encode("aa")
-    with pytest.raises(InternalError, match="the model's tokenizer failed"):
+    with pytest.raises(InvalidRequestError, match="the model's tokenizer failed on this text"):
         tokenizer.encode("a" * 60 + "b")
+
+
+EXPLODING = [
+    "(a+)+$",
+    r"(\w+\s?)+$",
+    "(x+x+)+y",
+    r"(\p{L}|\p{L}\p{L})*!!",
+    "(?:(?:z|zz)+)+q",
+    "(",
+    r"(.*)(.*)(.*)(.*)\d=k",
+]
+PUBLISHED = [
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s+",
+    " {2,}",
+]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "place"),
+    [*((one, "pre_tokenizer") for one in EXPLODING), (EXPLODING[0], "normalizer"), (EXPLODING[0], "decoder")],
+)
+def test_a_pattern_that_explodes_is_refused(pattern: str, place: str) -> None:
+    """A8: a text of 60 characters took 1.7 s, one of 64 KiB 500 s; wherever the pattern stands."""
+    step = {"type": "Sequence", "inner": [{"type": "Split", "pattern": {"Regex": pattern}}]}
+    with pytest.raises(ValueError, match="takes too long on some text, or fails"):
+        check_patterns(json.dumps({place: step, "model": {"vocab": {"Regex": 1}}}))
+
+
+def test_a_folder_with_such_a_pattern_is_refused(tmp_path: Path) -> None:
+    """A8: at the start and in ``kvbaton check``, before a client can send the text."""
+    with pytest.raises(SettingError, match="takes too long"):
+        Tokenizer.from_folder(folder_with(tmp_path, splitting("(a+)+$")))
+
+
+def test_patterns_of_published_models_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    steps = [{"pattern": {"Regex": pattern}} for pattern in PUBLISHED]
+    check_patterns(json.dumps({"pre_tokenizer": {"pretokenizers": steps}}))
+    assert not caplog.records
+    check_patterns(json.dumps({"pre_tokenizer": {"pattern": {"Regex": r"\s+$"}}}))
+    assert "grows with the square" in caplog.text
 
 
 def test_what_published_tokenizers_have_is_taken() -> None:
