@@ -1,15 +1,22 @@
 """Places the workers of one machine on its GPUs, and counts how many of them share a GPU's memory."""
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
 from contract.identity import Role
 from launch.gpu_memory import visible_gpus_of
+
+logger = logging.getLogger(__name__)
+_DEVICE_FILES = Path("/dev")
+_WSL_DEVICE = "dxg"
+"""All GPUs of WSL2 are behind this one file."""
 
 
 @dataclass(frozen=True)
@@ -20,15 +27,49 @@ class DevicePlace:
     num_sharing: int
 
 
-def num_gpus(visible: str | None, library: Any = None, has_cpu_build: bool | None = None) -> int:
+def num_gpus(
+    visible: str | None,
+    library: Any = None,
+    has_cpu_build: bool | None = None,
+    device_files: Path = _DEVICE_FILES,
+) -> int:
     """Return the number of NVIDIA GPUs that this machine's workers may use, without loading torch.
 
-    visible: CUDA_VISIBLE_DEVICES. library: see ``visible_gpus_of``. has_cpu_build: torch is built for the CPU, which can use
-    none; None: as it is installed.
+    visible: CUDA_VISIBLE_DEVICES. library: see ``visible_gpus_of``; without it the files of ``device_files`` are counted.
+    has_cpu_build: torch is built for the CPU, which can use none; None: as it is installed.
     """
     if _has_cpu_build() if has_cpu_build is None else has_cpu_build:
         return 0
-    return len(visible_gpus_of(visible, library) or [])
+    gpus = visible_gpus_of(visible, library)
+    if gpus is not None:
+        return len(gpus)
+    counted = _count_files(visible, device_files)
+    if counted:
+        logger.warning(
+            "NVIDIA's management library (NVML) does not answer; the files in %s show %d GPUs, of unknown memory",
+            device_files,
+            counted,
+        )
+    return counted
+
+
+def _count_files(visible: str | None, folder: Path) -> int:
+    """Return how many GPUs the files of the driver show. A UUID in ``visible`` cannot be checked, and counts as one.
+
+    As for CUDA, what is behind a number without a GPU is ignored, and a process has one instance of a divided GPU at most.
+    """
+    num_files = len([path for path in folder.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)])
+    num_there = num_files or int((folder / _WSL_DEVICE).exists())
+    if visible is None or not num_there:
+        return num_there
+    chosen = set[str]()
+    for name in filter(None, map(str.strip, visible.split(","))):
+        if name.startswith("MIG-"):
+            return 1
+        if not name.startswith("GPU-") and not (name.isdigit() and int(name) < num_there):
+            break
+        chosen.add(name)
+    return min(len(chosen), num_there)
 
 
 def _has_cpu_build() -> bool:

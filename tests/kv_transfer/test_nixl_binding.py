@@ -12,7 +12,12 @@ from kv_transfer.transports.block_views import BlockViews, address_of
 from kv_transfer.transports.leases import Sessions
 from kv_transfer.transports.nixl.agent import Region, load, why_missing
 from kv_transfer.transports.nixl.sender import NixlSender
-from kv_transfer.transports.nixl.settings import has_nvidia_gpu, has_rdma_device, interface_of
+from kv_transfer.transports.nixl.settings import (
+    has_nvidia_gpu,
+    has_rdma_device,
+    interface_of,
+    with_host_lane,
+)
 from kv_transfer.transports.registry import auto_names
 from tests.chaos.settings import process_environment
 from tests.kv_transfer.fakes import ByteMemory
@@ -107,3 +112,43 @@ def test_a_missing_library_says_what_to_install() -> None:
 def test_a_broken_library_says_so() -> None:
     with pytest.raises(SettingError, match="cannot be loaded"):
         load("127.0.0.1", ("json.no_such_module",))
+
+
+@pytest.mark.parametrize(
+    ("lanes", "has_rdma", "wanted"),
+    [
+        ("", False, ""),
+        ("all", False, "all"),
+        ("tcp,cuda_copy", False, "tcp,cuda_copy"),
+        ("cuda_ipc,cuda_copy", True, "cuda_ipc,cuda_copy,tcp"),
+        ("cuda_ipc,cuda_copy", False, "cuda_ipc,cuda_copy,tcp"),
+        ("sm,cuda", False, "sm,cuda,tcp"),
+        ("rc,cuda", True, "rc,cuda"),
+        ("dc_mlx5,cuda", True, "dc_mlx5,cuda"),
+        ("rc,cuda", False, "rc,cuda,tcp"),
+        ("\\rc,cuda", True, "\\rc,cuda"),
+        ("^sm", False, "^sm"),
+        ("^tcp", True, "^tcp"),
+        ("^tcp", False, "all"),
+        ("^tcp,sm", False, "^sm"),
+        ("^tcp,rc,ud", True, "^rc,ud"),
+    ],
+)
+def test_a_list_of_lanes_gets_one_to_host_memory(lanes: str, has_rdma: bool, wanted: str) -> None:
+    """The first read of each peer is of its table of generations, in host memory."""
+    assert with_host_lane(lanes, has_rdma=has_rdma) == wanted
+    assert with_host_lane(wanted, has_rdma=has_rdma) == wanted
+
+
+def test_the_users_lanes_are_widened_for_this_process_with_a_sentence() -> None:
+    script = (
+        "import logging, os; logging.basicConfig(level='WARNING');"
+        "from kv_transfer.transports.nixl.settings import prepare_ucx; prepare_ucx('127.0.0.1');"
+        "print(os.environ['UCX_TLS'])"
+    )
+    environment = process_environment() | {"UCX_TLS": "cuda_ipc"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout == "cuda_ipc,tcp\n"
+    assert "UCX_TLS is 'cuda_ipc'" in ended.stderr and "takes 'cuda_ipc,tcp'" in ended.stderr

@@ -186,8 +186,37 @@ def test_gpus_are_counted_by_the_driver() -> None:
         None: 3, "": 0, "-1": 0, "2": 1, "1,0": 2, "0,7,1": 1, "GPU-1,0": 2, "GPU-": 0, "0,-1,1": 1,
     }  # fmt: skip
     assert num_gpus(None, driver, has_cpu_build=True) == 0
-    assert num_gpus(None, PlayedDriver(None), has_cpu_build=False) == 0
     assert driver.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "visible", "number"),
+    [
+        (["nvidia0", "nvidia1", "nvidia11", "nvidiactl", "nvidia-uvm", "nvidia-caps"], None, 3),
+        (["nvidia3"], None, 1),
+        (["nvidia0", "nvidia1"], "1", 1),
+        (["nvidia0", "nvidia1"], "1,0", 2),
+        (["nvidia0", "nvidia1"], "0,7,1", 1),
+        (["nvidia0", "nvidia1"], "", 0),
+        (["nvidia0", "nvidia1"], "-1", 0),
+        (["nvidia0", "nvidia1"], "GPU-aa,GPU-bb,GPU-cc", 2),
+        (["nvidia0", "nvidia1"], "MIG-aa,MIG-bb", 1),
+        (["dxg"], None, 1),
+        (["nvidiactl"], None, 0),
+        ([], "0", 0),
+    ],
+)
+def test_without_the_drivers_library_its_files_are_counted(
+    files: list[str], visible: str | None, number: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its library is missing in some containers: their workers used the CPU, without a word."""
+    for name in files:
+        (tmp_path / name).touch()
+    found = num_gpus(visible, PlayedDriver(None), has_cpu_build=False, device_files=tmp_path)
+    assert found == number
+    assert (f"show {number} GPUs, of unknown memory" in caplog.text) is (number > 0)
+    assert num_gpus(visible, PlayedDriver(None), has_cpu_build=True, device_files=tmp_path) == 0
+    assert num_gpus(None, PlayedDriver([80]), has_cpu_build=False, device_files=tmp_path) == 1
 
 
 @pytest.mark.parametrize(

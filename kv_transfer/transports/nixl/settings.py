@@ -17,6 +17,11 @@ _NVIDIA_DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/l
 """The second one is that of WSL2, which has no driver of its own in the kernel."""
 
 
+_ANY_LANES = frozenset({"all", "tcp"})
+_RDMA_LANES = ("ib", "rc", "ud", "dc")
+"""Names of UCX's lanes that need an RDMA card begin so."""
+
+
 def has_rdma_device(folder: Path = _RDMA_DEVICES) -> bool:
     """Return True if a network card here can read another machine's memory."""
     return folder.is_dir() and any(folder.iterdir())
@@ -42,9 +47,37 @@ def prepare_ucx(host: str) -> None:
             defaults["UCX_NET_DEVICES"] = interface
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
+    lanes = os.environ.get("UCX_TLS", "")
+    if (wider := with_host_lane(lanes, has_rdma=has_rdma_device())) != lanes:
+        os.environ["UCX_TLS"] = wider
+        logger.warning(
+            "UCX_TLS is %r, by which no other machine's host memory can be read, as the first read of each peer needs; this "
+            "process takes %r",
+            lanes,
+            wider,
+        )
     logger.info(
         "UCX opens ports of its own on %s (UCX_NET_DEVICES)", os.environ.get("UCX_NET_DEVICES", "all devices")
     )
+
+
+def with_host_lane(lanes: str, *, has_rdma: bool) -> str:
+    """Return the value of UCX_TLS ``lanes``, with tcp if no lane of it reads host memory of another machine.
+
+    lanes: names separated by commas; behind a "^" those that are left out; empty: all of them. The generation of a lease is
+    in host memory, also if the pool is on a GPU, and shared memory does not reach other machines.
+    """
+    is_exclusion = lanes.startswith("^")
+    names = [name for name in lanes.removeprefix("^").split(",") if name]
+    known = {name.strip().lower().lstrip("\\") for name in names}
+    if is_exclusion:
+        is_rdma_left = has_rdma and not any(name.startswith(_RDMA_LANES) for name in known)
+        if not known & _ANY_LANES or is_rdma_left:
+            return lanes
+        kept = [name for name in names if name.strip().lower().lstrip("\\") not in _ANY_LANES]
+        return "^" + ",".join(kept) if kept else "all"
+    is_enough = bool(known & _ANY_LANES) or (has_rdma and any(name.startswith(_RDMA_LANES) for name in known))
+    return lanes if is_enough or not names else f"{lanes},tcp"
 
 
 def require_whole_allocations(environment: Mapping[str, str] = os.environ) -> None:
