@@ -82,7 +82,7 @@ mutants: install ## break one law at a time in a copy; a named test must see eac
 explore: install ## explore the hand-over's protocol in all sizes (some minutes); prints a trace where a law breaks
 	$(BIN)/python -m pytest tests/protocol -m "" -s $(ARGS)
 
-soak: install ## run the chaos tests' large counts once (a quarter of an hour); writes benchmarks/results/soak.json
+soak: install ## run the chaos tests' large counts once (two hours; ARGS="--only attack": a third of an hour); writes benchmarks/results/soak.json
 	$(BIN)/python -m benchmarks.soak $(ARGS)
 
 chaos: install ## change and break a pool under load for ten minutes, shrink and restart it; writes benchmarks/results/chaos.json
