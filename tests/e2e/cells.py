@@ -13,9 +13,9 @@ Json = dict[str, Any]
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 _DRAWN: Json = {"temperature": 1.4, "top_p": 0.95, "return_token_ids": True}
 _NO_END = {"1": -100}
-_TEXT: Json = {**_DRAWN, "prompt": "The old moose sat near", "logit_bias": _NO_END, "max_tokens": 200}
+_TEXT: Json = {**_DRAWN, "prompt": "The old moose sat near", "logit_bias": _NO_END, "max_tokens": 110}
 _TALK: Json = {**_DRAWN, "messages": [{"role": "user", "content": "lamp: fox\ncomet: ginger"}]}
-_LONG = {"type": "string", "minLength": 120, "maxLength": 140, "pattern": "^[a-z ]*$"}
+_LONG = {"type": "string", "minLength": 60, "maxLength": 72, "pattern": "^[a-z ]*$"}
 _OBJECT: Json = {"type": "object", "properties": {"text": _LONG}, "required": ["text"]}
 _OBJECT["additionalProperties"] = False
 _TOOLS = [
@@ -35,7 +35,7 @@ CELLS: dict[str, tuple[str, Json]] = {
     ),
     "regex": (
         COMPLETION,
-        {**_TEXT, "seed": 4, "logit_bias": {}, "guided_regex": "([a-z]{2,9} ){30}[0-9]{4}"},
+        {**_TEXT, "seed": 4, "logit_bias": {}, "guided_regex": "([a-z]{2,9} ){12}[0-9]{4}"},
     ),
     "required": (CHAT, {**_TALK, "seed": 5, "tools": _TOOLS, "tool_choice": "required"}),
     "named": (
@@ -61,11 +61,11 @@ CELLS: dict[str, tuple[str, Json]] = {
     "echo": (COMPLETION, {**_TEXT, "seed": 13, "echo": True, "logprobs": 2, "n": 2}),
     "chat_logprobs": (
         CHAT,
-        {**_TALK, "seed": 9, "logprobs": True, "top_logprobs": 2, "logit_bias": _NO_END, "max_tokens": 200},
+        {**_TALK, "seed": 9, "logprobs": True, "top_logprobs": 2, "logit_bias": _NO_END, "max_tokens": 110},
     ),
-    "stop": (COMPLETION, {**_TEXT, "seed": 10, "stop": ["qq", "e ", ".", "k\n"], "min_tokens": 150}),
+    "stop": (COMPLETION, {**_TEXT, "seed": 10, "stop": ["qq", "e ", ".", "k\n"], "min_tokens": 70}),
     "logit_bias": (COMPLETION, {**_TEXT, "seed": 11, "logit_bias": {**_NO_END, "264": 4.0, "69": -100}}),
-    "min_tokens": (COMPLETION, {**_TEXT, "seed": 12, "logit_bias": {}, "min_tokens": 160}),
+    "min_tokens": (COMPLETION, {**_TEXT, "seed": 12, "logit_bias": {}, "min_tokens": 80}),
 }
 STREAMED = {name: cell for name, cell in CELLS.items() if name != "best_of"}
 """``best_of`` above ``n`` cannot stream."""
