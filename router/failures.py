@@ -7,7 +7,9 @@
 4. A worker that rejected the request because of its length is not tried again; a larger one is.
 5. After ``max_replays`` failures in a row, or four times as many in all, the client receives the last error. A counter that
    each token resets does not bound them: a request may fail after every token.
-6. After ``max_worker_deaths`` workers were lost with it, the client receives an error: the request may be the cause.
+6. When one more death would be the last, the request is a suspect: it runs where no other suspect does
+   (``suspects.py``), so that a bystander does not end for what another request has done.
+7. After ``max_worker_deaths`` workers were lost with it, the client receives an error: the request may be the cause.
 
 A leg that a draining worker gives up is no failure: other workers continue, and none is avoided for it.
 """
@@ -80,6 +82,11 @@ class Failures:
     def is_local(self) -> bool:
         """True when no further hand-over is tried."""
         return self._num_transfer_failures >= MAX_TRANSFER_FAILURES or self._totals.is_local
+
+    @property
+    def is_suspect(self) -> bool:
+        """True if workers were lost with the request, and the next one would be the last."""
+        return 0 < self._totals.num_deaths == self._totals.max_deaths - 1
 
     @property
     def pause_seconds(self) -> float:

@@ -33,9 +33,9 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     together at the most; with may_be_cut a worker that ends the answer earlier is chosen if no other is attached for a
     while. prefer: the prefill worker whose prefix cache holds the prompt. avoid: workers where an earlier attempt failed;
     they are chosen only if no other worker has their role, even if none has room. too_small: workers that rejected the
-    request because of its length, and others that must not be chosen. is_replay: an earlier attempt was begun. is_local:
-    the plan's fallback is required, because handing over KV has failed again and again. may_overdraw: it is so short that
-    it is placed although all tokens of a worker are promised.
+    request because of its length, and others that must not be chosen. full: workers that count as full. is_replay: an
+    earlier attempt was begun. is_local: the plan's fallback is required, because handing over KV has failed again and
+    again. may_overdraw: it is so short that it is placed although all tokens of a worker are promised.
     """
 
     num_prompt_tokens: int
@@ -48,6 +48,7 @@ class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefer: str | None = None
     avoid: frozenset[str] = frozenset()
     too_small: frozenset[str] = frozenset()
+    full: frozenset[str] = frozenset()
     is_replay: bool = False
     is_local: bool = False
     may_overdraw: bool = False
@@ -210,6 +211,7 @@ class _Choice:
         return (
             worker.size in self._sizes
             and worker_id not in self._taken
+            and worker_id not in self._request.full
             and worker_id not in self._request.too_small
             and worker_id not in excluded
             and _has_room(worker.view, self._request)

@@ -15,6 +15,7 @@ from router.request_run import RequestRuns
 from router.request_tracker import RequestTracker
 from router.running_shares import RunningShares
 from router.settings import RouterSettings
+from router.suspects import Suspects
 from router.tasks import TaskSet
 from router.tenancy import TenantRules
 from router.tokenizing import TokenizerThreads
@@ -39,7 +40,12 @@ class RequestPath:
         )
         unread = UnreadBytes(settings.client_buffer_bytes, settings.max_unread_bytes)
         self.runs = RequestRuns(
-            self.queue, unreachable, unread, settings.max_replays, settings.max_worker_deaths
+            self.queue,
+            unreachable,
+            unread,
+            settings.max_replays,
+            settings.max_worker_deaths,
+            Suspects(self.registry, self.changes),
         )
         preparer = RequestPreparer(
             self.models,

@@ -8,6 +8,7 @@ the requests of its priority that were not begun yet. Tokens of older attempts t
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from msgspec import structs
@@ -29,8 +30,11 @@ from router.legs import CONTINUATION, LEG_KINDS, LegKind
 from router.policy import PlacementRequest
 from router.prepared_request import PreparedRequest
 from router.reservation import Reservation
+from router.suspects import Suspects
 from router.tracked_request import TrackedRequest
 from router.unreachable_pairs import UnreachablePairs
+
+_NO_TURN = nullcontext(frozenset[str]())
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class RequestRuns:
     unread: UnreadBytes
     max_replays: int
     max_worker_deaths: int
+    suspects: Suspects
     kinds: Mapping[str, LegKind] = field(default_factory=lambda: LEG_KINDS)
     open_runs: "set[RequestRun]" = field(default_factory=set)
 
@@ -117,9 +122,12 @@ class RequestRun:
 
     def close(self) -> None:
         """End the attempt that runs. Does nothing the second time."""
-        attempt = self._attempt
-        self._attempt = None
-        if attempt:
+        self._end_attempt()
+        self._parts.suspects.remove(self)
+
+    def _end_attempt(self) -> None:
+        if attempt := self._attempt:
+            self._attempt = None
             attempt.close()
 
     def leave(self, worker: AttachedWorker, error: KvbatonError, *, only_unstarted: bool = False) -> bool:
@@ -138,7 +146,7 @@ class RequestRun:
                 batch = await attempt.next(self._taking(attempt, take))
             except KvbatonError as error:
                 attempt = self._attempt or attempt  # the answer may have been moved meanwhile
-                self.close()
+                self._end_attempt()
                 self._failures.note(attempt, error)
                 self.tracked.replayed(error, len(self._delivered))
             else:
@@ -190,10 +198,18 @@ class RequestRun:
     async def _begin_attempts(self, runs: "Sequence[RequestRun]") -> None:
         """Wait for workers, and begin an attempt there for each of the first runs, for as many as are admitted."""
         request = self._placement_request(len(runs))
+        deadline = self.request.deadline
+        suspects = self._parts.suspects
+        turn = suspects.turn(self, request, deadline) if self._failures.is_suspect else _NO_TURN
         try:
-            queue = self._parts.queue
-            with await queue.reserve(request, self._order(request), self.request.deadline) as reservation:
-                begin([run.new_attempt(reservation) for run in runs[: reservation.num_choices]], reservation)
+            async with turn as occupied:
+                request = structs.replace(request, full=occupied) if occupied else request
+                with await self._parts.queue.reserve(
+                    request, _order(self.request, request), deadline
+                ) as reservation:
+                    begin(
+                        [run.new_attempt(reservation) for run in runs[: reservation.num_choices]], reservation
+                    )
         except TimeoutError:
             raise deadline_error(len(self._delivered)) from None
         except UnavailableError as error:
@@ -259,11 +275,11 @@ class RequestRun:
             plan=CONTINUATION,
             num_prompt_tokens=len(self.request.prompt_token_ids) + self.num_known_tokens,
             may_be_cut=False,
-            too_small=self._failures.too_small | excluded,
+            too_small=self._failures.too_small | excluded | self._parts.suspects.occupied(self),
             is_replay=True,
             is_local=False,
         )
-        return request, self._order(request)
+        return request, _order(self.request, request)
 
     def _placement_request(self, num_choices: int) -> PlacementRequest:
         request = self.request
@@ -283,13 +299,13 @@ class RequestRun:
             is_local=failures.is_local,
         )
 
-    def _order(self, placement: PlacementRequest) -> QueueOrder:
-        request = self.request
-        return QueueOrder(
-            priority=request.priority,
-            tenant=request.tenant,
-            family=request.family,
-            arrival=request.arrival,
-            cost=float(placement.num_tokens + 1),
-            is_replay=placement.is_replay,
-        )
+
+def _order(request: PreparedRequest, placement: PlacementRequest) -> QueueOrder:
+    return QueueOrder(
+        priority=request.priority,
+        tenant=request.tenant,
+        family=request.family,
+        arrival=request.arrival,
+        cost=float(placement.num_tokens + 1),
+        is_replay=placement.is_replay,
+    )

@@ -34,6 +34,7 @@ from router.request_run import RequestRuns
 from router.request_tracker import RequestTracker
 from router.reservation import Reservation
 from router.start_limiter import StartLimiter
+from router.suspects import Suspects
 from router.tasks import TaskSet
 from router.testing.script import Script, Writer
 from router.testing.worker import ScriptedWorker
@@ -124,7 +125,9 @@ async def three_workers(encoder: Script | Writer) -> AsyncIterator[Trio]:
     registry = Registry(changes)
     tasks = TaskSet()
     unread = UnreadBytes(10_000, 100_000)
-    runs = RequestRuns(ThreeLegs(registry), UnreachablePairs(), unread, 3, 3, kinds=KINDS)
+    runs = RequestRuns(
+        ThreeLegs(registry), UnreachablePairs(), unread, 3, 3, Suspects(registry, changes), kinds=KINDS
+    )
     metrics = RouterMetrics()
     cluster = router_tls(SECRET)
     server = grpc.aio.server(options=internal_server_options(3.0))
