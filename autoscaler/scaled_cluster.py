@@ -18,7 +18,7 @@ from contract.addresses import local_address
 from contract.identity import Role
 from launch.child_settings import from_file
 from launch.devices import num_gpus
-from launch.local_cluster import WhenReady, cluster_secret, supervise
+from launch.local_cluster import WhenReady, cluster_secret, run_until_signal, supervise
 from launch.machine_settings import UpSettings
 from launch.memory_plan import check_memory, weight_bytes
 from launch.model import check_model, find_model
@@ -30,7 +30,6 @@ from launch.settings import child_environment, variable, visible_gpus
 from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from serving.api_keys import first_key
-from serving.signals import until_stopped
 
 logger = logging.getLogger(__name__)
 
@@ -52,22 +51,25 @@ def timing_of(settings: UpSettings, model: Path) -> TimingModel:
     return default_timing(weight_bytes(model), has_gpu=has_gpu)
 
 
-async def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
+def run_scaled(settings: UpSettings, when_ready: WhenReady) -> None:
     """Start the least workers and scale the pools, as ``launch.local_cluster.run_local`` does without scaling.
 
     Nothing is measured before ``when_ready``: without a timing file the law begins with a guess, which the readings of what
     is served replace.
     """
     policy = policy_of(settings)
-    model = await asyncio.to_thread(find_model, settings.model)
+    model = find_model(settings.model)
     timing = timing_of(settings, model)
-    async with until_stopped() as stopped:
+
+    async def serve(stopped: asyncio.Event, use: WhenReady) -> None:
         largest = settings.with_largest_pools()
         await asyncio.to_thread(check_model, settings, model)
         await asyncio.to_thread(check_memory, largest, model)
         with cluster_secret(settings.secret_file) as secret_file:
             specs = local_processes(largest, model, secret_file, router_defaults=settings.router_defaults)
-            await _serve(settings, specs, policy, timing, stopped, when_ready)
+            await _serve(settings, specs, policy, timing, stopped, use)
+
+    asyncio.run(run_until_signal(serve, when_ready))
 
 
 async def _serve(

@@ -71,12 +71,10 @@ def main() -> None:
         if given.show:
             sys.stdout.write(f"{json.dumps(shown(plan), indent=2)}\n")
             return
-        running = (
-            use_running(plan, given.service, given.admin, given.admin_keys_file)
-            if given.service
-            else run(plan)
-        )
-        recording = asyncio.run(running)
+        if given.service:
+            recording = asyncio.run(use_running(plan, given.service, given.admin, given.admin_keys_file))
+        else:
+            recording = run(plan)
     publish(figures_of(plan, recording), given.name, given.results)
     sys.exit(bool(recording.errors))
 
@@ -126,7 +124,7 @@ def measured(model: str, folder: Path) -> Path:
     return path
 
 
-async def run(plan: Plan) -> Recording:
+def run(plan: Plan) -> Recording:
     """Start the service, send the load, stop the service."""
     recordings: list[Recording] = []
 
@@ -137,7 +135,7 @@ async def run(plan: Plan) -> Recording:
             router = RouterAdmin(facts[ROUTER]["admin"], session)
             recordings.append(await record(endpoint.url, model, router, plan.load, plan.seed))
 
-    await run_scaled(plan.settings, use)
+    run_scaled(plan.settings, use)
     if not recordings:
         sys.exit("stopped before the end of the load")
     return recordings[0]

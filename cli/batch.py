@@ -25,8 +25,8 @@ from launch.local_cluster import run_local
 from launch.progress import progress_bar
 from launch.router_processes import ROUTER
 from launch.spec import Facts
+from serving import signals
 from serving.logs import configure_logs
-from serving.signals import until_stopped
 
 
 def batch(arguments: Sequence[str]) -> None:
@@ -35,10 +35,12 @@ def batch(arguments: Sequence[str]) -> None:
     settings.refuse_contradictions()
     configure_logs("batch", settings.log_level)
     work = Batch(settings)
-    asyncio.run(work.run())
+    try:
+        work.run()
+    except KeyboardInterrupt:
+        print(f"kvbaton: {work.account()}", file=sys.stderr)
+        raise
     print(f"kvbaton: {work.account()}", file=sys.stderr)
-    if not work.is_over:
-        sys.exit(130)
     if work.num_failed:
         raise KvbatonError(
             f"{work.num_failed} of {work.num_lines} lines have no answer; see {settings.output} for the reasons"
@@ -69,21 +71,12 @@ class Batch:
 
         return f"stopped. {counts}; run the same command again to continue"
 
-    async def run(self) -> None:
-        """Send requests until all are answered or a signal arrives. Raises UnavailableError when the service goes away."""
+    def run(self) -> None:
+        """Send requests until all are answered. Raises UnavailableError when the service goes away."""
         if self._settings.url is None:
-            await run_local(self._settings, self._ask_local)
-            return
-        endpoint = endpoint_at(self._settings.url, self._settings)
-        async with until_stopped() as stopped:
-            asking = asyncio.create_task(self._ask_all(endpoint))
-            stop = asyncio.create_task(stopped.wait())
-            await asyncio.wait({asking, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            asking.cancel()
-            await asyncio.gather(asking, stop, return_exceptions=True)
-        if not asking.cancelled():
-            asking.result()
+            run_local(self._settings, self._ask_local)
+        else:
+            signals.run(self._ask_all(endpoint_at(self._settings.url, self._settings)))
 
     async def _ask_local(self, facts: dict[str, Facts], _: asyncio.Event) -> None:
         await self._ask_all(local_endpoint(self._settings, facts[ROUTER]))

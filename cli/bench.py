@@ -14,6 +14,7 @@ from launch.local_cluster import run_local
 from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import ROUTER
 from launch.spec import Facts
+from serving import signals
 from serving.logs import configure_logs
 
 _UNKNOWN_START_SECONDS = 60.0
@@ -25,13 +26,9 @@ def bench(arguments: Sequence[str]) -> None:
     settings = parse(BenchSettings, "kvbaton bench", arguments)
     settings.refuse_contradictions()
     configure_logs("bench", settings.log_level)
-    asyncio.run(_run(settings))
-
-
-async def _run(settings: BenchSettings) -> None:
     if settings.url is not None:
         endpoint = endpoint_at(settings.url, settings)
-        await _profile(settings, endpoint, settings.admin or "", _UNKNOWN_START_SECONDS)
+        signals.run(_profile(settings, endpoint, settings.admin or "", _UNKNOWN_START_SECONDS))
         return
     begin = time.monotonic()
 
@@ -40,7 +37,7 @@ async def _run(settings: BenchSettings) -> None:
         admin = local_address(facts[ROUTER]["admin"])
         await _profile(settings, local_endpoint(settings, facts[ROUTER]), admin, seconds)
 
-    await run_local(settings, use)
+    run_local(settings, use)
 
 
 async def _profile(settings: BenchSettings, endpoint: Endpoint, admin: str, start_seconds: float) -> None:

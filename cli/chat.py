@@ -129,8 +129,8 @@ def _service(settings: ChatSettings, terminal: Terminal | Pipe) -> Iterator[Endp
 def _ended_by_sigterm() -> Iterator[None]:
     """End the process cleanly on SIGTERM and SIGHUP within the block, wherever it waits."""
 
-    def leave(_number: int, _frame: FrameType | None) -> NoReturn:
-        sys.exit(0)
+    def leave(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
 
     earlier = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:

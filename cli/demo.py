@@ -68,7 +68,7 @@ class Demo:
         """Start the service, show the answers, serve until a signal; stop every process before returning."""
         self._console.print("kvbaton: starting a router, its workers and the model on this machine")
         with self._status:
-            asyncio.run(run_local(self._settings, self._show, self._progress))
+            run_local(self._settings, self._show, self._progress)
         self._console.print("kvbaton: stopped")
 
     def _progress(self, spec: ProcessSpec, state: ProcessState, facts: Facts) -> None:

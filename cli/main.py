@@ -1,6 +1,7 @@
 """The ``kvbaton`` command: runs a subcommand, and turns its errors into one line and an exit code.
 
-Exit codes: 0 success or stopped by a signal, 1 an error, 2 a bad command line or setting.
+Exit codes: 0 success, or a service that a signal has stopped, 1 an error, 2 a bad command line or setting. A command with a
+result that SIGINT or SIGTERM ends before it has one: 130 or 143, as in a shell.
 """
 
 import sys
@@ -12,6 +13,7 @@ from cli.commands import COMMANDS
 from cli.terminal import printable
 from contract.errors import KvbatonError, SettingError
 from serving.settings_file import nearest
+from serving.signals import number_of, raising_sigterm
 
 _ABOUT = "kvbaton: an LLM server that separates prefill from decode and hands over the KV cache between them"
 _MORE = """`kvbaton COMMAND --help` lists a command's settings with their defaults. Each is a flag (--max-num-seqs), an
@@ -40,7 +42,10 @@ def run_command(arguments: Sequence[str]) -> int:
             raise SettingError(
                 f"unknown command {name!r}{nearest(name, COMMANDS)}; choose one of {', '.join(COMMANDS)}"
             )
-        COMMANDS[name].run(rest)
+        with raising_sigterm():
+            COMMANDS[name].run(rest)
+    except KeyboardInterrupt as error:
+        return 0 if COMMANDS[name].is_service else 128 + number_of(error)
     except SettingError as error:
         print(printable(f"kvbaton: {error.message}", sys.stderr), file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from contract.errors import KvbatonError, NotFoundError
 from launch.arguments import parse
 from launch.operator_settings import WorkersSettings
 from launch.router_admin import ServiceAdmin
+from serving import signals
 from serving.logs import configure_logs
 from serving.settings_file import nearest
 
@@ -31,7 +32,7 @@ def workers(arguments: Sequence[str]) -> None:
     settings.refuse_useless_flags()
     replace_unencodable()
     configure_logs("workers", settings.log_level)
-    asyncio.run(_run(settings))
+    signals.run(_run(settings))
 
 
 def long_form(argument: str) -> str:

@@ -13,6 +13,7 @@ from launch.client_settings import RunSettings
 from launch.local_cluster import run_local
 from launch.router_processes import ROUTER
 from launch.spec import Facts
+from serving import signals
 from serving.logs import configure_logs
 from serving.settings import first_listed
 
@@ -22,18 +23,14 @@ def run(arguments: Sequence[str]) -> None:
     settings = parse(RunSettings, "kvbaton run", arguments)
     settings.refuse_contradictions()
     configure_logs("run", settings.log_level)
-    asyncio.run(_answer_once(settings))
-
-
-async def _answer_once(settings: RunSettings) -> None:
     if settings.url is not None:
-        _show(await _ask(settings, endpoint_at(settings.url, settings)))
+        _show(signals.run(_ask(settings, endpoint_at(settings.url, settings))))
         return
 
     async def ask(facts: dict[str, Facts], _: asyncio.Event) -> None:
         _show(await _ask(settings, local_endpoint(settings, facts[ROUTER])))
 
-    await run_local(settings, ask)
+    run_local(settings, ask)
 
 
 def _show(answer: Answer) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from typing import Any
 
 from rich.console import Console
@@ -17,6 +16,7 @@ from contract.errors import UnavailableError
 from launch.arguments import parse
 from launch.operator_settings import TopSettings
 from launch.router_admin import ServiceAdmin
+from serving import signals
 from serving.logs import configure_logs
 
 
@@ -25,8 +25,7 @@ def top(arguments: Sequence[str]) -> None:
     settings = parse(TopSettings, "kvbaton top", [long_form(one) for one in arguments])
     replace_unencodable()
     configure_logs("top", settings.log_level)
-    with suppress(KeyboardInterrupt):
-        asyncio.run(show_again_and_again(settings, Console(highlight=False)))
+    signals.run(show_again_and_again(settings, Console(highlight=False)))
 
 
 async def show_again_and_again(settings: TopSettings, console: Console) -> None:

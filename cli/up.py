@@ -51,6 +51,6 @@ def _serve_until_stopped(settings: RoutersSettings) -> None:
         await stopped.wait()
 
     if isinstance(settings, UpSettings) and settings.autoscale:
-        asyncio.run(run_scaled(settings, announce))
+        run_scaled(settings, announce)
     else:
-        asyncio.run(run_local(settings, announce))
+        run_local(settings, announce)

@@ -7,7 +7,7 @@ watched and restarted like those of ``kvbaton up``, and end with this process.
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,13 +28,13 @@ from launch.supervisor import Supervisor
 from router.pipeline import Pipeline
 from router.service import RouterService
 from router.settings import RouterSettings
+from serving.signals import result_of
 from text.model_card import ModelCard
 
 T = TypeVar("T")
 _LOOPBACK = "127.0.0.1:0"
 _TIMEOUT_SECONDS = 30 * 24 * 3600.0
 _MAX_QUEUE = 2**31
-_POLL_SECONDS = 0.5
 
 
 class OfflineService:
@@ -56,7 +56,7 @@ class OfflineService:
         self._thread = threading.Thread(target=self._run, name="kvbaton-llm", daemon=True)
         self._thread.start()
         try:
-            self.pipeline, self.card = self._ready.result()
+            self.pipeline, self.card = result_of(self._ready)
         except BaseException:
             self.close()
             raise
@@ -80,10 +80,7 @@ class OfflineService:
                 raise UnavailableError("this LLM is closed")
             answer = asyncio.run_coroutine_threadsafe(work(), self._loop)
         try:
-            # Short waits: a Ctrl-C that another thread received is handled after the next one.
-            while not answer.done():
-                wait([answer], timeout=_POLL_SECONDS)
-            return answer.result()
+            return result_of(answer)
         except CancelledError:
             raise UnavailableError("this LLM was closed before the answers were complete") from None
         finally:

@@ -10,6 +10,7 @@ from launch.model import find_model
 from launch.router_processes import ROUTER
 from launch.settings import LocalSettings
 from launch.spec import Facts
+from serving.signals import result_of
 
 
 @contextlib.contextmanager
@@ -42,7 +43,7 @@ def local_service(settings: LocalSettings) -> Iterator[Facts]:
         served = thread.submit(lambda: asyncio.run(serve()))
         served.add_done_callback(fail)
         try:
-            yield ready.result()
+            yield result_of(ready)
         finally:
             with contextlib.suppress(RuntimeError):  # it has ended already
                 stop.result()()

@@ -126,7 +126,8 @@ class BatchSettings(ClientSettings):
     """Answer the requests of a file: one JSON object per line, in the format of OpenAI's Batch API.
 
     Uses the service at --url, or else starts the model for this batch. Answers are written as they arrive. A second run
-    with the same files sends only the requests without an answer. Exit code: 0 all answered, 1 some not, 130 Ctrl-C.
+    with the same files sends only the requests without an answer. Exit code: 0 all answered, 1 some not, 130 Ctrl-C,
+    143 SIGTERM.
 
     Examples:
       kvbaton batch -i questions.jsonl -o answers.jsonl --model Qwen/Qwen2.5-0.5B-Instruct

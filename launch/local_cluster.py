@@ -2,12 +2,12 @@
 
 import asyncio
 import os
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from contract.identity import new_secret
+from contract.run_folder import RunFolder
 from launch.kept_process import Listener
 from launch.memory_plan import check_memory
 from launch.model import check_model, find_model
@@ -26,19 +26,42 @@ def cluster_secret(given: Path | None) -> Iterator[Path]:
     if given is not None:
         yield given
         return
-    with tempfile.TemporaryDirectory(prefix="kvbaton-") as folder:
-        path = Path(folder) / "secret"
+    with RunFolder("secret") as folder:
+        path = folder.path / "secret"
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "w") as stream:
             stream.write(new_secret())
         yield path
 
 
-async def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
-    """Find the model and run ``serve_until`` a signal. Main thread only. Raises the errors of both."""
-    model = await asyncio.to_thread(find_model, settings.model)
+def run_local(settings: LocalSettings, when_ready: WhenReady, listener: Listener | None = None) -> None:
+    """Find the model and run ``serve_until`` a signal. Main thread only.
+
+    Raises the errors of both, and the exception of a signal that arrives before ``when_ready`` has returned.
+    """
+    model = find_model(settings.model)  # before there is an event loop: a signal ends a download
+    asyncio.run(
+        run_until_signal(
+            lambda stopped, use: serve_until(stopped, settings, model, use, listener), when_ready
+        )
+    )
+
+
+async def run_until_signal(
+    serve: Callable[[asyncio.Event, WhenReady], Awaitable[None]], when_ready: WhenReady
+) -> None:
+    """Await ``serve`` with the event of signals, and raise the exception of one before ``when_ready`` has returned."""
+    is_done = False
+
+    async def use(facts: dict[str, Facts], until: asyncio.Event) -> None:
+        nonlocal is_done
+        await when_ready(facts, until)
+        is_done = True
+
     async with until_stopped() as stopped:
-        await serve_until(stopped, settings, model, when_ready, listener)
+        await serve(stopped, use)
+    if not is_done:
+        stopped.raise_signal()
 
 
 async def serve_until(

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
+from launch.download import from_hub
 from launch.settings import DEMO, LocalSettings
 
 DEMO_NAME = "kvbaton-demo"
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
 def demo_model_folder() -> Path:
@@ -37,6 +37,7 @@ def with_served_name(values: dict[str, Any], default_model: str | None) -> dict[
 def find_model(model: str) -> Path:
     """Return the folder of ``model``. A Hugging Face id is looked up in the local cache, then downloaded.
 
+    An exception that a signal raises ends a download, so call it outside of an event loop, in the main thread.
     Raises SettingError with the places that were searched.
     """
     folder = demo_model_folder() if model == DEMO else Path(model).expanduser()
@@ -52,7 +53,7 @@ def find_model(model: str) -> Path:
         raise SettingError(
             f"model is {model!r}: neither an existing folder nor a Hugging Face id", param="model"
         )
-    return _from_hub(model)
+    return from_hub(model)
 
 
 def check_model(settings: LocalSettings, folder: Path) -> None:
@@ -76,26 +77,3 @@ def model_folder(model: object) -> object:
     except SettingError as error:
         # The validator's caller begins with the name and the value, as this message does.
         raise ValueError(error.message.removeprefix(f"model is {str(model)!r}: ")) from error
-
-
-def _from_hub(model: str) -> Path:
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError as error:
-        raise SettingError(
-            f"model is {model!r}: no such folder; to use Hugging Face ids install huggingface_hub",
-            param="model",
-        ) from error
-    try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
-    try:
-        return Path(snapshot_download(model, allow_patterns=_WANTED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise SettingError(
-            f"model is {model!r}: no such folder, not in the local Hugging Face cache, and the download failed ({reason})",
-            param="model",
-        ) from error

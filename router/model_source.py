@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-import tempfile
 import time
 from pathlib import Path
 
 from contract.errors import InternalError, KvbatonError, NotFoundError, UnavailableError
+from contract.run_folder import RunFolder
 from router.attached_worker import AttachedWorker
 from router.change_signal import ChangeSignal
 from router.registry import Registry
@@ -104,10 +104,10 @@ class ModelSource:
             self._settling = None
 
     async def _read_from(self, worker: AttachedWorker) -> bool:
-        with tempfile.TemporaryDirectory(prefix="kvbaton-model-") as folder:
+        with RunFolder("model") as folder:
             try:
-                await _fetch(worker, Path(folder))
-                await self.read_folder(Path(folder), worker.registration.model_name or None)
+                await _fetch(worker, folder.path)
+                await self.read_folder(folder.path, worker.registration.model_name or None)
             except KvbatonError as error:
                 logger.warning("the model cannot be loaded from worker %s: %s", worker.name, error.message)
                 return False

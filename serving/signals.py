@@ -1,36 +1,127 @@
-"""SIGTERM and SIGINT as an event that a service waits for."""
+"""SIGTERM and SIGINT: as an event that a service waits for, and as an exception that ends everything else.
+
+A command has one of three states. Outside of an event loop, SIGTERM raises ``Terminated`` as SIGINT raises KeyboardInterrupt
+(``raising_sigterm``). In an event loop, the first of both cancels the main task (``run``; asyncio does so for SIGINT). A
+service that stops in an order of its own waits for an event (``until_stopped``).
+"""
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager, contextmanager
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+T = TypeVar("T")
+_LOOK_SECONDS = 0.5
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has arrived. Like KeyboardInterrupt, it is no Exception, and event loops let it through."""
 
 
 class StopEvent(asyncio.Event):
-    """Set by the first signal; the second one sets ``at_once``, which ends the drain."""
+    """Set by the first signal; the second one sets ``at_once``, which ends the drain.
+
+    number: the first signal; None if the event was set otherwise, or not at all.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.at_once = asyncio.Event()
+        self.number: int | None = None
 
-    def signal(self) -> None:
+    def signal(self, number: int) -> None:
         """Handle a signal."""
         if self.is_set():
             self.at_once.set()
+        else:
+            self.number = number
         self.set()
+
+    def raise_signal(self) -> None:
+        """Raise the exception of the signal that has set the event, if one has: the work was not finished."""
+        if self.number is not None:
+            raise exception_of(self.number)
+
+
+def exception_of(number: int) -> KeyboardInterrupt:
+    """Return the exception that stands for a signal."""
+    return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
+
+
+def number_of(error: KeyboardInterrupt) -> int:
+    """Return the signal that an exception stands for."""
+    return signal.SIGTERM if isinstance(error, Terminated) else signal.SIGINT
+
+
+@contextmanager
+def raising_sigterm() -> Iterator[None]:
+    """Make SIGTERM raise Terminated within the block, so that its ``finally`` clauses run. Main thread only."""
+
+    def raise_terminated(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise Terminated
+
+    earlier = signal.signal(signal.SIGTERM, raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that SIGTERM and SIGINT cancel, and raise the signal's exception then. Main thread only."""
+
+    async def cancelled_by_sigterm() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        is_terminated = False
+
+        def terminate(_number: int) -> None:
+            nonlocal is_terminated
+            is_terminated = True
+            task.cancel()
+
+        with _handled((signal.SIGTERM,), terminate):
+            try:
+                return await main
+            except asyncio.CancelledError:
+                if is_terminated:
+                    raise Terminated from None
+                raise
+
+    return asyncio.run(cancelled_by_sigterm())
+
+
+def result_of(future: Future[T]) -> T:
+    """Return the result of another thread's work, or raise its error. A signal is handled within half a second."""
+    # The system may deliver a signal to any thread, and Python handles it in the main thread: a wait without an end would
+    # not notice it.
+    while not future.done():
+        wait([future], timeout=_LOOK_SECONDS)
+    return future.result()
 
 
 @asynccontextmanager
 async def until_stopped() -> AsyncIterator[StopEvent]:
     """Make SIGTERM and SIGINT set the event instead of ending the process, within the block. Main thread only."""
     stopped = StopEvent()
-    loop = asyncio.get_running_loop()
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, stopped.signal)
-    try:
+    with _handled(STOP_SIGNALS, stopped.signal):
         yield stopped
+
+
+@contextmanager
+def _handled(numbers: tuple[signal.Signals, ...], handle: Any) -> Iterator[None]:
+    """Let the running event loop handle these signals within the block; the earlier handlers are set again then."""
+    loop = asyncio.get_running_loop()
+    earlier = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number)
+    try:
+        yield
     finally:
-        for number in STOP_SIGNALS:
+        for number in numbers:
             loop.remove_signal_handler(number)
+            signal.signal(number, earlier[number])

@@ -93,11 +93,12 @@ async def _started(
     stop = asyncio.create_task(stopped.wait())
     try:
         await asyncio.wait({start, stop}, return_when=asyncio.FIRST_COMPLETED)
-        return start.result() if start.done() else None
+        return None if stopped.is_set() else start.result()
     finally:
         start.cancel()
         stop.cancel()
-        await asyncio.wait({start, stop})
+        # A signal to the whole group, as systemd sends it, may have ended the start with an error, too.
+        await asyncio.gather(start, stop, return_exceptions=True)
 
 
 async def _stop(worker: Worker, run: asyncio.Task[None], at_once: asyncio.Event) -> None:

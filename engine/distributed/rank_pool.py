@@ -2,19 +2,17 @@
 
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from multiprocessing import connection
-from pathlib import Path
 from typing import NoReturn, cast
 
 import zmq
 
 from contract.errors import KvbatonError, WorkerLostError, error_from_kind
+from contract.run_folder import RunFolder
 from engine.distributed.channel import calls_ring, create_calls_file, write_message
 from engine.distributed.messages import Raised, Returned, cause_of
 from engine.distributed.process_group import listen_for_ranks
@@ -119,9 +117,8 @@ class RankPool:
     def _start(self, settings: EngineSettings) -> None:
         size = settings.tensor_parallel_size
         context = self._owned.enter_context(zmq.Context())
-        folder = Path(tempfile.mkdtemp(prefix="kvbaton-ranks-"))
         with ExitStack() as started, closing(listen_for_ranks()) as store:
-            started.callback(shutil.rmtree, folder, ignore_errors=True)
+            folder = started.enter_context(RunFolder("ranks")).path
             calls = create_calls_file(size)
             started.callback(os.close, calls)
             self._calls = calls_ring(calls, size)

@@ -129,7 +129,11 @@ def _die_with_parent() -> None:
 
 def main(plan_text: str) -> None:
     """Run the process, until the engine closes the channel or dies."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # of a terminal, or of a service manager: the parent ends the ranks
+        signal.signal(number, signal.SIG_IGN)
     _die_with_parent()
     plan = decode_plan(plan_text)
     logging.basicConfig(

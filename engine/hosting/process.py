@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -50,7 +51,12 @@ class EngineProcess:
         loop = asyncio.get_running_loop()
         with contextlib.ExitStack() as undo:
             undo.callback(self._sockets.close)
-            self.process.start()
+            # The engine inherits the mask: a signal to a whole group stops its parent alone, which needs it for its drain.
+            earlier = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
+            try:
+                self.process.start()
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
             undo.pop_all()
         loop.add_reader(self.process.sentinel, self._note_exit, loop)
         self._reader = loop.create_task(self._read(receive))

@@ -4,8 +4,6 @@ The client binds both in a private 0700 directory, which is removed once the eng
 """
 
 import contextlib
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import zmq.asyncio
 
 from contract.decoding import msgpack_decoder
 from contract.errors import SettingError
+from contract.run_folder import RunFolder
 from engine.hosting.messages import FromEngine, ToEngine
 
 
@@ -39,8 +38,8 @@ class ClientSockets:
     """
 
     def __init__(self, within: Path | None = None) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="kvbaton-engine-", dir=within))
-        self.addresses = Addresses.within(self._folder)
+        self._folder = RunFolder("engine", within)
+        self.addresses = Addresses.within(self._folder.path)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._input = self._context.socket(zmq.PUSH)
         self._input.setsockopt(zmq.SNDHWM, 0)
@@ -54,7 +53,7 @@ class ClientSockets:
         except zmq.ZMQError as error:
             self.close()
             raise SettingError(
-                f"the engine's sockets cannot be made in {self._folder}: {error.strerror}; "
+                f"the engine's sockets cannot be made in {self._folder.path}: {error.strerror}; "
                 "set TMPDIR to another (shorter) folder",
                 param="TMPDIR",
             ) from error
@@ -79,14 +78,11 @@ class ClientSockets:
         poller = zmq.asyncio.Poller()
         poller.register(self._input, zmq.POLLOUT)
         await poller.poll()
-        self._remove_folder()
+        self._folder.close()
 
     def close(self) -> None:
         """Close both sockets, and remove their folder. May be called twice."""
-        self._remove_folder()
+        self._folder.close()
         self._input.close(linger=0)
         self._output.close(linger=0)
         self._context.term()
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -218,7 +218,7 @@ async def test_a_signal_ends_it_cleanly(service: ChatService) -> None:
     async with on_a_terminal(service.url) as screen:
         await screen.expect(PROMPT)
         screen.process.send_signal(signal.SIGTERM)
-        assert await screen.code() == 0
+        assert await screen.code() == 128 + signal.SIGTERM
 
 
 async def test_ctrl_c_cancels_the_request_on_the_worker_behind_a_real_router() -> None:

@@ -1,0 +1,77 @@
+"""Private temporary folders of a running process, which the next process of the same user removes if this one was killed.
+
+A folder belongs to the process that holds a lock on it (flock(2)). The kernel releases the lock when the process ends,
+also after SIGKILL, and no process that it starts inherits the lock: a folder whose lock is free has no owner any more.
+"""
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+
+class RunFolder:
+    """A new folder (0700) in the system's temporary folder, or ``within``, until ``close``. May be used as a block.
+
+    kind: the same for all folders of one purpose; those of ended processes are removed before. Raises OSError.
+    """
+
+    def __init__(self, kind: str, within: Path | None = None) -> None:
+        base = Path(tempfile.gettempdir() if within is None else within)
+        prefix = f"kvbaton-{kind}-"
+        _remove_stale(base, prefix)
+        while True:
+            path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+            lock = _locked(path)
+            if lock is not None:
+                break
+            # Another process took the new folder for one without an owner, in the moment before it had its lock.
+        self.path = path
+        self._lock = lock
+
+    def close(self) -> None:
+        """Remove the folder with its content. Does nothing the second time."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _remove_stale(base: Path, prefix: str) -> None:
+    for path in base.glob(f"{prefix}*"):
+        with suppress(OSError):
+            info = path.lstat()
+            if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
+                continue
+            if (lock := _locked(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """Return a descriptor that holds the folder's lock; None if another process has it, or has removed the folder."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(descriptor).st_ino == path.lstat().st_ino:
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    os.close(descriptor)
+    return None
