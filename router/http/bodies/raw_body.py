@@ -5,8 +5,7 @@ body which is rejected anyway would be sent first. Here the reader of the body s
 """
 
 import asyncio
-import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from aiohttp import hdrs, web
@@ -18,13 +17,10 @@ from contract.errors import (
     UnsupportedMediaTypeError,
 )
 from router.http.bodies.decoding import LARGE_BYTES
-from router.throttling import Throttle
+from router.http.bodies.inflating import ENCODINGS, INFLATING_ERRORS, inflated
 
-_CHUNK_BYTES = 2**16
 _SMALL_BYTES = 2**14
 """A body of at most this size is accepted even while the large bodies of others use up ``max_total_bytes``."""
-_GZIP = zlib.MAX_WBITS | 16
-_ENCODINGS = ("gzip", "deflate", "identity")
 _T = TypeVar("_T")
 
 
@@ -88,9 +84,9 @@ class OneBody:
         InvalidRequestError for a body that cannot be inflated, OverloadedError.
         """
         encoding = request.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding not in _ENCODINGS:
+        if encoding not in ENCODINGS:
             raise UnsupportedMediaTypeError(
-                f"Content-Encoding is {encoding[:40]!r}; it may be {', '.join(_ENCODINGS)}"
+                f"Content-Encoding is {encoding[:40]!r}; it may be {', '.join(ENCODINGS)}"
             )
         if (request.content_length or 0) > self._max_bytes:
             raise self._too_large()
@@ -105,10 +101,11 @@ class OneBody:
                     self._take(piece)
                     pieces.append(piece)
             else:
-                async for piece in _inflated(request, encoding):
+                async for piece in inflated(request, encoding):
                     self._take(piece)
-                    pieces.append(piece)
-        except (web.RequestPayloadError, zlib.error) as error:
+                    if piece:
+                        pieces.append(piece)
+        except (web.RequestPayloadError, *INFLATING_ERRORS) as error:
             raise InvalidRequestError(
                 "the body cannot be read; is it encoded as Content-Encoding declares?"
             ) from error
@@ -124,42 +121,6 @@ class OneBody:
         return PayloadTooLargeError(
             f"the body has more than {self._max_bytes} bytes, the limit of this service"
         )
-
-
-async def _inflated(request: web.Request, encoding: str) -> AsyncIterator[bytes]:
-    """Yield a compressed body, in pieces of at most 64 KiB."""
-    inflater: _Inflater | None = None
-    async for chunk in request.content.iter_any():
-        inflater = inflater or _Inflater(chunk, encoding)
-        rest = Throttle()
-        for piece in inflater.push(chunk):
-            yield piece
-            await rest.after_work()  # one chunk of zeros inflates to many pieces
-    if inflater is not None and not inflater.is_finished:
-        raise InvalidRequestError("the body ends before its compressed data does")
-
-
-class _Inflater:
-    """Inflates a body piece by piece; several gzip members in a row are one text."""
-
-    def __init__(self, first: bytes, encoding: str) -> None:
-        is_zlib = first[:1] and first[0] & 0x0F == zlib.DEFLATED
-        self._wbits = _GZIP if encoding == "gzip" else zlib.MAX_WBITS if is_zlib else -zlib.MAX_WBITS
-        self._one = zlib.decompressobj(self._wbits)
-
-    @property
-    def is_finished(self) -> bool:
-        """True once the compressed data is complete."""
-        return self._one.eof
-
-    def push(self, chunk: bytes) -> Iterator[bytes]:
-        """Yield the inflated chunk in pieces of bounded size. Raises zlib.error."""
-        while chunk:
-            if self._one.eof:
-                self._one = zlib.decompressobj(self._wbits)
-            if piece := self._one.decompress(chunk, _CHUNK_BYTES):
-                yield piece
-            chunk = self._one.unused_data if self._one.eof else self._one.unconsumed_tail
 
 
 async def check_expectation(request: web.Request) -> None:
