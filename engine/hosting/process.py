@@ -11,6 +11,7 @@ import multiprocessing
 import signal
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 from engine.hosting.messages import FromEngine, Ping, Progress, Ready, Stopped, ToEngine
@@ -52,6 +53,7 @@ class EngineProcess:
         with contextlib.ExitStack() as undo:
             undo.callback(self._sockets.close)
             # The engine inherits the mask: a signal to a whole group stops its parent alone, which needs it for its drain.
+            resource_tracker.ensure_running()  # its start would undo the mask
             earlier = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT))
             try:
                 self.process.start()
