@@ -148,14 +148,12 @@ lock: install ## write the versions in .venv to constraints/cpu.txt
 	mv constraints/cpu.txt.new constraints/cpu.txt
 
 SBOM := build/sbom
-LOCKS := router.lock worker.lock nixl.lock cpu.txt cuda.txt
+LOCKS := $(wildcard constraints/*.lock)
 sbom: install ## write the components that each lock file names to build/sbom, as CycloneDX JSON
 	mkdir -p $(SBOM)
-	$(BIN)/python -m venv $(SBOM)/tool && $(SBOM)/tool/bin/pip install --quiet cyclonedx-bom==7.5.0
-	for lock in $(LOCKS); do \
-		$(SBOM)/tool/bin/cyclonedx-py requirements --pyproject pyproject.toml --output-reproducible --of JSON \
-			-o $(SBOM)/$$lock.cdx.json constraints/$$lock || exit 1; \
-	done
+	$(BIN)/python -m venv $(SBOM)/tool
+	$(SBOM)/tool/bin/pip install --quiet --require-hashes --only-binary :all: -r constraints/sbom.lock
+	docker/list-components $(SBOM)/tool/bin/cyclonedx-py $(SBOM) $(LOCKS)
 
 clean: ## remove .venv, caches and builds
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
