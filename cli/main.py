@@ -4,6 +4,7 @@ Exit codes: 0 success, or a service that a signal has stopped, 1 an error, 2 a b
 result that SIGINT or SIGTERM ends before it has one: 130 or 143, as in a shell.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -30,6 +31,8 @@ def main() -> None:
 
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code."""
+    # Otherwise each text on which the tokenizers' library panics could write a whole backtrace to stderr.
+    os.putenv("RUST_BACKTRACE", "0")
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", ())
     if name in ("-h", "--help", "help"):
         print(usage())

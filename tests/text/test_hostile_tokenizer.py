@@ -1,6 +1,8 @@
 """Hostile tokenizer.json files: an error names the file, and the process survives."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,6 +95,27 @@ def test_a_panic_while_a_text_is_tokenized_is_the_callers_error(tmp_path: Path) 
     assert tokenizer.encode("aa")
     with pytest.raises(InvalidRequestError, match="the model's tokenizer failed on this text"):
         tokenizer.encode("a" * 60 + "b")
+
+
+PANICKING = """
+from tokenizers import Regex, pre_tokenizers
+from cli.main import run_command
+run_command(["--version"])
+splitter = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+try:
+    splitter.pre_tokenize_str("a" * 60 + "b")
+except BaseException as error:
+    assert type(error).__name__ == "PanicException"
+"""
+
+
+@pytest.mark.parametrize("wish", ["1", "full"])
+def test_a_panic_writes_no_backtrace_whatever_the_environment_says(wish: str) -> None:
+    """A8: each request with such a text wrote some 80 lines to stderr if RUST_BACKTRACE was set."""
+    command = ["env", f"RUST_BACKTRACE={wish}", sys.executable, "-c", PANICKING]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "panicked at" in done.stderr
+    assert len(done.stderr.splitlines()) < 5 and len(done.stderr) < 500, done.stderr
 
 
 EXPLODING = [
