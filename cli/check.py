@@ -16,7 +16,6 @@ from serving.log_lines import safe_line
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 
-_LONG = {"--json": "--as-json"}
 """Short flags that cannot be names of settings."""
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
@@ -47,7 +46,7 @@ class Finding:
 
 def check(arguments: Sequence[str]) -> None:
     """Run ``kvbaton check``: exit with 1 if there are problems, with 2 if the path is not a model folder."""
-    settings = parse(CheckSettings, "kvbaton check", [_LONG.get(one, one) for one in arguments])
+    settings = parse(CheckSettings, "kvbaton check", arguments)
     finding = examine(find_model(settings.model))
     print(finding.as_json() if settings.as_json else finding.as_text())
     if finding.problems:

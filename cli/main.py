@@ -34,6 +34,8 @@ def run_command(arguments: Sequence[str]) -> int:
     # Otherwise each text on which the tokenizers' library panics could write a whole backtrace to stderr.
     os.putenv("RUST_BACKTRACE", "0")
     name, rest = (arguments[0], arguments[1:]) if arguments else ("--help", ())
+    if name == "help" and rest:
+        name, rest = rest[0], [*rest[1:], "--help"]
     if name in ("-h", "--help", "help"):
         print(usage())
         return 0

@@ -11,15 +11,13 @@ from cli.pool_table import pool_view
 from cli.router_admin import open_admin
 from cli.terminal import replace_unencodable
 from contract.errors import KvbatonError, NotFoundError
-from launch.arguments import parse
-from launch.operator_settings import WorkersSettings
+from launch.arguments import parse, takes_value
+from launch.operator_settings import ACTIONS, WorkersSettings
 from launch.router_admin import ServiceAdmin
 from serving import signals
 from serving.logs import configure_logs
 from serving.settings_file import nearest
 
-LONG = {"--json": "--as-json", "--deadline": "--deadline-seconds"}
-"""Short flags that cannot be names of settings."""
 _POLL_SECONDS = 0.2
 """The time between two readings of a worker's state. The order is sent once: another operator may undo it meanwhile."""
 _OVER = ("empty", "leaving")
@@ -28,17 +26,21 @@ _SERVES = "serving"
 
 def workers(arguments: Sequence[str]) -> None:
     """Run ``kvbaton workers``."""
-    settings = parse(WorkersSettings, "kvbaton workers", [long_form(one) for one in arguments])
+    settings = _parsed(arguments)
     settings.refuse_useless_flags()
     replace_unencodable()
     configure_logs("workers", settings.log_level)
     signals.run(_run(settings))
 
 
-def long_form(argument: str) -> str:
-    """Return the name of the setting that a short flag stands for, with its value if it has one; else the argument."""
-    flag, equals, value = argument.partition("=")
-    return f"{LONG.get(flag, flag)}{equals}{value}"
+def _parsed(arguments: Sequence[str]) -> WorkersSettings:
+    """Read the settings of the action that the arguments name, each of which has a help and flags of its own."""
+    for position, word in enumerate(arguments):
+        is_value = position > 0 and takes_value(WorkersSettings, arguments[position - 1])
+        if word in ACTIONS and not is_value:
+            rest = [*arguments[:position], *arguments[position + 1 :]]
+            return parse(ACTIONS[word], f"kvbaton workers {word}", rest)
+    return parse(WorkersSettings, "kvbaton workers", arguments)
 
 
 async def _run(settings: WorkersSettings) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from cli.operate import long_form
 from cli.pool_table import pool_view
 from cli.router_admin import open_admin
 from cli.terminal import replace_unencodable
@@ -22,7 +21,7 @@ from serving.logs import configure_logs
 
 def top(arguments: Sequence[str]) -> None:
     """Run ``kvbaton top`` until Ctrl-C."""
-    settings = parse(TopSettings, "kvbaton top", [long_form(one) for one in arguments])
+    settings = parse(TopSettings, "kvbaton top", arguments)
     replace_unencodable()
     configure_logs("top", settings.log_level)
     signals.run(show_again_and_again(settings, Console(highlight=False)))

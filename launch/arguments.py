@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -28,6 +30,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 _UNKNOWN = "unrecognized arguments: "
+_SHORT = {"--json": "--as-json", "--deadline": "--deadline-seconds"}
+"""Flags whose names cannot be names of settings, and what they stand for where a command has that setting."""
 _DASHES = "-\u2010\u2011\u2012\u2013\u2014\u2212"
 
 
@@ -50,7 +54,7 @@ def _flag_name(word: str) -> str:
 def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     """Read settings: flags over environment over file over defaults. ``--help`` prints and ends the process.
 
-    prog: "kvbaton COMMAND".
+    prog: "kvbaton COMMAND", or "kvbaton COMMAND ACTION".
 
     Raises SettingError, one line with the names, the values and the allowed ranges of everything that is wrong.
     """
@@ -58,8 +62,10 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
     refuse_unknown_variables(
         settings_class.model_fields, lambda: NEVER_IN_A_FILE.union(*all_setting_names().values())
     )
+    written = _flags_in(settings_class, arguments)
+    _refuse_values_of_switches(settings_class, arguments)
     arguments = [_with_dashes(settings_class, word) for word in arguments]
-    command = prog.rpartition(" ")[2]
+    command = prog.split()[1]
     origins: dict[str, str] = {}
     try:
         flags = source(args=list(arguments))()
@@ -75,21 +81,68 @@ def parse(settings_class: type[S], prog: str, arguments: Sequence[str]) -> S:
             settings_class, cli_args=list(arguments), cli_settings_source=source, **from_file
         )
     except ValidationError as error:
-        raise SettingError(_explain(settings_class, error, origins)) from error
+        raise SettingError(_explain(settings_class, error, origins, written)) from error
     except SettingsError as error:
         raise SettingError(str(error)) from error
+    except SettingError as error:
+        raise SettingError(_with_flag(error.message, error.param, written), param=error.param) from error
     return settings.from_sources(Sources(origins, file))
 
 
 def _with_dashes(settings_class: type[Settings], word: str) -> str:
-    """Return the flag of a setting that is written with underscores, as files and variables have them; else the word."""
-    name, equals, value = word.partition("=")
+    """Return the flag of a setting that is short, or written with underscores as in files and variables; else the word."""
+    given, equals, value = word.partition("=")
+    name = _SHORT.get(given, given)
     if (
         not name.startswith("--")
         or name[2:].replace("-", "_").removeprefix("no_") not in settings_class.model_fields
     ):
         return word
     return f"{name.replace('_', '-')}{equals}{value}"
+
+
+def _flags_in(settings_class: type[Settings], arguments: Iterable[str]) -> dict[str, str]:
+    """Return the flags by the names of their settings, as they are written: with underscores, or in a short form."""
+    shortcuts = settings_class.model_config.get("cli_shortcuts") or {}
+    short = {
+        one: name for name, ones in shortcuts.items() for one in ([ones] if isinstance(ones, str) else ones)
+    }
+    found: dict[str, str] = {}
+    for word in arguments:
+        flag = word.partition("=")[0]
+        bare = _SHORT.get(flag, flag).lstrip("-").replace("-", "_")
+        for name in (short.get(flag.lstrip("-")), bare, bare.removeprefix("no_")):
+            if flag.startswith("-") and name in settings_class.model_fields:
+                found.setdefault(name, flag)
+    return found
+
+
+def _refuse_values_of_switches(settings_class: type[Settings], arguments: Sequence[str]) -> None:
+    """Raise SettingError for the value of a switch. It is not shown: it may be a key.
+
+    A word behind a switch may also be the argument of a command that has one without a flag.
+    """
+    has_positional = any(map(is_positional, settings_class.model_fields.values()))
+    for word, following in pairwise([*arguments, "--"]):
+        for name, flag in _flags_in(settings_class, [word]).items():
+            is_switch = settings_class.model_fields[name].annotation is bool
+            if is_switch and ("=" in word or not (has_positional or following.startswith("-"))):
+                raise SettingError(f"{name} is a switch: {flag} takes no value", param=name)
+
+
+def takes_value(settings_class: type[Settings], word: str) -> bool:
+    """Return True for a flag of a setting whose value is the next word."""
+    names = _flags_in(settings_class, [word])
+    return "=" not in word and any(settings_class.model_fields[name].annotation is not bool for name in names)
+
+
+def _with_flag(message: str, name: str | None, written: Mapping[str, str]) -> str:
+    """Return a message with the flag by which the setting that it is about was given, unless the flag is in it."""
+    name = name or message.partition(" ")[0]
+    flag = written.get(name)
+    if flag is None or re.search(rf"{re.escape(flag)}(?![-\w])", message):
+        return message
+    return f"{message} ({flag})"
 
 
 def _command_line(settings_class: type[Settings], prog: str) -> CliSettingsSource[Any]:
@@ -153,16 +206,21 @@ def _flag(name: str, value: object) -> Iterable[str]:
     return (f"--{flag}", str(value))
 
 
-def _explain(settings_class: type[Settings], error: ValidationError, origins: Mapping[str, str]) -> str:
+def _explain(
+    settings_class: type[Settings],
+    error: ValidationError,
+    origins: Mapping[str, str],
+    written: Mapping[str, str],
+) -> str:
     lines = []
     for problem in error.errors(include_url=False):
         if not problem["loc"]:
-            lines.append(reason_of(problem))
+            lines.append(_with_flag(reason_of(problem), None, written))
             continue
         name = str(problem["loc"][0])
         field = settings_class.model_fields.get(name)
         line = describe(problem, field, is_secret=is_secret(name))
-        how = _how_to_set(name, field)
+        how = _how_to_set(name, field, written)
         if problem["type"] == "missing":
             lines.append(f"{line}; give {how}")
             continue
@@ -171,10 +229,11 @@ def _explain(settings_class: type[Settings], error: ValidationError, origins: Ma
     return "; ".join(lines)
 
 
-def _how_to_set(name: str, field: FieldInfo | None) -> str:
+def _how_to_set(name: str, field: FieldInfo | None, written: Mapping[str, str]) -> str:
     if is_secret(name):
         return variable(name)
-    flag = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
+    usual = name.upper() if field and is_positional(field) else f"--{name.replace('_', '-')}"
+    flag = written.get(name, usual)
     return f"{flag} or {variable(name)}"
 
 

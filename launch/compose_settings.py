@@ -83,10 +83,11 @@ class ComposeSettings(RankOptions, AutoscaleSettings):
                 )
         if not self.autoscale:
             _refuse_empty(number, role)
-        fixed, param = (number, role) if not self.autoscale else (most, f"max_{role}")
+        fixed = most if self.autoscale else number
         if fixed is not None and fixed != len(groups):
+            param, text = self.greatest_given_by(role) if self.autoscale else (role, str(number))
             raise SettingError(
-                f"{param} is {fixed}, and {name} has GPUs for {len(groups)} workers", param=param
+                f"{param} is {text}, and {name} has GPUs for {len(groups)} workers", param=param
             )
         if number is not None and number > len(groups):
             raise SettingError(

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, model_validator
-from pydantic_settings import CliPositionalArg
+from pydantic_settings import CliPositionalArg, CliSuppress
 
 from contract.errors import SettingError
 from contract.options import MAX_SECONDS
@@ -77,6 +77,66 @@ class WorkersSettings(OperatorSettings):
                 f"{useless[0]} has no effect on {self.action!r}; it belongs to `kvbaton workers drain WORKER`",
                 param=useless[0],
             )
+
+
+class ListSettings(WorkersSettings):
+    """List the workers of a running service, of all its routers.
+
+    Examples:
+      kvbaton workers list --admin 127.0.0.1:9101
+      kvbaton workers list --ready-file ready.json --json
+    """
+
+    action: CliSuppress[Literal["list"]] = "list"
+    worker: CliSuppress[str] = ""
+    role: CliSuppress[Literal["", "prefill", "decode", "both"]] = ""
+    deadline_seconds: CliSuppress[float | None] = None
+    wait: CliSuppress[bool] = True
+
+
+class DrainSettings(WorkersSettings):
+    """Let a worker take no new requests, and wait until it holds none.
+
+    Those that it has end there, or at the deadline on other workers. Its process keeps running.
+
+    Examples:
+      kvbaton workers drain decode-0 --ready-file ready.json
+      kvbaton workers drain decode-0 --deadline 60 --no-wait --admin 127.0.0.1:9101
+    """
+
+    action: CliSuppress[Literal["drain"]] = "drain"
+    role: CliSuppress[Literal["", "prefill", "decode", "both"]] = ""
+
+
+class UndrainSettings(WorkersSettings):
+    """Let a worker that drains serve again.
+
+    Example: kvbaton workers undrain decode-0 --ready-file ready.json
+    """
+
+    action: CliSuppress[Literal["undrain"]] = "undrain"
+    role: CliSuppress[Literal["", "prefill", "decode", "both"]] = ""
+    deadline_seconds: CliSuppress[float | None] = None
+    wait: CliSuppress[bool] = True
+
+
+class FlipSettings(WorkersSettings):
+    """Let a worker take another role: it drains first, and its process keeps running.
+
+    Example: kvbaton workers flip decode-1 prefill --ready-file ready.json
+    """
+
+    action: CliSuppress[Literal["flip"]] = "flip"
+    deadline_seconds: CliSuppress[float | None] = None
+
+
+ACTIONS: dict[str, type[WorkersSettings]] = {
+    "list": ListSettings,
+    "drain": DrainSettings,
+    "undrain": UndrainSettings,
+    "flip": FlipSettings,
+}
+"""The settings by action. What an action does not take is hidden from its help, and refused when it is given."""
 
 
 class TopSettings(OperatorSettings):

@@ -1,15 +1,17 @@
 """The settings that all autoscalers have: the bounds of the pools, and the goals."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, PrivateAttr, field_validator, model_validator
 
 from launch.settings import PairSettings
 from serving.settings import Settings
 
 WAKE_SECONDS = 540.0
 """The ``worker_wait_seconds`` of routers whose pools may be empty: below ``request_timeout_seconds``, above most starts."""
+_MOST_WORKERS = 64
 _PACE = ("scaling_interval_seconds", "shrink_after_seconds")
 
 
@@ -33,19 +35,56 @@ class ScalingSettings(Settings):
     shrink_after_seconds: float = Field(default=180.0, ge=0.0, le=86_400.0)
     """A pool shrinks only to a number of workers that has sufficed for this time."""
 
-    @model_validator(mode="before")
+    _ranges: Mapping[str, str] = PrivateAttr(default_factory=dict)
+    """The values of ``prefill`` and ``decode`` that were given as LEAST:MOST, so that an error can repeat them."""
+
+    @model_validator(mode="wrap")
     @classmethod
-    def _split_ranges(cls, values: dict[str, Any]) -> dict[str, Any]:
+    def _split_ranges(cls, values: dict[str, Any], handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Let ``prefill`` and ``decode`` be LEAST:MOST."""
         found = dict(values)
+        ranges: dict[str, str] = {}
         for name in ("prefill", "decode"):
-            if isinstance(text := found.get(name), str) and ":" in text:
-                given = found.get(f"max_{name}")
-                found[name], _, most = text.partition(":")
-                if given is not None and str(given) != most:
-                    raise ValueError(f"{name} is {text}, and max_{name} is {given}: give one of the two")
-                found[f"max_{name}"] = most
-        return found
+            text = found.get(name)
+            if not isinstance(text, str) or (bounds := _bounds_of(text)) is None:
+                continue
+            given = found.get(f"max_{name}")
+            if given is not None and str(given) != str(bounds[1]):
+                raise ValueError(f"{name} is {text}, and max_{name} is {given}: give one of the two")
+            found[name], found[f"max_{name}"] = bounds
+            ranges[name] = text
+        made = handler(found)
+        return made.with_ranges(ranges)
+
+    def with_ranges(self, ranges: Mapping[str, str]) -> Self:
+        """Keep how ``prefill`` and ``decode`` were written, by their names; return these settings."""
+        self._ranges = ranges
+        return self
+
+    @field_validator("prefill", "decode", mode="before", check_fields=False)
+    @classmethod
+    def _refuse_other_ranges(cls, value: Any) -> Any:
+        """Refuse what looks like a range and is none, in the name of the setting that has it."""
+        if isinstance(value, str) and ":" in value:
+            raise ValueError(
+                f"a range is LEAST:MOST, as 1:4, and MOST is 1 to {_MOST_WORKERS} and not below LEAST"
+            )
+        return value
+
+    def greatest_given_by(self, role: str) -> tuple[str, str]:
+        """Return the setting that gives the greatest number of workers of a role, and its value as it was written."""
+        if role in self._ranges:
+            return role, self._ranges[role]
+        return f"max_{role}", str(getattr(self, f"max_{role}"))
+
+
+def _bounds_of(text: str) -> tuple[int, int] | None:
+    """Return the numbers of LEAST:MOST; None if the text is not such a range."""
+    parts = text.split(":")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 4 for part in parts):
+        return None
+    least, most = map(int, parts)
+    return (least, most) if least <= most and 1 <= most <= _MOST_WORKERS else None
 
 
 def check_bounds(name: str, least: int, most: int | None) -> None:
@@ -98,6 +137,9 @@ class AutoscaleSettings(ScalingSettings, PairSettings):
             **{name: getattr(self, name) for name in _PACE if name in self.model_fields_set},
         }
         if not self.autoscale:
+            if self._ranges:
+                name, text = next(iter(self._ranges.items()))
+                raise ValueError(f"{name} is {text}, and a range has no effect without autoscale")
             if useless := [name for name, value in needs.items() if value is not None]:
                 raise ValueError(f"{useless[0]} has no effect without autoscale")
             return self

@@ -52,7 +52,7 @@ def test_help_of_a_command_describes_it_and_lists_its_settings(command: str) -> 
     unwrapped = re.sub(r"\s+", " ", options)
     assert "model" in flags or command in ("serve", "check", "workers", "top", "autoscaler")
     assert all(
-        re.search(rf"--{flag}\b[^[]* \((?:default: [^[]+|required)\) \[env", unwrapped) for flag in flags
+        re.search(rf"--{flag}\b[^[]* \((?:default: [^[]*|required)\) \[env", unwrapped) for flag in flags
     )
     assert all(f"[env: KVBATON_{flag.upper().replace('-', '_')}]" in unwrapped for flag in flags)
 

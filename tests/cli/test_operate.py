@@ -343,7 +343,7 @@ def test_a_worker_is_named_by_its_id_or_by_its_beginning() -> None:
     ("arguments", "words"),
     [
         (("drain",), "worker is not given"),
-        (("list", "decode-0"), "the list is always of all workers"),
+        (("list", "decode-0"), "unrecognized arguments: decode-0 (see kvbaton workers list --help)"),
         (("undrain", "w", "--deadline=3"), "deadline_seconds has no effect on 'undrain'"),
         (("--no-wait",), "wait has no effect on 'list'"),
         (("drian", "w"), "action is 'drian'"),
@@ -369,9 +369,21 @@ async def test_a_worker_takes_another_role() -> None:
 
 
 @pytest.mark.parametrize(
-    "words", [("flip", "decode-0"), ("drain", "decode-0", "prefill"), ("flip", "decode-0", "router")]
+    ("words", "told"),
+    [
+        (("flip", "decode-0"), "role is ''"),
+        (("flip", "decode-0", "router"), "role is 'router'"),
+        (
+            ("drain", "decode-0", "prefill"),
+            "unrecognized arguments: prefill (see kvbaton workers drain --help)",
+        ),
+        (
+            ("drain", "decode-0", "--role", "prefill"),
+            "role is 'prefill': flip needs a role, and nothing else",
+        ),
+    ],
 )
-async def test_a_role_belongs_to_a_flip(words: tuple[str, ...]) -> None:
+async def test_a_role_belongs_to_a_flip(words: tuple[str, ...], told: str) -> None:
     code, _, errors = await kvbaton("workers", *words, "--admin", "127.0.0.1:1")
     assert code == 2
-    assert "role" in errors
+    assert told in errors
