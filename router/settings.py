@@ -54,7 +54,7 @@ class RouterSettings(HostNameOptions, AdminKeyOptions, DrainOptions, MetricsOpti
 
     http: HttpAddress = "127.0.0.1:8000"
     """HOST:PORT of the OpenAI HTTP API (port 0 picks a free one), or unix:/PATH."""
-    root_path: Annotated[str, AfterValidator(_check_root_path)] = ""
+    root_path: Annotated[str, AfterValidator(_check_root_path)] | None = None
     """Path before those of the HTTP API (/llm: /llm/v1/models) that a reverse proxy passes on; also served without it."""
     grpc: ListenAddress = "127.0.0.1:9000"
     """HOST:PORT of the gRPC API (kvbaton.v1.Inference); port 0 picks a free one."""

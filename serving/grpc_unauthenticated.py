@@ -33,7 +33,7 @@ class _Unauthenticated:
 
     is_waiting = True
 
-    def __init__(self, inode: int, descriptor: int, peer: str) -> None:
+    def __init__(self, inode: int, descriptor: int, peer: tuple[str, int]) -> None:
         self.inode = inode
         self.peer = peer
         self._descriptor = descriptor
@@ -60,7 +60,7 @@ class UnauthenticatedConnections:
         self._port = 0
         self._seen: dict[int, _Unauthenticated] = {}
         """The connections of the last look, by inode."""
-        self._met: set[str] = set()
+        self._met: set[tuple[str, int]] = set()
         """The peers that have made a call, of connections that were open at the last look or have come since."""
         self._others: set[int] = set()
         """The inodes of the last look that are no connections to the port."""
@@ -113,7 +113,7 @@ class UnauthenticatedConnections:
         self._seen[connection.inode] = connection
         if connection.peer in self._met:
             return
-        address = address_of((connection.peer.rpartition(":")[0],))
+        address = address_of(connection.peer)
         if self._book.make_room() and self._book.admits(address):
             self._book.add(connection, address)
 
@@ -128,7 +128,7 @@ def _sockets() -> Iterator[tuple[int, int]]:
                     yield found.st_ino, int(entry.name)
 
 
-def _peer_at(descriptor: int, port: int) -> str | None:
+def _peer_at(descriptor: int, port: int) -> tuple[str, int] | None:
     """Return the peer of a connection to this port; None for another socket."""
     with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as own:
         if own.family in (socket.AF_INET, socket.AF_INET6) and own.getsockname()[1] == port:
@@ -137,18 +137,18 @@ def _peer_at(descriptor: int, port: int) -> str | None:
     return None
 
 
-def _peer_of(name: str) -> str:
+def _peer_of(name: str) -> tuple[str, int]:
     """Return the peer that gRPC names "ipv4:127.0.0.1:50000" or "ipv6:%5B::1%5D:50000"."""
-    host, _, port = unquote(name).partition(":")[2].rpartition(":")
-    return _named(host.strip("[]"), port)
+    host, port = split_address(unquote(name).partition(":")[2])
+    return _named(host, port)
 
 
-def _named(host: str, port: object) -> str:
+def _named(host: str, port: int) -> tuple[str, int]:
     """Return one name for an address, whether it is written as IPv4 or as IPv6."""
     try:
         address = ip_address(host.partition("%")[0])
     except ValueError:
-        return f"{host}:{port}"
+        return host, port
     if isinstance(address, IPv6Address) and address.ipv4_mapped:
         address = address.ipv4_mapped
-    return f"{address}:{port}"
+    return str(address), port

@@ -33,7 +33,7 @@ class HttpPort:
             tls=tls.context if tls else None,
             limits=self._settings.http_limits(max_connections),
             is_shared=self._settings.reuse_port,
-            root_path=self._settings.root_path,
+            root_path=self._settings.root_path or "",
         )
         return self._server.address
 

@@ -40,6 +40,7 @@ def without(kind: type[Message], *names: str) -> Mac:
                 msgspec.msgpack.encode(getattr(message, name))
                 for name in message.__struct_fields__
                 if not (isinstance(message, kind) and name in names) and name != "proof"
+                if getattr(message, name) is not msgspec.UNSET  # as in the message itself
             )
             for message in messages
         ]
