@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import engine, interference, router, service_speed, steps
+from benchmarks import engine, grpc_front, interference, router, service_speed, steps
 from benchmarks.direct_worker import DirectWorker, direct_worker
 from benchmarks.engine import OURS, PEERS, measure_engines
 from benchmarks.interference import AGGREGATED, measure_interference
@@ -141,6 +141,14 @@ async def scripted(_: Path, role: Role = Role.AGGREGATED) -> AsyncIterator[Serve
 
     async with running_cluster(answer, roles) as cluster:
         yield Server(cluster.url(""), MODEL, psutil.Process().pid, {"router": psutil.Process().pid})
+
+
+async def test_the_front_of_grpc_beside_the_port_behind_it() -> None:
+    plan = grpc_front.Plan(rounds=1, num_calls=3, num_messages=4, num_streams=2, step_seconds=0.001)
+    found = await grpc_front.measure(plan)
+    assert set(found["microseconds"]) == {"call", "message of one stream", "message of 2 streams"}
+    assert all(figure > 0 for doors in found["microseconds"].values() for figure in doors.values())
+    assert all(len(figures) == 1 for doors in found["rounds"].values() for figures in doors.values())
 
 
 async def test_a_stream_counts_its_tokens() -> None:
