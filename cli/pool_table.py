@@ -81,13 +81,21 @@ def _pressure(pools: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _scaling(pools: Mapping[str, Mapping[str, Any]]) -> list[Text]:
-    """Return a line with the workers that serve beside the desired ones; none without an autoscaler."""
+    """Return a line with the workers that serve beside the desired ones; none without an autoscaler.
+
+    Restarts of the autoscaler stand behind it, in red.
+    """
+    decided = {role: pools[role] for role in _ROLES if "desired_workers" in pools.get(role, {})}
+    if not decided:
+        return []
     shown = [
-        f"{pools[role]['num_serving']} of {pools[role]['desired_workers']} {role} ({_reason(pools[role])})"
-        for role in _ROLES
-        if "desired_workers" in pools.get(role, {})
+        f"{pool['num_serving']} of {pool['desired_workers']} {role} ({_reason(pool)})"
+        for role, pool in decided.items()
     ]
-    return [Text(f"autoscaler: serving {' + '.join(shown)}", style="bold")] if shown else []
+    line = Text(f"autoscaler: serving {' + '.join(shown)}", style="bold")
+    if number := max(pool.get("autoscaler_restarts", 0) for pool in decided.values()):
+        line.append(f" · {number} {'restart' if number == 1 else 'restarts'}", style="red")
+    return [line]
 
 
 def _reason(pool: Mapping[str, Any]) -> str:

@@ -41,12 +41,14 @@ class ScalingReports:
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return the decision as plain data, by role; empty if there is none, or only an old one."""
+        num_restarts = self._last[1].num_restarts if self._last is not None else 0
         return {
             role.value: {
                 "desired_workers": decision.desired,
                 "scaling_reason": decision.reason.value,
                 "scaling_held_workers": decision.held,
                 "scaling_held_by": decision.held_by and decision.held_by.value,
+                "autoscaler_restarts": num_restarts,
             }
             for role, decision in self._pools().items()
         }

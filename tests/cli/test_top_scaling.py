@@ -20,12 +20,16 @@ async def test_top_shows_the_desired_workers_beside_those_that_serve() -> None:
         steady = PoolScaling(desired=1, direction=Direction.NONE, reason=ScalingReason.STEADY)
         async with admin_session(None) as session:
             router = RouterAdmin(cluster.service.addresses.admin, session)
-            await router.report_scaling(ScalingReport(prefill=up, decode=steady))
-        code, output, errors = await kvbaton("top", *admin(cluster), "--once")
-        assert (code, errors) == (0, "")
-        assert output.splitlines()[1] == (
-            "autoscaler: serving 1 of 3 prefill (latency, 2 more held: budget) + 1 of 1 decode (steady)"
-        )
+            for num_restarts, shown in ((0, ""), (1, " · 1 restart"), (4, " · 4 restarts")):
+                await router.report_scaling(
+                    ScalingReport(prefill=up, decode=steady, num_restarts=num_restarts)
+                )
+                code, output, errors = await kvbaton("top", *admin(cluster), "--once")
+                assert (code, errors) == (0, "")
+                assert output.splitlines()[1] == (
+                    "autoscaler: serving 1 of 3 prefill (latency, 2 more held: budget) + 1 of 1 decode (steady)"
+                    + shown
+                )
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ OF_THE_POOL = {
     "scaling_held_workers",
     "scaling_decisions_total",
     "scaling_decision_age_seconds",
+    "autoscaler_restarts",
 }
 """The metrics that every router publishes for the whole service."""
 RUNBOOK = ROOT / "docs" / "runbook"
@@ -92,9 +93,8 @@ def without_max(expression: str) -> list[str]:
     wrong = []
     for name in OF_THE_POOL:
         best = "min" if name.endswith("age_seconds") else "max"
-        combined = (
-            rf"\b{best}(?: by \([a-z, ]+\))? \(?(?:increase\()?\(?{PREFIX}{name}\b|\b{best}\({PREFIX}{name}\b"
-        )
+        counted = rf"(?:increase\()?\(?{PREFIX}{name}\b"
+        combined = rf"\b{best}(?: by \([a-z, ]+\))? \(?{counted}|\b{best}\({counted}"
         if len(re.findall(rf"{PREFIX}{name}\b", expression)) != len(re.findall(combined, expression)):
             wrong.append(name)
     return wrong
