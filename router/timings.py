@@ -10,7 +10,9 @@ from contract.outputs import TransferReport
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, bytes and copies of one request.
 
-    transfer: the exposed part (last range published → verified), which is the only part of the transfer in the sum.
+    queue: what is left of arrival → first token without ``prefill``: intake, the wait for workers and for a step, and the
+    messages of both ways. transfer: the exposed part (last range published → verified), which is the only part of the
+    transfer in the sum.
     """
 
     queue: float

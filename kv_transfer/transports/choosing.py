@@ -5,6 +5,7 @@ support them (``shm``: the peer may be on another machine), and are probed first
 thread must not wait; reads from that peer wait for the outcome. How fast a transport is may depend on what its library
 finds between the two workers (``nixl``: CUDA IPC, RDMA, or TCP in disguise). Then its probe measures, so do those of the
 transports behind it, and the fastest is chosen. If a probe or several transfers in a row fail, the next transport is used.
+``nixl`` alone is measured where a connection is opened ahead, for a warning: its library reads by TCP without a word.
 """
 
 import logging
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 PostPull = Callable[[PullJob], Callable[[], None] | None]
 MAX_FAILED_IN_A_ROW = 2
 """After so many failed transfers in a row over a transport, the link is read over the next one."""
+SLOW_BYTES_PER_SECOND = 3e9
+"""TCP does not read faster between GPUs; CUDA IPC, and RDMA by a card of 25 Gbit/s or more, do."""
 
 
 @dataclass
@@ -151,6 +154,29 @@ class _Probe:
     chosen: Source | None = None
 
 
+class _SlowReads:
+    """Warns once of reads over ``nixl`` that another transport would make faster. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_warned = False
+
+    def check(self, source: Source, rate: float | None) -> None:
+        """Warn if this is the first rate below ``SLOW_BYTES_PER_SECOND``."""
+        if rate is None or rate >= SLOW_BYTES_PER_SECOND:
+            return
+        with self._lock:
+            is_first, self._has_warned = not self._has_warned, True
+        if is_first:
+            logger.warning(
+                "worker %s is read over nixl at %.3f GB/s only: its library found neither CUDA IPC nor GPUDirect RDMA "
+                "between the two. For GPUs of two machines load nvidia-peermem (or a kernel and driver with DMA-BUF) on "
+                "both, check UCX_TLS and UCX_NET_DEVICES, or set transport to auto, which takes the fastest",
+                source.worker_id,
+                rate / 1e9,
+            )
+
+
 class Chooser(ReadsByTransport):
     """Owns one receiver per transport, in order of preference. A ``ReceiverTransport`` itself. Thread-safe."""
 
@@ -161,6 +187,7 @@ class Chooser(ReadsByTransport):
         self._lock = threading.Lock()
         self._probes: dict[Source, _Probe] = {}
         self._is_closed = False
+        self._slow_reads = _SlowReads()
 
     def start(self, receivers: Mapping[str, ProbingReceiver], post: PostPull) -> None:
         """Choose among these; called once, before anything is chosen. post: starts a job without blocking, as ``pull``."""
@@ -224,9 +251,12 @@ class Chooser(ReadsByTransport):
         return self._post(job)
 
     def try_out(self, source: Source, read: Read) -> Tried:
-        """Probe a source by its transport."""
+        """Probe a source by its transport. Warns once if ``nixl`` is slow and there is no other one."""
         try:
-            return Tried(bytes_per_second=self._receivers[source.transport].probe(source, read))
+            tried = Tried(bytes_per_second=self._receivers[source.transport].probe(source, read))
+            if list(self._receivers) == ["nixl"]:
+                self._slow_reads.check(source, tried.bytes_per_second)
+            return tried
         except KvbatonError as error:
             return Tried(error)
         except Exception as error:  # the boundary of a probe: reads wait for its end

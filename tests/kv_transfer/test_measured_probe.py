@@ -7,11 +7,25 @@ import weakref
 
 import pytest
 
+from contract.errors import TransferError
 from contract.identity import Role
-from kv_transfer.protocol.reads import Read, num_probe_blocks
-from tests.kv_transfer.builders import LAYOUT, TOKENS, Pair, prompt_of, settings_for, worker
+from kv_transfer.counters import Counters
+from kv_transfer.protocol.reads import Read, Source, num_probe_blocks
+from kv_transfer.transports.choosing import SLOW_BYTES_PER_SECOND, Chooser, Tried
+from kv_transfer.transports.nixl.settings import has_rdma_device
+from tests.kv_transfer.builders import (
+    LAYOUT,
+    TOKENS,
+    Pair,
+    hand_over,
+    pair_of,
+    prompt_of,
+    settings_for,
+    worker,
+)
 from tests.kv_transfer.device_memory import FakeDevice
 from tests.kv_transfer.nixl_port import NixlPort, Reader
+from tests.kv_transfer.test_auto import Shelf
 
 BLOCKS = 3
 
@@ -78,3 +92,37 @@ def test_nixl_is_measured_in_an_area_of_the_device_which_is_released() -> None:
 def test_a_probe_reads_as_much_of_small_blocks_as_of_large_ones() -> None:
     assert num_probe_blocks(LAYOUT.block_bytes) * LAYOUT.block_bytes == 8 * 2**20
     assert num_probe_blocks(2**30) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "rate", "num_warnings"),
+    [
+        (None, SLOW_BYTES_PER_SECOND / 2, 1),
+        (None, SLOW_BYTES_PER_SECOND, 0),
+        (TransferError("no lane"), None, 0),
+    ],
+    ids=["slow", "fast", "broken"],
+)
+def test_nixl_alone_is_measured_and_a_slow_one_warned_of_once(
+    error: TransferError | None, rate: float | None, num_warnings: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without GPUDirect its library reads by TCP without a word. `auto`, which takes the fastest, logs no warning."""
+    nixl = Shelf(error, rate)
+    nixl.gate.set()
+    source = Source("p", "b", "there:1", "token", "nixl")
+    for receivers, expected in (({"nixl": nixl, "tcp": Shelf()}, 0), ({"nixl": nixl}, num_warnings)):
+        chooser = Chooser(Counters())
+        chooser.start(receivers, lambda _: None)
+        outcomes = [chooser.try_out(source, Read()) for _ in range(2)]
+        chooser.close()
+        assert outcomes == [Tried(error, rate)] * 2
+        warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+        assert len(warnings) == expected
+        assert all("set transport to auto" in record.getMessage() for record in warnings)
+
+
+def test_a_pool_in_host_memory_is_lent_over_nixl_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """An RDMA card would read host memory fast; `auto` offers tcp instead."""
+    with pair_of(transport="nixl") as pair:
+        hand_over(pair, "r")
+    assert ("set transport to tcp or auto" in caplog.text) is not has_rdma_device()

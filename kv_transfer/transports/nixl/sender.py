@@ -12,6 +12,7 @@ and one to END after each; neither is answered. When the session is over the sen
 and sends no more. It goes on to receive, so that a read that is open then can still be helped.
 """
 
+import logging
 from contextlib import ExitStack
 from dataclasses import asdict
 from enum import StrEnum
@@ -31,6 +32,7 @@ from kv_transfer.transports.nixl.nixl_thread import NixlThread
 from kv_transfer.transports.nixl.settings import has_rdma_device, require_whole_allocations
 from kv_transfer.transports.transport import AUTO, TransportContext
 
+logger = logging.getLogger(__name__)
 MAX_NIXL_FRAME_BYTES = 262144
 _HELP_ON_SECONDS = 60.0
 """After the end of its connection a peer is helped for so long: a read may be open, and it cannot ask for help any more."""
@@ -125,8 +127,12 @@ class NixlSender(Sender):
             gpu=gpu_of(memory),
         )
         self.why_not_offered = None
-        if self._is_auto and not (pool.is_device or has_rdma_device()):
-            self.why_not_offered = "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
+        if not (pool.is_device or has_rdma_device()):
+            why = "the KV pool is in host memory and there is no RDMA card, so tcp is faster"
+            if self._is_auto:
+                self.why_not_offered = why
+            else:
+                logger.warning("transport nixl: %s; set transport to tcp or auto", why)
 
     def close(self) -> None:
         """End every lease, the port, and the agent. Idempotent."""
