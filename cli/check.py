@@ -3,10 +3,11 @@
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contract.errors import SettingError
 from launch.arguments import parse
@@ -16,7 +17,9 @@ from serving.log_lines import safe_line
 from text.model_card import ModelCard
 from text.tokenizer import read_json
 
-"""Short flags that cannot be names of settings."""
+if TYPE_CHECKING:
+    from engine.models.served import Served
+
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 """Files that run their author's code when they are loaded, so no command of kvbaton loads them."""
@@ -59,17 +62,27 @@ def examine(folder: Path) -> Finding:
     finding = Finding({"folder": str(folder), **_config_facts(config), **_weights(folder)})
     if problem := _problem_of_weights(folder):
         finding.problems.append(problem)
-    _add_engine(finding, folder)
+    of_card = Finding()
+    with ThreadPoolExecutor(1) as beside:  # the engine may wait for a process that reads the configuration
+        asked = beside.submit(_add_engine, finding, folder)
+        _read_card(of_card, folder)
+        asked.result()
+    finding.facts |= of_card.facts
+    finding.templates = of_card.templates
+    finding.problems += of_card.problems
+    return finding
+
+
+def _read_card(finding: Finding, folder: Path) -> None:
     try:
         card = ModelCard.from_folder(folder)
     except SettingError as error:
         finding.problems.append(error.message)
-        return finding
+        return
     try:
         _add_card(finding, card)
     finally:
         card.close()
-    return finding
 
 
 def _problem_of_weights(folder: Path) -> str | None:
@@ -100,9 +113,18 @@ def _add_engine(finding: Finding, folder: Path) -> None:
         finding.facts["served by"] = "nothing: it is refused"
         finding.problems.append(error.message)
         return
+    add_served(finding, served)
+
+
+def add_served(finding: Finding, served: "Served") -> None:
+    """Add how the engine serves a model. One that may be refused when it starts is a problem: nothing is promised then."""
     way = "the own decoder" if served.is_own else "transformers"
     if not served.is_tried:
-        way += ", which has not been tried with this family: the start decides"
+        way += ", which was never tried with this family"
+        finding.problems.append(
+            f"{served.architecture} of this version of transformers was never tried: nothing is known against it, but"
+            " whether it is served is decided at the start, by comparing its numbers"
+        )
     finding.facts |= {
         "served by": way,
         "weights in memory": _gib(served.num_weight_bytes, served.dtype),

@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from contract.errors import SettingError
+from contract.identity import Role
 from launch.download import from_hub
 from launch.settings import DEMO, LocalSettings
 
 DEMO_NAME = "kvbaton-demo"
+_WORKERS = (Role.PREFILL, Role.DECODE, Role.AGGREGATED)
+_OF_THE_MODEL = ("dtype", "max_model_len", "tensor_parallel_size")
+"""Settings that decide whether a model is served."""
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*(/[\w.-]+)?$")
 
 
@@ -57,17 +61,28 @@ def find_model(model: str) -> Path:
 
 
 def check_model(settings: LocalSettings, folder: Path) -> None:
-    """Raise the SettingError with which every worker would refuse a model, before any is started.
+    """Raise the SettingError with which a worker would refuse a model, before any is started.
 
-    It takes about a second at most, since no weights are read. Without an engine on this machine nothing is checked.
+    Each role's own settings in the file count. It takes about a second at most, since no weights are read. Without an engine
+    on this machine nothing is checked.
     """
     if find_spec("safetensors") is None:
         return
-    # Imported here: a router's installation has no engine.
+    # Imported here: a router's installation has no engine, and settings of commands import this module.
     from engine.models.served import examine
+    from engine.settings import EngineSettings
+    from launch.child_settings import from_file
 
-    if not examine(folder, settings.dtype, settings.max_model_len).has_weights:
-        raise SettingError(f"model: {folder} has no weights (*.safetensors)", param="model")
+    checked = list[EngineSettings]()
+    for role, count in zip(_WORKERS, settings.largest_pools, strict=True):
+        given = from_file(settings, role, is_logged=False) if count else {}
+        options = {name: given.get(name, getattr(settings, name)) for name in _OF_THE_MODEL}
+        engine = EngineSettings(model=folder, **options)
+        if count and engine not in checked:
+            checked.append(engine)
+            ranks = engine.tensor_parallel_size
+            if not examine(folder, engine.dtype, engine.max_model_len, ranks).has_weights:
+                raise SettingError(f"model: {folder} has no weights (*.safetensors)", param="model")
 
 
 def model_folder(model: object) -> object:

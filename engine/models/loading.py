@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from contract.errors import SettingError
 from contract.layout import model_fingerprint
 from engine.distributed.group import RankGroup, SingleRank
 from engine.fp8.choice import prepare, why_converted
@@ -16,7 +15,7 @@ from engine.models.config import Head, ModelShape, RawConfig, check_counts
 from engine.models.info import ModelInfo
 from engine.models.language_model import LanguageModel
 from engine.models.registry import architecture_name, find_architecture
-from engine.models.served import model_length, plan_own
+from engine.models.served import model_length, plan_own, refuse_ranks
 from engine.models.sharding import config_of_rank, part_of
 from engine.models.weights import DTYPES, load_weights
 
@@ -96,11 +95,7 @@ def _load_from_transformers(
     from engine.models.transformers_loading import TransformersCheckpoint
 
     architecture = str(architecture_name(raw))
-    if group.size > 1:
-        raise SettingError(
-            f"tensor_parallel_size is {group.size}; {architecture} is computed by transformers, on one rank alone",
-            param="tensor_parallel_size",
-        )
+    refuse_ranks(raw, group.size)
     name = resolve_dtype(dtype, raw, checkpoint)
     found = TransformersCheckpoint(folder, raw, architecture)
     length = model_length(max_model_len, found.num_positions)

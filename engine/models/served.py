@@ -64,11 +64,13 @@ class Served:
     has_weights: bool
 
 
-def examine(folder: Path, dtype: str = "auto", max_model_len: int | None = None) -> Served:
+def examine(
+    folder: Path, dtype: str = "auto", max_model_len: int | None = None, num_ranks: int = 1
+) -> Served:
     """Return how the engine serves a folder, with weights or with config.json alone. Needs kvbaton[worker], not torch.
 
-    Raises SettingError, whose text is that of the loader, for one that it refuses. Takes about a second where transformers
-    reads the configuration, in a process of its own.
+    Raises SettingError, whose text is that of the loader, for one that it refuses. Takes less than a second where
+    transformers reads the configuration, in a process of its own.
     """
     raw = read_config(folder)
     has_weights = any(folder.glob("*.safetensors"))
@@ -77,6 +79,7 @@ def examine(folder: Path, dtype: str = "auto", max_model_len: int | None = None)
         check_counts(raw, len(checkpoint.names()))
     architecture = find_architecture(raw)
     if architecture is None:
+        refuse_ranks(raw, num_ranks)
         return _examine_transformers(folder, raw, checkpoint, dtype, max_model_len)
     return _examine_own(folder, raw, architecture, checkpoint, dtype, max_model_len)
 
@@ -104,6 +107,15 @@ def plan_own(
         _refuse_own_code(raw)
     check_tensors(architecture.shapes(config, head), weights)
     return OwnModel(architecture, config, head, weights, name, length)
+
+
+def refuse_ranks(raw: RawConfig, num_ranks: int) -> None:
+    """Raise SettingError for several ranks of a model that transformers computes."""
+    if num_ranks > 1:
+        raise SettingError(
+            f"tensor_parallel_size is {num_ranks}; {architecture_name(raw)} is computed by transformers, on one rank alone",
+            param="tensor_parallel_size",
+        )
 
 
 def model_length(setting: int | None, limit: int) -> int:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -79,14 +80,15 @@ _REASON_OF_TYPE = {kind: reason for reason, kinds in _REASONS.items() for kind i
 _ENCODERS = frozenset({"bert", "electra", "ernie", "roc_bert"})
 """Types that attend to earlier tokens alone if ``is_decoder`` is set."""
 TRIED = _ENCODERS | frozenset(
-    """afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe ctrl cwm ernie4_5 ernie4_5_moe exaone4
-    exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox granite
-    granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe
-    kolibri1 laguna lfm2 mellum minimax_m2 minimax_m3_vl_text ministral ministral3 mixtral moshi nanochat olmo olmo2 olmo3
-    olmoe opt persimmon phi phi3 phimoe qwen2_moe qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2
-    vaultgemma""".split()
+    """afmoe apertus arcee aria_text beam biogpt bitnet cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm dbrx dots1
+    ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite
+    gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoehybrid granitemoeshared helium hunyuan_v1_dense
+    hunyuan_v1_moe hy_v3 hyperclovax jais2 jetmoe kolibri1 laguna lfm2 lfm2_moe mellum minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mixtral moshi nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2_moe
+    qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma""".split()
 )
 """Types of which a small model gave transformers' own answers."""
+_SENSES = frozenset({"audio_config", "vision_config"})
 _EXPERT_HEADS = frozenset({"jetmoe"})
 """Types that store the key and value of each chosen expert's head."""
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
@@ -116,10 +118,15 @@ def read_facts(folder: Path, raw: RawConfig) -> TransformersFacts:
     if architecture is None or find_spec("transformers") is None:
         raise _unknown(architecture)
     from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
     if not architecture.endswith(_DECODERS) or architecture not in NAMES.values():
         raise _unknown(architecture)
+    if str(kind := raw.get("model_type")) not in CONFIG_MAPPING:
+        raise unserved(
+            architecture, f"its model_type is {kind!r:.80}, and {_installed()} has none of that name"
+        )
     with refusing(architecture):
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if NAMES.get(config.model_type) != architecture:
@@ -146,14 +153,15 @@ def refusing(architecture: str, *own_names: str) -> Iterator[None]:
     except Exception as error:
         is_ours = any(name in str(error) for name in own_names)
         why = OTHER_ATTENTION if is_ours else "transformers cannot run it so"
-        raise unserved(architecture, f"{why} ({type(error).__name__}: {error})") from error
+        told = " ".join(str(error).split())  # one line: the last line of a start is the reason
+        raise unserved(architecture, f"{why} ({type(error).__name__}: {told})") from error
 
 
 def why_unserved(config: Any) -> str | None:
     """Return why a model of this configuration would give wrong answers here, None if nothing is known against it."""
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         return "it has an encoder"
-    if config.get_text_config() is not config:
+    if config.get_text_config() is not config or _SENSES & set(getattr(config, "sub_configs", None) or ()):
         return "it takes more than text, and only models of text are served"
     if getattr(config, "num_kv_shared_layers", 0):
         return "layers that share their KV (num_kv_shared_layers) are not served"
@@ -185,12 +193,18 @@ def _unknown(architecture: str | None) -> SettingError:
     missing = (
         "" if find_spec("transformers") else " (which is not installed: pip install 'kvbaton[transformers]')"
     )
+    if find_spec("transformers") and str(architecture).endswith(_DECODERS):
+        missing = f" ({_installed()} has none of that name)"
     images = ", also of its text" if str(architecture).endswith("ForConditionalGeneration") else ""
     return SettingError(
         f"the model's architecture is {architecture!r}, which is not served{images}; the served ones are "
         f"{', '.join(ARCHITECTURES)}, and every ...ForCausalLM of transformers{missing}",
         param="model",
     )
+
+
+def _installed() -> str:
+    return f"transformers {version('transformers')}, which is installed,"
 
 
 def _key_size(config: Any) -> int:

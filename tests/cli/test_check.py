@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from cli.check import Finding, add_served
 from cli.main import run_command
+from engine.models.served import examine
 from tests.checkpoints import CHAT_TEMPLATE, make_checkpoint, make_foreign_checkpoint
 from tests.text.tiny_model import model_files, write_model
 
@@ -169,3 +172,26 @@ def test_a_refused_model_ends_up_and_serve_before_a_process_starts(tmp_path: Pat
         assert ended.returncode == 2
         assert "quant_method is 'awq'; only 'compressed-tensors' is served" in ended.stderr.splitlines()[-1]
         assert "started" not in ended.stderr
+
+
+def test_a_family_that_was_never_tried_is_no_success(tmp_path: Path) -> None:
+    """Exit 0 promises a start; such a model may be refused by the comparison of numbers there."""
+    served = examine(make_foreign_checkpoint(tmp_path, "olmo2"))
+    known, unknown = Finding(), Finding()
+    add_served(known, served)
+    add_served(unknown, replace(served, is_tried=False))
+    assert known.problems == []
+    (problem,) = unknown.problems
+    assert "Olmo2ForCausalLM" in problem and "was never tried" in problem
+    assert unknown.facts["served by"] == "transformers, which was never tried with this family"
+
+
+def test_a_truncated_file_of_weights_is_a_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file whose header names more bytes than there are, of the own decoder and of transformers' models."""
+    for make, family in ((make_checkpoint, "llama"), (make_foreign_checkpoint, "olmo2")):
+        folder = make(tmp_path / family, family)
+        weights = folder / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-100])
+        code, text = checked(capsys, str(folder))
+        assert code == 1
+        assert "problem: model: " in text and "cannot be read as safetensors" in text

@@ -17,10 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from contract.errors import SettingError
 from engine.distributed.group import SingleRank
+from engine.distributed.local import Exchange, LocalRankGroup
 from engine.models.config import Head
 from engine.models.loading import load
-from engine.models.registry import find_architecture
+from engine.models.registry import ARCHITECTURES, find_architecture
 from engine.models.served import Served, examine
+from engine.models.transformers_rules import TRIED, why_unserved
 from tests.checkpoints import FAMILIES, make_checkpoint, make_foreign_checkpoint
 from tests.engine_compute.test_checkpoint import change_config, load_on_cpu
 from tests.fp8_checkpoints import make_fp8, quantization
@@ -257,3 +259,63 @@ def test_the_configuration_of_a_folder_is_read_only(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "own.Config"}}))
     assert examine(folder).architecture == "Olmo2ForCausalLM"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"model_type": "qwen9"}, "its model_type is 'qwen9', and transformers 5"),
+        ({"model_type": ["a"]}, "its model_type is ['a'], and transformers 5"),
+        ({"architectures": ["Qwen9ForCausalLM"]}, "every ...ForCausalLM of transformers (transformers 5"),
+        ({"layer_types": ["full_attention"] * 9}, "transformers cannot run it so"),
+    ],
+    ids=str,
+)
+def test_models_of_newer_versions_are_named_in_one_line(
+    tmp_path: Path, fields: dict[str, Any], told: str
+) -> None:
+    """The last line of a start is the reason, and errors of transformers have several."""
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    change_config(folder, **fields)
+    assert assert_same_verdict(folder) is None
+    refused = str(outcome(lambda: examine(folder)))
+    assert told in refused and "\n" not in refused
+
+
+def test_each_type_of_this_transformers_was_tried_or_is_refused() -> None:
+    """The verdict of ``kvbaton check`` depends on no start."""
+    undecided = []
+    for model_type, architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
+        if architecture in ARCHITECTURES or not architecture.endswith(("ForCausalLM", "LMHeadModel")):
+            continue
+        try:
+            config = CONFIG_MAPPING[model_type]()
+            is_decided = model_type in TRIED or why_unserved(config) is not None
+        except Exception:  # noqa: BLE001 - a class that cannot be made without more fields is none for a check
+            continue
+        if not is_decided:
+            undecided.append(model_type)
+    assert undecided == []
+
+
+def test_the_configuration_is_read_without_the_code_of_packages(tmp_path: Path) -> None:
+    """Importing transformers takes twice as long as the rest of a check."""
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    program = (
+        "import sys; from engine.models.facts_program import main\n"
+        f"sys.argv = ['', {str(folder)!r}]; main()\n"
+        "sys.exit('transformers.dependency_versions_check' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_model_of_transformers_is_refused_on_several_ranks_before_a_start(tmp_path: Path) -> None:
+    folder = make_foreign_checkpoint(tmp_path, "olmo2")
+    group = LocalRankGroup(0, Exchange(2))
+    refused = [
+        outcome(lambda: examine(folder, num_ranks=2)),
+        outcome(lambda: load(folder, "auto", None, torch.device("cpu"), group)),
+    ]
+    assert "Olmo2ForCausalLM is computed by transformers, on one rank alone" in str(refused[0])
+    assert refused[0] == refused[1]
+    assert outcome(lambda: examine(make_checkpoint(tmp_path / "own"), num_ranks=4)) is None

@@ -68,9 +68,7 @@ async def test_one_rank_reads_each_head_once(tmp_path: Path, num_ranks: int) -> 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("prefill", "decode", "transport"), [(4, 1, "shm"), (1, 4, "tcp"), (2, 4, "tcp"), (4, 2, "shm")]
-)
+@pytest.mark.parametrize(("prefill", "decode", "transport"), [(4, 1, "shm"), (2, 4, "tcp")])
 async def test_rank_processes_hand_over_the_tokens_of_one_rank(
     tmp_path: Path, prefill: int, decode: int, transport: str
 ) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from contract.errors import SettingError
-from launch.model import DEMO_NAME, demo_model_folder, find_model, model_name
+from launch.arguments import parse
+from launch.machine_settings import UpSettings
+from launch.model import DEMO_NAME, check_model, demo_model_folder, find_model, model_name
 from launch.router_settings import RouterCommand
 from launch.worker_settings import PrefillCommand
+from tests.checkpoints import make_foreign_checkpoint
 
 
 def test_a_local_folder_is_taken_and_named_after_itself(tmp_path: Path) -> None:
@@ -44,3 +47,23 @@ def test_a_router_names_a_model_as_the_workers_do() -> None:
     assert RouterCommand(**given).served_model_name == PrefillCommand(**given).served_model_name == DEMO_NAME
     assert RouterCommand(secret_file=Path("secret")).served_model_name is None
     assert RouterCommand(**given, served_model_name="mine").served_model_name == "mine"
+
+
+@pytest.mark.parametrize(
+    ("table", "told"),
+    [
+        ("[decode]\nmax_model_len = 9999\n", "max_model_len is 9999; the model has 256 positions"),
+        ("[prefill]\ntensor_parallel_size = 2\n", "tensor_parallel_size is 2; Olmo2ForCausalLM"),
+        ("[decode]\nmodel = '/other'\n", "model is '/other', but this service uses"),
+        ("[decode]\ndtype = 'int3'\n", "dtype"),
+    ],
+)
+def test_tables_of_roles_are_checked_before_a_process_starts(tmp_path: Path, table: str, told: str) -> None:
+    """Only those of roles with workers: a table of another role changes nothing."""
+    folder = make_foreign_checkpoint(tmp_path / "model", "olmo2")
+    file = tmp_path / "kvbaton.toml"
+    file.write_text(f"[up]\nmodel = '{folder}'\n{table}")
+    flags = ["--config", str(file)]
+    with pytest.raises(SettingError, match=told):
+        check_model(parse(UpSettings, "kvbaton up", flags), folder)
+    check_model(parse(UpSettings, "kvbaton up", [*flags, "--both", "1"]), folder)
