@@ -882,7 +882,7 @@ class Timings(_message.Message):
     TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     TRANSFER_COPYING_FIELD_NUMBER: _builtins.int
     queue: _builtins.float
-    """From arrival until the prompt's first chunk runs."""
+    """From arrival until the first token arrives, less prefill: waits, and the messages of both ways."""
     prefill: _builtins.float
     """Computing the prompt."""
     transfer: _builtins.float

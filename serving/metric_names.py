@@ -159,7 +159,7 @@ ROUTER_METRICS: Mapping[str, Metric] = {
     "inter_token_latency_seconds": Metric("Time between two tokens of an answer.", is_histogram=True),
     "e2e_request_latency_seconds": Metric("Time from arrival to the last token.", is_histogram=True),
     "request_queue_time_seconds": Metric(
-        "Time from arrival to the start of the prompt's first chunk.", is_histogram=True
+        "Time from arrival to the first token, less the prefill: waits and messages.", is_histogram=True
     ),
     "request_prefill_time_seconds": Metric("Time of computing the prompt.", is_histogram=True),
     "request_transfer_time_seconds": Metric("Exposed time of the KV transfer.", is_histogram=True),
