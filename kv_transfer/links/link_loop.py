@@ -181,17 +181,26 @@ class LinkLoop:
         deadline = math.inf
         while not self._is_stopping:
             self._listener.watch(self._selector, self._accept)
+            looked_at = time.monotonic()
             for handle in self._commands.wait(deadline):
                 handle()
             self._commands.run_all()
-            deadline = self._keep_time(time.monotonic())
+            deadline = self._keep_time(looked_at)
             self._num_rounds += 1
 
     def _accept(self) -> None:
         for sock in self._listener.accept_some():
             self._links.accept(sock)
 
-    def _keep_time(self, now: float) -> float:
-        """Act on the deadlines that have passed; return the next one."""
-        deadlines = [self._links.keep_alive(now), self._dialer.end_late(now), self._listener.resume_at]
-        return min(*deadlines, self._events.tick(now))
+    def _keep_time(self, looked_at: float) -> float:
+        """Act on the deadlines that have passed; return the next one. looked_at: when this round began to read sockets.
+
+        A peer was silent until then, and not until now: if this thread had to wait for a processor meanwhile, the peer's
+        pings may lie unread in the socket. The next round, which follows at once, reads them before it judges again.
+        """
+        deadlines = [
+            self._links.keep_alive(looked_at),
+            self._dialer.end_late(looked_at),
+            self._listener.resume_at,
+        ]
+        return min(*deadlines, self._events.tick(time.monotonic()))

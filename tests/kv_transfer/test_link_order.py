@@ -3,6 +3,7 @@
 import math
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
@@ -29,15 +30,16 @@ class Side:
     holds: new links send nothing until ``resume``.
     """
 
-    def __init__(self, boot_id: str, role: Role) -> None:
+    def __init__(self, boot_id: str, role: Role, peer_timeout_seconds: float = 300.0) -> None:
         self.boot_id = boot_id
         offers = [Offer("tcp", "127.0.0.1:1")]
-        limits = {"peer_timeout_seconds": 300.0, "max_frame_bytes": 2**20}
+        limits = {"peer_timeout_seconds": peer_timeout_seconds, "max_frame_bytes": 2**20}
         me = identity_for(boot_id[0], role, None, offers, boot_id=boot_id, **limits)
         self.loop = LinkLoop(me.settings, Counters())
         self.heard = Mailbox[Message]()
         self.busy_with: Message | None = None
         self.is_busy, self.go_on = threading.Event(), threading.Event()
+        self.lost: list[KvbatonError] = []
         self.holds = False
         self.was_held = threading.Event()
         self.resume: Callable[[], None] | None = None
@@ -55,7 +57,8 @@ class Side:
             self.is_busy.set()
             assert self.go_on.wait(WAIT)
 
-    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None: ...
+    def link_down(self, ref: PeerRef, session: Session | None, error: KvbatonError) -> None:
+        self.lost.append(error)
 
     def tick(self, now: float) -> float:
         return math.inf
@@ -64,9 +67,10 @@ class Side:
 
 
 @contextmanager
-def two_sides() -> Iterator[tuple[Side, Side]]:
+def two_sides(lender_timeout_seconds: float = 300.0) -> Iterator[tuple[Side, Side]]:
     """Yield (reader, lender), with a link between them."""
-    lender, reader = Side("lender", Role.PREFILL), Side("reader", Role.DECODE)
+    lender = Side("lender", Role.PREFILL, lender_timeout_seconds)
+    reader = Side("reader", Role.DECODE)
     try:
         reader.loop.dial_and_send(target(lender), FetchBlocks("first", 0))
         assert lender.heard.get(WAIT) == FetchBlocks("first", 0)
@@ -122,6 +126,23 @@ def test_messages_do_not_wait_for_the_io_thread() -> None:
         assert lender.is_busy.wait(WAIT)
         lender.loop.send(READER, TransferFailed("t", 0, "internal", "while its I/O thread is busy"))
         assert reader.heard.get(WAIT) == TransferFailed("t", 0, "internal", "while its I/O thread is busy")
+
+
+def test_a_side_that_had_no_processor_does_not_take_its_peer_for_silent() -> None:
+    """B13: what the peer has sent meanwhile lies unread in the socket, and is read before the peer is judged."""
+    seconds = 2.0
+    with two_sides(seconds) as (reader, lender):
+        lender.busy_with = CancelFetch("busy", 0)
+        reader.loop.send(LENDER, lender.busy_with)
+        assert lender.is_busy.wait(WAIT)
+        reader.loop.send(LENDER, CancelFetch("sent meanwhile", 0))
+        time.sleep(1.25 * seconds)
+        lender.go_on.set()
+        assert [lender.heard.get(WAIT) for _ in range(2)] == [
+            lender.busy_with,
+            CancelFetch("sent meanwhile", 0),
+        ]
+        assert lender.lost == []
 
 
 def test_a_fetch_does_not_wait_for_the_io_thread_when_there_is_a_link() -> None:
