@@ -46,6 +46,8 @@ def locked(name: str) -> dict[str, tuple[str, int]]:
         ("torch-cuda.lock", ["torch>=2.11", "triton>=3"]),
         ("build.lock", BUILD),
         ("sbom.lock", ["cyclonedx-bom>=7"]),
+        ("flashinfer.lock", ["flashinfer-python==0.6.14", "apache-tvm-ffi==0.1.15.post2"]),
+        ("nvcc.lock", ["nvidia-cuda-nvcc==13.0.*"]),
     ],
 )
 def test_every_library_of_an_image_is_locked_with_hashes(lock: str, wanted: list[str]) -> None:
@@ -126,19 +128,33 @@ def test_locks_that_share_a_library_agree_on_its_version() -> None:
     assert {library: found for library, found in versions.items() if len(found) > 1} == {}
 
 
+def stage(name: str) -> str:
+    """The instructions of one stage of the Dockerfile."""
+    (found,) = re.findall(rf"^FROM \S+ AS {name}\n(.*?)(?=^FROM |\Z)", DOCKERFILE, re.MULTILINE | re.DOTALL)
+    return str(found)
+
+
+def test_flashinfer_is_built_in_only_if_asked_for_and_its_compiler_stays_out() -> None:
+    """F7: on a machine without nvcc, FlashInfer can load only what was compiled beforehand."""
+    condition = 'if [ "$TORCH_BUILD" = cuda ] && [ -n "$FLASHINFER_ARCHS" ]; then'
+    for name, lock in (("worker-libraries", "flashinfer.lock"), ("flashinfer-kernels", "nvcc.lock")):
+        (ours,) = [run for run in re.split(r"^RUN ", stage(name), flags=re.MULTILINE) if lock in run]
+        assert condition in ours
+        assert "ARG FLASHINFER_ARCHS=\n" in stage(name)
+    assert "nvcc.lock" not in stage("worker-libraries") + stage("worker")
+    assert "from=flashinfer-kernels,source=/kernels" in stage("worker")
+    assert (ROOT / "benchmarks" / "gpu_modules.py").is_file()
+    assert "COPY benchmarks/gpu_modules.py" in stage("flashinfer-kernels")
+    assert "!benchmarks/gpu_modules.py" in (ROOT / ".dockerignore").read_text().splitlines()
+
+
 def test_each_image_has_the_bill_of_materials_of_what_it_was_installed_from() -> None:
     """A9: it was in no image."""
     for image in ("router", "worker"):
-        stage = DOCKERFILE.partition(f"FROM service AS {image}\n")[2].partition("\nFROM ")[0]
-        assert f"COPY --from={image}-components /sbom /usr/share/kvbaton/sbom" in stage
-        made = DOCKERFILE.partition(f"FROM components AS {image}-components\n")[2].partition("\nFROM ")[0]
-        assert f"from={image}-libraries,source=/locks" in made
-        libraries = re.search(
-            rf"^FROM \S+ AS {image}-libraries\n(.*?)^FROM ", DOCKERFILE, re.MULTILINE | re.DOTALL
-        )
-        assert libraries is not None
-        for lock in re.findall(r"-r constraints/(?!torch-)(\S+\.lock)", libraries[1]):
-            assert f"cp constraints/{lock} /locks" in libraries[1]
+        assert f"COPY --from={image}-components /sbom /usr/share/kvbaton/sbom" in stage(image)
+        assert f"from={image}-libraries,source=/locks" in stage(f"{image}-components")
+        for lock in re.findall(r"-r constraints/(?!torch-)(\S+\.lock)", stage(f"{image}-libraries")):
+            assert f"cp constraints/{lock} /locks" in stage(f"{image}-libraries")
     assert 'cp "constraints/torch-$build.lock" /locks' in DOCKERFILE
     assert "io.kvbaton.sbom=/usr/share/kvbaton/sbom" in DOCKERFILE
 
