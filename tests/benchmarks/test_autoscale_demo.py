@@ -48,9 +48,7 @@ SMALL = TimingModel(
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(300)
-async def test_a_short_demo_grows_and_loses_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_short_demo_grows_and_loses_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "autoscaler.controller")
     write_timing(tmp_path / "timing.json", SLOW)
     phases = [Phase("calm", 3.0, SHORT, 0.5, 0.5), Phase("spike", 12.0, SHORT, 2.0, 2.0)]
@@ -64,7 +62,7 @@ async def test_a_short_demo_grows_and_loses_no_request(
         load=load,
         seed=1,
     )
-    recording = await run(plan)
+    recording = run(plan)
     assert recording.errors == []
     assert len(recording.answers) == len(load) > 30
     assert recording.most(P) == 2
