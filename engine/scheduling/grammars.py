@@ -119,7 +119,9 @@ class Grammars:
                 ready.append(Ready(request, finish_by(request, outcome)))
             else:
                 request.structured_output_request = outcome
-                ready.append(Ready(request))
+                # Only the empty text matches, and no token ends it: without this it would be sampled without a grammar.
+                is_over = outcome.is_complete
+                ready.append(Ready(request, Finish(RequestStatus.FINISHED_STOPPED) if is_over else None))
         return ready
 
     def give_up(self, request: Request) -> bool:

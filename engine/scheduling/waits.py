@@ -18,7 +18,7 @@ from engine.scheduling.status import RequestStatus
 
 @dataclass(frozen=True)
 class Ready:
-    """A request whose wait in a stage is over. finish: how it finishes, if it failed; then it is still in the stage."""
+    """A request whose wait in a stage is over. finish: how it finishes, if it does; then it is still in the stage."""
 
     request: Request
     finish: Finish | None = None

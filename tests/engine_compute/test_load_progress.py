@@ -45,7 +45,9 @@ def test_without_a_terminal_a_line_is_logged_every_few_seconds(caplog: pytest.Lo
 def test_a_terminal_shows_a_bar(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     clock, written = Clock(), io.StringIO()
-    with LoadProgress(8 * GIB, Console(file=written, force_terminal=True), clock) as progress:
+    with LoadProgress(
+        8 * GIB, Console(file=written, force_terminal=True, _environ={"TERM": "xterm"}), clock
+    ) as progress:
         clock.seconds += 60
         progress.advance(3 * GIB)
     assert "3.0/8.0 GiB" in written.getvalue()

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from contract.outputs import FinishReason
+from contract.requests import SendTransfer
 from contract.sampling import Grammar
 from tests.engine_grammar.test_constraints import leaves
 from tests.engine_grammar.test_dead_ends import bounds, composed, patterns, strings
@@ -91,6 +92,18 @@ def test_a_grammar_that_cannot_begin_is_refused(engine: Engine) -> None:
     engine.assert_empty()
 
 
+@pytest.mark.parametrize("transfer", [None, SEND])
+def test_an_answer_that_can_only_be_empty_is_so_without_a_token(
+    engine: Engine, transfer: SendTransfer | None
+) -> None:
+    """It was sampled without its grammar: any text, with status 200."""
+    key = engine.ask("empty", Grammar("regex", "^$"), transfer=transfer, sampling={"allowed_token_ids": A})
+    engine.until_heard(key)
+    assert (engine.tokens(key), engine.end(key).finish_reason) == ([], FinishReason.STOP)
+    engine.outputs.clear()
+    engine.assert_empty()
+
+
 schemas = st.recursive(leaves | strings | bounds | st.just(False), composed, max_leaves=4)
 names = st.sampled_from("abc")
 parts = st.sampled_from(['"a"', '"ab"', "/a+/", "/[ab]/", "/[^\\s\\S]/", "a", "b", "c", '"é"'])
@@ -121,6 +134,7 @@ samplings = st.fixed_dictionaries(
 
 
 @given(grammars, samplings, st.booleans())
+@example(Grammar("regex", "^$"), {"allowed_token_ids": A}, False)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_answer_that_has_begun_ends_with_an_error(
     engine: Engine, grammar: Grammar, sampling: dict[str, Any], is_handed_over: bool
