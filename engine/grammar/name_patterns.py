@@ -23,7 +23,7 @@ MAX_STEPS = 2**14
 
 
 def with_patterns_of_other_names(text: str) -> str:
-    """Return an equal schema whose patterns all match names that ``properties`` of the same object does not list.
+    """Return an equal schema whose patterns all match names that neither ``properties`` nor ``required`` lists.
 
     Raises InvalidRequestError about ``grammar`` if that takes too many steps. Text that is no JSON stays unchanged.
     """
@@ -63,14 +63,18 @@ def _settle(schema: _Schema, budget: _Budget) -> None:
     properties = schema.get("properties", {})
     if not isinstance(properties, dict):
         return
+    required = schema.get("required", [])
+    required = [name for name in required if isinstance(name, str)] if isinstance(required, list) else []
     for pattern, value in list(schema["patternProperties"].items()):
-        names = _only_names(pattern, list(properties), budget)
+        # A required name is one of its own for the library, too.
+        names = _only_names(pattern, list(dict.fromkeys([*properties, *required])), budget)
         if names is None:
             continue
         del schema["patternProperties"][pattern]
         for name in names:
-            both = [properties[name], value]
+            both = [properties.get(name, {}), value]
             properties[name] = value if both[0] in (value, {}, True) else {"allOf": both}
+            schema["properties"] = properties
     if not schema["patternProperties"]:
         del schema["patternProperties"]
 

@@ -206,6 +206,14 @@ def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 @given(st.recursive(leaves | strings | bounds | st.just(False), composed, max_leaves=5))
 @example(SCORE)
+@example(
+    {
+        "type": "object",
+        "additionalProperties": False,
+        "patternProperties": {"^a$": {"type": "integer", "minimum": 0}},
+        "required": ["a"],
+    }
+)
 @example({"type": "object", "patternProperties": {"[^\\s\\S]": {}}, "minProperties": 2})
 @settings(max_examples=120, deadline=None)
 def test_no_answer_fails_after_it_has_begun(model: Path, value: Any) -> None:
