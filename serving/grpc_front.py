@@ -12,8 +12,8 @@ import grpc.aio
 
 from contract.addresses import join_address, split_address
 from contract.errors import SettingError
+from contract.run_folder import RunFolder
 from serving.grpc_connection import GrpcConnection
-from serving.held_folders import HeldFolder
 from serving.http_acceptor import HttpAcceptor, listen
 from serving.http_connections import Connections, HttpLimits
 
@@ -30,7 +30,7 @@ class GrpcFront:
         limits: HttpLimits,
         tls: ssl.SSLContext | None,
     ) -> None:
-        self._folder = HeldFolder("kvbaton-front-")
+        self._folder = RunFolder("front")
         self._inner = os.fspath(self._folder.path / _INNER_NAME)
         self.connections = Connections(limits.max_connections, limits.max_per_address)
 
@@ -61,7 +61,7 @@ class GrpcFront:
         """Stop listening, close open connections and remove the folder."""
         self._acceptor.close()
         self.connections.abort_all()
-        self._folder.remove()
+        self._folder.close()
 
     def _connect(self, name: object) -> socket.socket:
         own = self._folder.path / _named(name)

@@ -7,7 +7,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 import pytest
 
@@ -77,6 +77,7 @@ asyncio.run(main())
 
 async def test_the_next_front_removes_what_a_killed_one_has_left(short_folder: str) -> None:
     """A1: folders of killed routers stayed for ever; those of living ones stay as long as they live."""
+    processes = AsyncExitStack()
 
     async def started() -> tuple[asyncio.subprocess.Process, set[str]]:
         process = await asyncio.create_subprocess_exec(
@@ -85,18 +86,19 @@ async def test_the_next_front_removes_what_a_killed_one_has_left(short_folder: s
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
+        processes.push_async_callback(end, process)
         assert process.stdout is not None
         return process, set((await process.stdout.readline()).decode().split())
 
     async def end(process: asyncio.subprocess.Process) -> None:
-        await process.communicate(b"x")
+        if process.returncode is None:
+            await process.communicate(b"x")
         assert process.returncode == -signal.SIGKILL
 
-    living, first = await started()
-    killed, both = await started()
-    assert len(first) == 1 and first < both and len(both) == 2
-    await end(killed)
-    last, found = await started()
-    assert first < found and not found & (both - first) and len(found) == 2
-    await end(living)
-    await end(last)
+    async with processes:
+        _, first = await started()
+        killed, both = await started()
+        assert len(first) == 1 and first < both and len(both) == 2
+        await end(killed)
+        _, found = await started()
+        assert first < found and not found & (both - first) and len(found) == 2
