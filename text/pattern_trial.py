@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenizers import Regex, pre_tokenizers
 
-from text.templates.settings import render_environment
+from text.templates.settings import child_command, render_environment
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +36,6 @@ _LETTERS = "aA1 \n'!é中_"
 _END = "\0"
 _SLOW = "slow"
 _SHOWN = 200
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.pattern_trial import main; main()"
-)
 
 
 def check_patterns(tokenizer_json: str) -> None:
@@ -50,7 +47,7 @@ def check_patterns(tokenizer_json: str) -> None:
         raise ValueError(f"it has {len(patterns)} patterns; the limit is {_MAX_PATTERNS}")
     try:
         tried = subprocess.run(
-            [sys.executable, "-S", "-E", "-c", _PROGRAM, json.dumps(sys.path)],
+            child_command("text.pattern_trial"),
             input=json.dumps(patterns).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # the library writes its panics there

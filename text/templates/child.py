@@ -30,11 +30,9 @@ _CHARACTERS_PER_BYTE = 16
 
 def main() -> None:
     """Serve one parent: the first frame has the limits and sources, each further one a template's name and variables."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the parent ends it, also after a signal to the whole group
-        signal.signal(number, signal.SIG_IGN)
+    # The parent ends this process, also after a signal to the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     source = sys.stdin.buffer
     sink = sys.stdout.buffer
     first = read_frame(source)

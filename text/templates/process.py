@@ -1,11 +1,9 @@
 """Renders chat templates in a separate process, which may be killed."""
 
 import contextlib
-import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -17,12 +15,7 @@ import psutil
 from contract.errors import InternalError, SettingError
 from text.templates.child import HEADER, INVALID, REFUSAL, TEXT, decode_frame, encode_frame
 from text.templates.sandbox import TemplateLimitError, TemplateRefusalError
-from text.templates.settings import RenderLimits, render_environment
-
-_PROGRAM = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from text.templates.child import main; main()"
-)
-
+from text.templates.settings import RenderLimits, child_command, render_environment
 
 _LOOK_SECONDS = 1.0
 """Interval of checks of a process that does not answer."""
@@ -70,9 +63,8 @@ class ProcessRenderer:
 
     def _start(self) -> None:
         self._stop()
-        command = [sys.executable, "-S", "-E", "-c", _PROGRAM, json.dumps(sys.path)]
         process = subprocess.Popen(
-            command,
+            child_command("text.templates.child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,

@@ -1,6 +1,8 @@
-"""The limits and the environment of the process that renders chat templates."""
+"""The limits, the command and the environment of processes that run a model author's templates and patterns."""
 
+import json
 import os
+import sys
 from dataclasses import dataclass
 
 _NEEDED = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "PATH", "TZ")
@@ -21,5 +23,11 @@ class RenderLimits:
 
 
 def render_environment() -> dict[str, str]:
-    """Return the environment of the process: without API keys and other secrets, since it runs a model author's program."""
+    """Return the environment of such a process: without API keys and other secrets, since it runs an author's program."""
     return {name: os.environ[name] for name in _NEEDED if name in os.environ}
+
+
+def child_command(module: str) -> list[str]:
+    """Return the command that runs ``main`` of a module of ours, without the site's own start-up code and variables."""
+    program = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+    return [sys.executable, "-S", "-E", "-c", program, json.dumps(sys.path)]
