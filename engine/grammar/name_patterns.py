@@ -1,4 +1,4 @@
-"""Remove the patterns of names that match no other names than ``properties`` lists.
+"""Remove the patterns of names that match no other names than ``properties`` and ``required`` list.
 
 The library lets a named property match its own schema and that of each pattern, and excludes its name from the patterns. A
 pattern that matches nothing else is then a key without any text: an answer that begins one cannot go on.

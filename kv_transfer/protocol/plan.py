@@ -113,8 +113,8 @@ def head_sources(
 ) -> Iterator[tuple[int, range]]:
     """Yield (their rank, heads) from which our rank reads its KV heads, in order: from as few ranks as possible.
 
-    num_ours, num_theirs: ranks. Of their ranks with the same heads, ours spread over all, and equal numbers of ranks read
-    rank by rank.
+    num_ours, num_theirs: ranks. If several of their ranks hold the same heads, the one whose position corresponds to our
+    rank is read; with equal numbers of ranks each rank reads its counterpart.
     """
     each_rank = [heads_of_rank(num_kv_heads, num_theirs, rank) for rank in range(num_theirs)]
     beside = our_rank * num_theirs // num_ours
