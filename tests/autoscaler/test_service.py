@@ -92,7 +92,7 @@ async def test_it_is_not_healthy_before_routers_answer(tmp_path: Path) -> None:
 async def test_it_does_not_start_without_an_engine_or_with_contradictory_settings(tmp_path: Path) -> None:
     with pytest.raises(UnavailableError, match="no Docker engine answers"):
         await serve(settings(tmp_path), print)
-    with pytest.raises(SettingError, match="decode is 3:2"):
+    with pytest.raises(SettingError, match="decode is '3:2': a range is LEAST:MOST"):
         await serve(settings(tmp_path, "--decode", "3:2"), print)
     with pytest.raises(SettingError, match="budget is 2"):
         await serve(settings(tmp_path, "--tensor-parallel-size", "2", "--budget", "2"), print)
