@@ -1,10 +1,7 @@
 """Peers without the cluster secret on the two ports, and a process without free descriptors."""
 
-import fcntl
 import logging
 import math
-import os
-import resource
 import selectors
 import socket
 import threading
@@ -26,28 +23,11 @@ from kv_transfer.links.open_links import Endpoint, Outcome, resolve
 from kv_transfer.protocol.handshake import PeerTarget, Session
 from kv_transfer.protocol.messages import CancelFetch, FetchBlocks, Message
 from kv_transfer.transports.tcp.transport import TcpSender
+from tests.descriptors import no_descriptor_left
 from tests.kv_transfer.builders import hand_over, identity_for, pair_of, settings_for, worker
 from tests.kv_transfer.fakes import context_of
 
 WAIT = 30.0
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Occupy every descriptor up to the limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
-    try:
-        with ExitStack() as taken, suppress(OSError):
-            while True:
-                taken.callback(os.close, fcntl.fcntl(0, fcntl.F_DUPFD, 0))
-        with ExitStack() as taken:
-            with suppress(OSError):
-                while True:
-                    taken.callback(os.close, fcntl.fcntl(0, fcntl.F_DUPFD, 0))
-            yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_without_descriptors_a_listener_pauses_says_so_once_and_goes_on(

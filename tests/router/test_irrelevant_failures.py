@@ -1,9 +1,6 @@
 """Failures that do not matter to an answer, and failures of the router itself."""
 
 import asyncio
-import resource
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +22,7 @@ from router.leg_failure import Failure
 from router.legs import DECODE, LEG_KINDS, LegPlan
 from router.testing.script import Script
 from router.unreachable_pairs import UnreachablePairs
+from tests.descriptors import no_descriptor_left
 from tests.router.cluster import running_cluster
 from tests.router.test_admission_queue import grant_one
 from tests.router.test_ends import TEXT, TOKENS, nothing_is_left
@@ -150,22 +148,12 @@ def test_replays_in_a_row_are_spread_over_time() -> None:
     assert sum(pauses) > 1
 
 
-@contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Leave this process unable to open another file until the block ends."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as held:
-        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-        yield
-
-
 async def test_a_router_without_descriptors_starts_requests() -> None:
     """P2: orders are sent on a stream that is open."""
     async with running_cluster(Script(tokens=TOKENS), (Role.AGGREGATED,), max_replays=0) as cluster:
         async with cluster.session.get(cluster.url("/health")):
             pass  # the session's connection is open now
-        with no_descriptors():
+        with no_descriptor_left():
             status, answer = await cluster.post(TEXT, {"prompt": "x"})
         assert status == 200, answer
         assert answer["choices"][0]["text"] == "abcdef"
