@@ -26,10 +26,11 @@ from launch.processes import local_processes, num_ranks
 from launch.router_admin import RouterAdmin, admin_session
 from launch.router_processes import router_names
 from launch.scaling_settings import WAKE_SECONDS
-from launch.settings import child_environment, variable, visible_gpus
+from launch.settings import child_environment, variable
 from launch.spec import Facts, ProcessSpec
 from launch.supervisor import Supervisor
 from serving.api_keys import first_key
+from worker.settings import visible_gpus
 
 logger = logging.getLogger(__name__)
 

@@ -32,6 +32,8 @@ _BAR_CELLS = 8
 _GAP = 2
 """Spaces between two columns."""
 _FULL = 0.95
+_GPU_FULL = 0.99
+_GIB = 2**30
 _BUSY = 0.8
 
 
@@ -236,6 +238,15 @@ def _kv(worker: Worker) -> Text:
     return Text.assemble(bar, f" {_percent(usage):>5}")
 
 
+def _gpu(worker: Worker) -> Text:
+    """Return how much of the memory of the worker's GPUs is used, and of how much, in GiB."""
+    total = worker.get("gpu_bytes")
+    used = worker.get("gpu_used_bytes")
+    if used is None or not total:
+        return Text(_UNKNOWN, style="dim")
+    return Text(f"{used / _GIB:.0f}/{total / _GIB:.0f}", style="red" if used >= _GPU_FULL * total else "")
+
+
 _COLUMNS = (
     Column("worker", 0, _text("id"), is_number=False),
     Column("role", 2, _text("role", _ROLE_STYLES), is_number=False),
@@ -248,6 +259,7 @@ _COLUMNS = (
     Column("hits", 9, _number("prefix_hit_rate", _percent)),
     Column("leases", 11, _number("num_leases", _count)),
     Column("fetches", 12, _number("num_fetches", _count)),
+    Column("GPU GiB", 12, _gpu),
     Column("TTFT", 7, _number("ttft_seconds", _duration)),
     Column("ITL", 8, _number("itl_seconds", _duration)),
     Column("step", 13, _number("step_seconds", _duration)),

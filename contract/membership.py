@@ -55,7 +55,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_usage: 0..1. queued_prompt_tokens: tokens of prompts that are not computed yet. num_leases: finished prompts
     whose KV is still lent. num_fetches: requests that wait for KV from another worker. prefill_seconds_per_token: moving
     average of steps that compute prompts. step_seconds: that of steps that only continue answers. prefix_cache_queries,
-    prefix_cache_hits: prompt tokens that were looked up since the start, and found.
+    prefix_cache_hits: prompt tokens that were looked up since the start, and found. gpu_used_bytes, gpu_bytes: memory of all
+    GPUs of the worker, and what every process together uses of it.
     """
 
     num_running: int = 0
@@ -69,6 +70,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     step_seconds: float | None = None
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
+    gpu_used_bytes: int | None = None
+    gpu_bytes: int | None = None
 
 
 class Credit(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,20 @@ def describe_engine(
         has_head=model.has_head,
         num_kv_heads=model.num_kv_heads,
         control_address=control_address,
+        device=_first_device(settings),
     )
+
+
+def _first_device(settings: EngineSettings) -> str:
+    """Return the device of the first rank."""
+    if settings.device == "cpu":
+        return settings.device
+    import torch
+
+    from engine.distributed.group import rank_device
+
+    size = settings.tensor_parallel_size
+    return str(rank_device(settings.device, torch.cuda.device_count(), 0, size))
 
 
 def create_scheduler(

@@ -11,7 +11,7 @@ from typing import Any
 
 from contract.errors import SettingError
 from contract.identity import Role
-from launch.gpu_memory import visible_gpus_of
+from serving.gpu_memory import visible_gpus_of
 
 logger = logging.getLogger(__name__)
 _DEVICE_FILES = Path("/dev")

@@ -10,10 +10,11 @@ from typing import Any
 from contract.errors import SettingError
 from launch.child_settings import from_file
 from launch.devices import DevicePlace, num_gpus
-from launch.gpu_memory import gpu_memory
 from launch.model import find_model
 from launch.processes import worker_places
-from launch.settings import LocalSettings, visible_gpus
+from launch.settings import LocalSettings
+from serving.gpu_memory import gpu_memory
+from worker.settings import visible_gpus
 
 logger = logging.getLogger(__name__)
 

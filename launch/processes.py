@@ -14,10 +14,11 @@ from launch.command_settings import command_setting_names
 from launch.devices import DevicePlace, num_gpus, place_workers
 from launch.model import model_name
 from launch.router_processes import LOOPBACK, ROUTER, RouterPorts, router_names
-from launch.settings import LocalSettings, available_cores, child_environment, visible_gpus
+from launch.settings import LocalSettings, available_cores, child_environment
 from launch.spec import Facts, ProcessSpec
 from worker.cores import show_cores
 from worker.options import WorkerOptions
+from worker.settings import visible_gpus
 
 _COMMAND = "cli.main"
 """Module of the ``kvbaton`` command, which each process runs; it is never imported here."""

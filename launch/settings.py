@@ -212,11 +212,6 @@ def _as_variable(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def visible_gpus() -> str | None:
-    """Return the list of GPUs that CUDA shows to processes started here; None: all."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES")
-
-
 def available_cores() -> list[int]:
     """Return the cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):

@@ -690,6 +690,8 @@ class Load(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_QUERIES_FIELD_NUMBER: _builtins.int
     PREFIX_CACHE_HITS_FIELD_NUMBER: _builtins.int
+    GPU_USED_BYTES_FIELD_NUMBER: _builtins.int
+    GPU_BYTES_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """Number of running requests."""
     num_waiting: _builtins.int
@@ -711,6 +713,9 @@ class Load(_message.Message):
     prefix_cache_queries: _builtins.int
     """Prompt tokens that were looked up in the prefix cache since the start, and that were found there."""
     prefix_cache_hits: _builtins.int
+    gpu_used_bytes: _builtins.int
+    """Memory of all GPUs of the worker that processes use, its own and others, and all there is."""
+    gpu_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -725,11 +730,17 @@ class Load(_message.Message):
         step_seconds: _builtins.float | None = ...,
         prefix_cache_queries: _builtins.int | None = ...,
         prefix_cache_hits: _builtins.int | None = ...,
+        gpu_used_bytes: _builtins.int | None = ...,
+        gpu_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes", "_gpu_used_bytes", b"_gpu_used_bytes", "_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "gpu_bytes", b"gpu_bytes", "gpu_used_bytes", b"gpu_used_bytes", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "kv_cache_usage", b"kv_cache_usage", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes", "_gpu_used_bytes", b"_gpu_used_bytes", "_num_fetches", b"_num_fetches", "_num_free_blocks", b"_num_free_blocks", "_num_leases", b"_num_leases", "_prefill_seconds_per_token", b"_prefill_seconds_per_token", "_prefix_cache_hits", b"_prefix_cache_hits", "_prefix_cache_queries", b"_prefix_cache_queries", "_queued_prompt_tokens", b"_queued_prompt_tokens", "_step_seconds", b"_step_seconds", "gpu_bytes", b"gpu_bytes", "gpu_used_bytes", b"gpu_used_bytes", "kv_cache_usage", b"kv_cache_usage", "num_fetches", b"num_fetches", "num_free_blocks", b"num_free_blocks", "num_leases", b"num_leases", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_seconds_per_token", b"prefill_seconds_per_token", "prefix_cache_hits", b"prefix_cache_hits", "prefix_cache_queries", b"prefix_cache_queries", "queued_prompt_tokens", b"queued_prompt_tokens", "step_seconds", b"step_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gpu_bytes: _TypeAlias = _typing.Literal["gpu_bytes"]  # noqa: Y015
+    _WhichOneofArgType__gpu_bytes: _TypeAlias = _typing.Literal["_gpu_bytes", b"_gpu_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__gpu_used_bytes: _TypeAlias = _typing.Literal["gpu_used_bytes"]  # noqa: Y015
+    _WhichOneofArgType__gpu_used_bytes: _TypeAlias = _typing.Literal["_gpu_used_bytes", b"_gpu_used_bytes"]  # noqa: Y015
     _WhichOneofReturnType__num_fetches: _TypeAlias = _typing.Literal["num_fetches"]  # noqa: Y015
     _WhichOneofArgType__num_fetches: _TypeAlias = _typing.Literal["_num_fetches", b"_num_fetches"]  # noqa: Y015
     _WhichOneofReturnType__num_free_blocks: _TypeAlias = _typing.Literal["num_free_blocks"]  # noqa: Y015
@@ -746,6 +757,10 @@ class Load(_message.Message):
     _WhichOneofArgType__queued_prompt_tokens: _TypeAlias = _typing.Literal["_queued_prompt_tokens", b"_queued_prompt_tokens"]  # noqa: Y015
     _WhichOneofReturnType__step_seconds: _TypeAlias = _typing.Literal["step_seconds"]  # noqa: Y015
     _WhichOneofArgType__step_seconds: _TypeAlias = _typing.Literal["_step_seconds", b"_step_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_bytes) -> _WhichOneofReturnType__gpu_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gpu_used_bytes) -> _WhichOneofReturnType__gpu_used_bytes | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__num_fetches) -> _WhichOneofReturnType__num_fetches | None: ...
     @_typing.overload

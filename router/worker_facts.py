@@ -71,6 +71,8 @@ def _load_facts(load: Load) -> dict[str, Any]:
         "kv_cache_usage": load.kv_cache_usage if is_known else None,
         "num_free_blocks": load.num_free_blocks,
         "prefix_hit_rate": hit_rate(load),
+        "gpu_used_bytes": load.gpu_used_bytes,
+        "gpu_bytes": load.gpu_bytes,
         "num_leases": load.num_leases,
         "num_fetches": load.num_fetches,
         "step_seconds": load.step_seconds,

@@ -16,6 +16,8 @@ _LoadFigure = Literal[
     "step_seconds",
     "prefix_cache_queries",
     "prefix_cache_hits",
+    "gpu_used_bytes",
+    "gpu_bytes",
 ]
 _OPTIONAL_LOAD: tuple[_LoadFigure, ...] = get_args(_LoadFigure)
 
@@ -121,6 +123,8 @@ def load_to_proto(load: Load) -> pb.Load:
         step_seconds=load.step_seconds,
         prefix_cache_queries=load.prefix_cache_queries,
         prefix_cache_hits=load.prefix_cache_hits,
+        gpu_used_bytes=load.gpu_used_bytes,
+        gpu_bytes=load.gpu_bytes,
     )
 
 

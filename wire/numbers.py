@@ -120,6 +120,8 @@ RANGES: Mapping[str, Mapping[str, Range]] = MappingProxyType(
             "step_seconds": STEP_SECONDS,
             "prefix_cache_queries": TOTAL,
             "prefix_cache_hits": TOTAL,
+            "gpu_used_bytes": TOTAL,
+            "gpu_bytes": TOTAL,
         },
         "Credit": {
             "max_requests": COUNT,

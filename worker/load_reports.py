@@ -5,37 +5,49 @@ from collections.abc import Callable
 
 from contract.membership import Load
 from engine.scheduling.stats import SchedulerStats
+from serving.gpu_memory import GpuMemory
 
 REPORT_SECONDS = 0.5
 """Least time between two reports that differ in averages and totals only, while the engine works."""
 
 
 class LoadReports:
-    """Remembers the last report on one stream. clock: seconds, monotonic."""
+    """Remembers the last report on each stream, by its session.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    gpu_memory: the last reading of the memory of the worker's GPUs. clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        gpu_memory: Callable[[], GpuMemory | None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._gpu_memory = gpu_memory
         self._clock = clock
-        self._last: Load | None = None
-        self._last_at = 0.0
+        self._last: dict[str, tuple[Load, float]] = {}
 
-    def next(self, stats: SchedulerStats, *, is_idle: bool = False) -> Load | None:
-        """Return the load to report, or None if no report is due.
+    def forget(self, session: str) -> None:
+        """Remove what was sent on a stream that has ended."""
+        self._last.pop(session, None)
+
+    def next(self, session: str, stats: SchedulerStats, *, is_idle: bool = False) -> Load | None:
+        """Return the load to report on this stream, or None if no report is due.
 
         A change of what routers decide by is due at once. is_idle: the engine has no work, so that any change is due.
         """
-        load = load_of(stats)
+        load = load_of(stats, self._gpu_memory())
         now = self._clock()
-        if self._last:
-            is_due = is_idle or now - self._last_at >= REPORT_SECONDS or _basis(load) != _basis(self._last)
-            if not is_due or load == self._last:
+        if session in self._last:
+            last, sent_at = self._last[session]
+            is_due = is_idle or now - sent_at >= REPORT_SECONDS or _basis(load) != _basis(last)
+            if not is_due or load == last:
                 return None
-        self._last = load
-        self._last_at = now
+        self._last[session] = load, now
         return load
 
 
-def load_of(stats: SchedulerStats) -> Load:
-    """Return the load that an engine's state amounts to."""
+def load_of(stats: SchedulerStats, gpu_memory: GpuMemory | None = None) -> Load:
+    """Return the load that an engine's state amounts to, beside the memory of its GPUs."""
     return Load(
         num_running=stats.num_running_reqs,
         num_waiting=stats.num_waiting_reqs,
@@ -48,6 +60,8 @@ def load_of(stats: SchedulerStats) -> Load:
         step_seconds=stats.step_seconds,
         prefix_cache_queries=stats.prefix_cache_stats.queries,
         prefix_cache_hits=stats.prefix_cache_stats.hits,
+        gpu_used_bytes=gpu_memory.num_used_bytes if gpu_memory else None,
+        gpu_bytes=gpu_memory.num_bytes if gpu_memory else None,
     )
 
 

@@ -27,7 +27,8 @@ class RouterSessions:
     A request belongs to the session for which it was sent: its tokens are sent on that stream only, and the loss of another
     stream does not concern it. credit: returns what the worker accepts now from all routers together. abort: aborts a
     request in the engine. on_order: carries out a message of the router of a session, and returns the outputs of legs that
-    are rejected. on_report: called when a router has reported what it holds, or is lost.
+    are rejected. on_report: called when a router has reported what it holds, or is lost. reports: decides when the
+    load is sent on which of them.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RouterSessions:
         abort: Callable[[EngineRequest], Awaitable[None]],
         on_order: Callable[[pb.RouterMessage, str], Awaitable[list[EngineOutput]]],
         *on_report: Callable[[], None],
+        reports: LoadReports,
     ) -> None:
         self._lifecycle = lifecycle
         self._credit = credit
@@ -47,7 +49,7 @@ class RouterSessions:
         self._accepted = accepted
         self._abort = abort
         self._streams: dict[str, RouterStream] = {}
-        self._reports: dict[str, LoadReports] = {}
+        self._reports = reports
         self._is_open = asyncio.Event()
 
     @property
@@ -82,7 +84,6 @@ class RouterSessions:
     def opened(self, stream: RouterStream) -> None:
         """See StreamListener."""
         self._streams[stream.session] = stream
-        self._reports[stream.session] = LoadReports()
         self._is_open.set()
         if self._lifecycle.role_epoch:
             stream.send(self._role())
@@ -100,7 +101,7 @@ class RouterSessions:
     async def lost(self, session: str) -> None:
         """Abort the requests of a lost stream, and only those; give its share of the credit to the others."""
         del self._streams[session]
-        del self._reports[session]
+        self._reports.forget(session)
         if not self._streams:
             self._is_open.clear()
         for request in self._accepted.of_session(session):
@@ -128,13 +129,13 @@ class RouterSessions:
                 by_session.setdefault(session, []).append(output)
         for session, own in by_session.items():
             if stream := self._streams.get(session):
-                load = self._reports[session].next(stats)
+                load = self._reports.next(session, stats)
                 stream.send(pb.WorkerMessage(step=step_to_proto(own, load)))
 
     def send_load(self, stats: SchedulerStats, *, is_idle: bool = False) -> None:
         """Send the load to every router to which a report is due. is_idle: the engine has no work."""
         for session, stream in self._streams.items():
-            if load := self._reports[session].next(stats, is_idle=is_idle):
+            if load := self._reports.next(session, stats, is_idle=is_idle):
                 stream.send(pb.WorkerMessage(load=load_to_proto(load)))
 
     async def keep_divided(self, stats: Callable[[], SchedulerStats]) -> None:

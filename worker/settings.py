@@ -1,5 +1,6 @@
 """The settings of one worker process, and the parts that its engine and its connector use."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -113,3 +114,8 @@ class WorkerSettings(WorkerOptions, HostOptions, PortOptions, MetricsOptions, Pl
             parked_seconds=self.remote_kv_timeout_seconds,
             peer_timeout_seconds=self.peer_timeout_seconds,
         )
+
+
+def visible_gpus() -> str | None:
+    """Return the list of GPUs that CUDA shows to processes started here; None: all."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -13,6 +13,7 @@ from contract.requests import EngineRequest, HandOff
 from engine.client import EngineClient
 from engine.scheduling.stats import SchedulerStats
 from serving.cluster_tls import ClusterTls, worker_tls
+from serving.gpu_memory import reader_of
 from serving.process_facts import facts_of
 from wire.membership import registration_to_proto
 from worker.accepted_requests import AcceptedRequests
@@ -20,13 +21,14 @@ from worker.draining import Drain
 from worker.emptiness import Emptiness
 from worker.flipping import Flip
 from worker.lifecycle import Lifecycle
+from worker.load_reports import LoadReports
 from worker.orders import Orders
 from worker.registration import WorkerIdentity, credit_of, registration_of
 from worker.router_addresses import RouterAddresses
 from worker.router_links import RouterLinks
 from worker.router_sessions import RouterSessions
 from worker.router_stream import RouterAddress
-from worker.settings import WorkerSettings
+from worker.settings import WorkerSettings, visible_gpus
 from worker.settling import Settling
 from worker.transitions import has_mixed_kv
 
@@ -66,6 +68,7 @@ class Worker:
             lambda: self._sessions.send_credit(),
             lambda: self._sessions.send_role(),
         )
+        self._gpus = reader_of(engine.info.device, engine.info.num_ranks, visible_gpus())
         self._accepted = AcceptedRequests()
         self._sessions = RouterSessions(
             self.lifecycle,
@@ -75,6 +78,7 @@ class Worker:
             Orders(self, self.drain, self.flip).carry_out,
             emptiness.note_report,
             settling.note_report,
+            reports=LoadReports(lambda: self._gpus.memory),
         )
         self._links: RouterLinks | None = None
 
@@ -126,6 +130,7 @@ class Worker:
                 tasks.create_task(self._note_attached())
                 tasks.create_task(self._send_steps())
                 tasks.create_task(self._report_load())
+                tasks.create_task(self._gpus.keep_read())
                 tasks.create_task(self._sessions.keep_divided(lambda: self.engine.stats))
         except* KvbatonError as group:
             ended_by.extend(group.exceptions)

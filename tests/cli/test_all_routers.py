@@ -9,7 +9,8 @@ from aiohttp import web
 from contract.identity import Role
 from protos import worker_pb2 as pb
 from serving.http_server import start_http
-from tests.cli.test_operate import SAY, drawn, figures, kvbaton, row_of
+from tests.cli.test_operate import SAY, kvbaton
+from tests.cli.test_pool_table import drawn, figures, row_of
 from tests.router.cluster import PAIR, running_cluster
 from tests.router.test_worker_admin import obey
 

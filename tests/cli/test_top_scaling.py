@@ -4,7 +4,8 @@ import pytest
 
 from contract.scaling import Direction, PoolScaling, ScalingReason, ScalingReport
 from launch.router_admin import RouterAdmin, admin_session
-from tests.cli.test_operate import SAY, admin, drawn, kvbaton
+from tests.cli.test_operate import SAY, admin, kvbaton
+from tests.cli.test_pool_table import drawn
 from tests.router.cluster import PAIR, running_cluster
 
 

@@ -1,5 +1,6 @@
 """The GPUs of the workers of one machine: lists, an even spread, groups for ranks, and shares of memory."""
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +11,10 @@ from contract.errors import SettingError
 from contract.identity import Role
 from launch.arguments import parse
 from launch.devices import DevicePlace, num_gpus, parse_devices, place_workers
-from launch.gpu_memory import gpu_memory
 from launch.machine_settings import UpSettings
 from launch.processes import local_processes
 from launch.worker_settings import DecodeCommand
+from serving.gpu_memory import GpuMemory, gpu_memory, reader_of
 from tests.launch.test_processes import ROUTER_FACTS, flags
 
 P, D, B = Role.PREFILL, Role.DECODE, Role.AGGREGATED
@@ -34,6 +35,10 @@ class PlayedDriver:
     def __init__(self, gpus: Sequence[int | Sequence[int | None]] | None) -> None:
         self._gpus = gpus
         self.num_open = 0
+
+    def replace(self, gpus: Sequence[int | Sequence[int | None]] | None) -> None:
+        """Change what is there."""
+        self._gpus = gpus
 
     def nvmlInit(self) -> None:  # noqa: N802 - the library's names
         if self._gpus is None:
@@ -72,7 +77,13 @@ class PlayedDriver:
     def nvmlDeviceGetMemoryInfo(self, handle: tuple[int, ...]) -> SimpleNamespace:  # noqa: N802
         size = self._size(handle)
         assert isinstance(size, int)
-        return SimpleNamespace(total=size * GIB)
+        return SimpleNamespace(total=size * GIB, used=size * GIB // 4)
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> tuple[int, ...]:  # noqa: N802
+        handle = tuple(int(number) for number in uuid.split("-")[1:])
+        if not isinstance(self._size(handle), int):
+            raise self.NVMLError("not found")
+        return handle
 
     def _size(self, handle: tuple[int, ...]) -> int | Sequence[int | None] | None:
         assert self._gpus is not None and self.num_open
@@ -237,3 +248,46 @@ def test_instances_of_a_divided_gpu_have_their_own_memory(visible: str | None, s
     assert gpu_memory(visible, driver) == [size * GIB for size in sizes]
     assert num_gpus(visible, driver, has_cpu_build=False) == len(sizes)
     assert gpu_memory(None, PlayedDriver([[10, 20]])) == [10 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "visible", "expected"),
+    [
+        ("cuda:0", 1, None, 80),
+        ("cuda:1", 2, None, 64),
+        ("cuda:1", 1, "2,0", 80),
+        ("cuda:0", 2, "GPU-2,0", 104),
+        ("cpu", 1, None, None),
+        ("cuda:7", 1, None, None),
+    ],
+)
+def test_the_used_memory_of_a_workers_gpus_is_read(
+    device: str, num_gpus: int, visible: str | None, expected: int | None
+) -> None:
+    """The ranks have neighbouring GPUs, of those that CUDA shows. A quarter of each is used."""
+    driver = PlayedDriver([80, 40, 24])
+    found = reader_of(device, num_gpus, visible, driver).read()
+    wanted = None if expected is None else GpuMemory(expected * GIB // 4, expected * GIB)
+    assert found == wanted
+    assert driver.num_open == 0
+
+
+def test_the_used_memory_of_an_instance_is_its_own() -> None:
+    reader = reader_of("cuda:0", 1, "MIG-0-2", PlayedDriver([[10, None, 20], 80]))
+    assert reader.read() == GpuMemory(5 * GIB, 20 * GIB)
+
+
+async def test_memory_that_cannot_be_read_is_unknown_and_read_again_later() -> None:
+    """A GPU that is gone takes neither the worker nor the last figure as if it were new."""
+    driver = PlayedDriver([80])
+    reader = reader_of("cuda:0", 1, None, driver)
+    reading = asyncio.create_task(reader.keep_read(0.001))
+    try:
+        async with asyncio.timeout(20):
+            for gpus, is_known in (([80], True), (None, False), ([[10]], False), ([80], True)):
+                driver.replace(gpus)
+                while (reader.memory is not None) != is_known:
+                    await asyncio.sleep(0.001)
+    finally:
+        reading.cancel()
+    await reader_of("cpu", 1, None, driver).keep_read()

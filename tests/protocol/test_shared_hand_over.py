@@ -53,7 +53,8 @@ def test_no_law_breaks_in_the_nearest_of_many_worlds(scenario: HandOverScenario)
 
 
 async def _end_all(sessions: RouterSessions, session: str) -> None:
-    del sessions._streams[session], sessions._reports[session]
+    del sessions._streams[session]
+    sessions._reports.forget(session)
     for request in sessions._accepted:
         await sessions._abort(request)
     sessions._send(sessions._shares.close(session, sessions._accepted.take_uses()))

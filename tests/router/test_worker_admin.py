@@ -136,7 +136,7 @@ async def test_a_figure_that_is_not_known_is_null() -> None:
     assert figures == {
         *("num_running", "num_waiting", "queued_prompt_tokens", "kv_cache_usage", "num_free_blocks"),
         *("prefix_hit_rate", "num_leases", "num_fetches", "step_seconds", "prefill_seconds_per_token"),
-        *("ttft_seconds", "itl_seconds", "admin_address", "host"),
+        *("ttft_seconds", "itl_seconds", "admin_address", "host", "gpu_used_bytes", "gpu_bytes"),
     }
     assert (worker["role"], worker["state"], worker["build"]) == ("both", "serving", "7.8.9")
     assert (worker["pid"], worker["num_blocks"], worker["num_legs"]) == (4711, 100, 0)
@@ -158,6 +158,8 @@ async def test_the_figures_of_a_report_are_listed() -> None:
                 step_seconds=0.01,
                 prefix_cache_queries=80,
                 prefix_cache_hits=20,
+                gpu_used_bytes=70,
+                gpu_bytes=80,
             )
         )
         await cluster.until(lambda state: state["workers"][0]["num_running"] == 3)
@@ -165,6 +167,7 @@ async def test_the_figures_of_a_report_are_listed() -> None:
     assert (found["num_running"], found["num_waiting"], found["kv_cache_usage"]) == (3, 1, 0.5)
     assert (found["queued_prompt_tokens"], found["num_free_blocks"]) == (700, 9)
     assert (found["num_leases"], found["num_fetches"], found["step_seconds"]) == (2, 0, 0.01)
+    assert (found["gpu_used_bytes"], found["gpu_bytes"]) == (70, 80)
     assert (found["prefix_hit_rate"], found["prefill_seconds_per_token"]) == (0.25, None)
 
 

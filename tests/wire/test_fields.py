@@ -123,6 +123,8 @@ REPORTED: dict[str, Any] = {
     "step_seconds": 0.125,
     "prefix_cache_queries": 7,
     "prefix_cache_hits": 8,
+    "gpu_used_bytes": 9,
+    "gpu_bytes": 10,
 }
 LOAD = Load(**REPORTED)
 LOAD_MESSAGE = pb.Load(**REPORTED)

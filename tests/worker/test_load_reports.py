@@ -1,6 +1,7 @@
 """Reports of a worker's load: at once, at intervals, and from an idle engine."""
 
 from engine.scheduling.stats import PrefixCacheStats, SchedulerStats
+from serving.gpu_memory import GpuMemory
 from worker.load_reports import REPORT_SECONDS, LoadReports, load_of
 
 
@@ -12,34 +13,55 @@ class Clock:
 
 
 def test_an_unchanged_load_is_reported_once() -> None:
-    reports = LoadReports(Clock())
+    reports = LoadReports(clock=Clock())
     stats = SchedulerStats(num_running_reqs=1)
-    assert reports.next(stats) == load_of(stats)
-    assert reports.next(stats, is_idle=True) is None
+    assert reports.next("s", stats) == load_of(stats)
+    assert reports.next("s", stats, is_idle=True) is None
 
 
 def test_averages_alone_are_reported_at_intervals_and_counts_at_once() -> None:
     clock = Clock()
-    reports = LoadReports(clock)
-    assert reports.next(SchedulerStats(num_running_reqs=1, step_seconds=0.1))
-    assert reports.next(SchedulerStats(num_running_reqs=1, step_seconds=0.2)) is None
+    reports = LoadReports(clock=clock)
+    assert reports.next("s", SchedulerStats(num_running_reqs=1, step_seconds=0.1))
+    assert reports.next("s", SchedulerStats(num_running_reqs=1, step_seconds=0.2)) is None
     for counts in (
         SchedulerStats(num_running_reqs=2),
         SchedulerStats(num_running_reqs=2, num_waiting_reqs=1),
         SchedulerStats(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.5),
     ):
-        assert reports.next(counts) == load_of(counts)
+        assert reports.next("s", counts) == load_of(counts)
     later = SchedulerStats(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.5, step_seconds=0.3)
     clock.now += REPORT_SECONDS / 2
-    assert reports.next(later) is None
+    assert reports.next("s", later) is None
     clock.now += REPORT_SECONDS / 2
-    assert reports.next(later) == load_of(later)
+    assert reports.next("s", later) == load_of(later)
+
+
+def test_each_stream_has_its_own_reports_and_a_new_one_begins_anew() -> None:
+    reports = LoadReports(clock=Clock())
+    stats = SchedulerStats(num_running_reqs=1)
+    for session in ("one", "other"):
+        assert reports.next(session, stats)
+        assert reports.next(session, stats) is None
+    reports.forget("one")
+    assert reports.next("one", stats)
+    assert reports.next("other", stats) is None
+
+
+def test_the_memory_of_gpus_is_in_each_report() -> None:
+    used = [10]
+    reports = LoadReports(lambda: GpuMemory(used[0], 100), Clock())
+    first = reports.next("s", SchedulerStats())
+    used[0] = 20
+    assert reports.next("s", SchedulerStats()) is None
+    second = reports.next("s", SchedulerStats(), is_idle=True)
+    assert first and second and (first.gpu_used_bytes, second.gpu_used_bytes) == (10, 20)
 
 
 def test_an_idle_engine_reports_every_change() -> None:
-    reports = LoadReports(Clock())
-    assert reports.next(SchedulerStats(num_leases=1))
-    last = reports.next(SchedulerStats(num_leases=0), is_idle=True)
+    reports = LoadReports(clock=Clock())
+    assert reports.next("s", SchedulerStats(num_leases=1))
+    last = reports.next("s", SchedulerStats(num_leases=0), is_idle=True)
     assert last is not None and last.num_leases == 0
 
 
@@ -56,7 +78,8 @@ def test_a_load_has_every_figure_of_the_engine() -> None:
         step_seconds=0.125,
         prefix_cache_stats=PrefixCacheStats(queries=7, hits=8),
     )
-    load = load_of(stats)
+    load = load_of(stats, GpuMemory(9, 10))
+    assert (load.gpu_used_bytes, load.gpu_bytes) == (9, 10)
     assert (load.num_running, load.num_waiting, load.kv_cache_usage) == (1, 2, 0.5)
     assert (load.queued_prompt_tokens, load.num_free_blocks, load.num_leases, load.num_fetches) == (
         3,

@@ -129,6 +129,7 @@ class SessionsSide(EngineSide):
             aborting(self.sink),
             reject_nothing,
             ignore,
+            reports=LoadReports(clock=no_time),
         )
 
     def carry_out(self) -> None:
@@ -142,7 +143,6 @@ class SessionsSide(EngineSide):
     def open_session(self, session: str) -> None:
         """Begin a session that a router has accepted."""
         self._sessions.opened(cast(RouterStream, Stream(session, self.sink)))
-        self._sessions._reports[session] = LoadReports(no_time)
 
     def lose_session(self, session: str) -> None:
         """Take the end of a session, which ends its own legs, and only those."""

@@ -1,11 +1,15 @@
-"""The GPUs of this machine and their memory, as NVIDIA's driver reports them (NVML): no process of ``up`` loads torch.
+"""The GPUs of this machine and their memory, as NVIDIA's driver reports them (NVML), in processes that do not load torch.
 
 The driver has what files in /dev do not show: the instances of a GPU that is divided (MIG), and the GPUs of WSL2.
 """
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+
+READ_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,61 @@ class Gpu:
 
     uuid: str
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The memory of one or more GPUs together. num_used_bytes: by all processes, the driver's own part included."""
+
+    num_used_bytes: int
+    num_bytes: int
+
+
+class GpuMemoryReader:
+    """Reads the memory of some GPUs from time to time. memory: the last reading; None: none, or they do not report it.
+
+    uuids: of GPUs or of instances. library: ``pynvml``, by default.
+    """
+
+    def __init__(self, uuids: Sequence[str], library: Any = None) -> None:
+        self._uuids = uuids
+        self._library = library
+        self.memory: GpuMemory | None = None
+
+    async def keep_read(self, seconds: float = READ_SECONDS) -> None:
+        """Read again and again, in another thread: a driver may take its time. Returns at once without a GPU."""
+        while self._uuids:
+            self.memory = await asyncio.to_thread(self.read)
+            await asyncio.sleep(seconds)
+
+    def read(self) -> GpuMemory | None:
+        """Return the memory of all of them together; None if there is none, no driver, or one does not report its own."""
+        if not self._uuids:
+            return None
+        library = self._library or import_module("pynvml")
+        try:
+            library.nvmlInit()
+        except library.NVMLError:
+            return None
+        try:
+            handles = [library.nvmlDeviceGetHandleByUUID(uuid) for uuid in self._uuids]
+            found = [library.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+        except library.NVMLError:  # one of them fell off the bus, or shares the host's memory
+            return None
+        finally:
+            library.nvmlShutdown()
+        return GpuMemory(sum(int(each.used) for each in found), sum(int(each.total) for each in found))
+
+
+def reader_of(device: str, num_gpus: int, visible: str | None, library: Any = None) -> GpuMemoryReader:
+    """Return the reader for ``num_gpus`` GPUs from a device on, "cuda:N"; of none for another kind of device.
+
+    visible: see ``visible_gpus_of``.
+    """
+    kind, _, index = device.partition(":")
+    gpus = (visible_gpus_of(visible, library) or []) if kind == "cuda" else []
+    first = int(index or 0)
+    return GpuMemoryReader([gpu.uuid for gpu in gpus[first : first + num_gpus]], library)
 
 
 def visible_gpus_of(visible: str | None, library: Any = None) -> list[Gpu] | None:
