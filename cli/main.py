@@ -26,7 +26,11 @@ variable, the variable over the file. `kvbaton up` without settings serves the d
 
 def main() -> None:
     """Run the installed command."""
-    sys.exit(run_command(sys.argv[1:]))
+    code = run_command(sys.argv[1:])
+    # A KeyboardInterrupt inside exec() of a text, as dataclasses do while they are imported, leaves a mark in CPython:
+    # `python -m` would end by SIGINT instead of with this code, though it was caught. The next text that is run removes it.
+    exec("")
+    sys.exit(code)
 
 
 def run_command(arguments: Sequence[str]) -> int:

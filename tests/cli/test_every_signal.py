@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -189,6 +190,22 @@ async def test_a_signal_ends_a_command_that_is_still_importing(
         code, errors = await running.end(number)
     assert code == expected(name, number), errors
     assert "Traceback" not in errors
+
+
+def test_an_interrupt_in_generated_code_ends_with_the_documented_code(tmp_path: Path) -> None:
+    """Dataclasses run generated code while they are imported. CPython remembers an interrupt there, even a caught one."""
+    (tmp_path / "interrupted.py").write_text("def run(arguments): exec('raise KeyboardInterrupt')")
+    (tmp_path / "started.py").write_text(
+        "from cli.commands import COMMANDS, Command\n"
+        "from cli.main import main\n"
+        "COMMANDS['run'] = Command('interrupted:run', '', '')\n"
+        "main()\n"
+    )
+    words = [sys.executable, "-m", "started", "run"]
+    environment = process_environment()
+    environment["PYTHONPATH"] = f"{environment.get('PYTHONPATH', '')}:{tmp_path}"
+    ended = subprocess.run(words, env=environment, capture_output=True, timeout=BOUND_SECONDS)
+    assert ended.returncode == expected("run", signal.SIGINT), ended.stderr
 
 
 STAGES: dict[str, Callable[[Started], bool]] = {
