@@ -881,8 +881,12 @@ class Timings(_message.Message):
     TRANSFER_BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_PIECES_FIELD_NUMBER: _builtins.int
     TRANSFER_COPYING_FIELD_NUMBER: _builtins.int
+    INTAKE_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    ENGINE_QUEUE_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
     queue: _builtins.float
-    """From arrival until the first token arrives, less prefill: waits, and the messages of both ways."""
+    """From arrival until the first token arrives, less prefill: the sum of intake, placement, engine_queue and messages."""
     prefill: _builtins.float
     """Computing the prompt."""
     transfer: _builtins.float
@@ -901,6 +905,14 @@ class Timings(_message.Message):
     """Number of copies of the transfer."""
     transfer_copying: _builtins.float
     """Duration of these copies. The hidden share of the transfer is 1 - transfer / transfer_copying."""
+    intake: _builtins.float
+    """Of queue: from arrival until the request waits for workers: checks and tokenizing."""
+    placement: _builtins.float
+    """Of queue: from then until its workers are chosen. Attempts that failed before the first token count here."""
+    engine_queue: _builtins.float
+    """Of queue: the wait in the engine for the first step."""
+    messages: _builtins.float
+    """Of queue: the rest: the way of the order to the engine, and of the first token to the router."""
     def __init__(
         self,
         *,
@@ -914,10 +926,14 @@ class Timings(_message.Message):
         transfer_bytes: _builtins.int = ...,
         transfer_pieces: _builtins.int = ...,
         transfer_copying: _builtins.float = ...,
+        intake: _builtins.float = ...,
+        placement: _builtins.float = ...,
+        engine_queue: _builtins.float = ...,
+        messages: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "first_decode_step", b"first_decode_step", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_copying", b"transfer_copying", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "end_to_end", b"end_to_end", "engine_queue", b"engine_queue", "first_decode_step", b"first_decode_step", "intake", b"intake", "messages", b"messages", "placement", b"placement", "prefill", b"prefill", "queue", b"queue", "transfer", b"transfer", "transfer_bytes", b"transfer_bytes", "transfer_copying", b"transfer_copying", "transfer_hidden", b"transfer_hidden", "transfer_pieces", b"transfer_pieces"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

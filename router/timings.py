@@ -10,12 +10,16 @@ from contract.outputs import TransferReport
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds, bytes and copies of one request.
 
-    queue: what is left of arrival → first token without ``prefill``: intake, the wait for workers and for a step, and the
-    messages of both ways. transfer: the exposed part (last range published → verified), which is the only part of the
-    transfer in the sum.
+    queue: what is left of arrival → first token without ``prefill``. It is the sum of four: intake (checks and tokenizing),
+    placement (the wait for workers with room, and attempts that failed before the first token), engine_queue (the wait in
+    the engine for its first step) and messages (the order's way to the engine, and the first token's way back).
+    transfer: the exposed part (last range published → verified), which is the only part of the transfer in the sum.
     """
 
-    queue: float
+    intake: float
+    placement: float
+    engine_queue: float
+    messages: float
     prefill: float
     transfer: float
     first_decode_step: float
@@ -26,6 +30,11 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     transfer_copying: float
 
     @property
+    def queue(self) -> float:
+        """Arrival → first token, less ``prefill``."""
+        return self.intake + self.placement + self.engine_queue + self.messages
+
+    @property
     def end_to_end(self) -> float:
         """Arrival → last token: the sum of the five parts."""
         return self.queue + self.prefill + self.transfer + self.first_decode_step + self.decode
@@ -34,6 +43,10 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
         """Return the values by the names of the gRPC message ``Timings``."""
         return {
             "queue": self.queue,
+            "intake": self.intake,
+            "placement": self.placement,
+            "engine_queue": self.engine_queue,
+            "messages": self.messages,
             "prefill": self.prefill,
             "transfer": self.transfer,
             "first_decode_step": self.first_decode_step,
@@ -54,10 +67,23 @@ class Stopwatch:
 
     def __init__(self, arrival: float) -> None:
         self.arrival = arrival
+        self.queued_at: float | None = None
+        self.bound_at: float | None = None
         self.token_0: float | None = None
         self.token_1: float | None = None
+        self.engine_queue_seconds = 0.0
         self.prefill_seconds = 0.0
         self.transfer = TransferReport()
+
+    def queued(self, now: float) -> None:
+        """Record that the request waits for workers. Only the first time counts."""
+        if self.queued_at is None:
+            self.queued_at = now
+
+    def bound(self, now: float) -> None:
+        """Record that its workers are chosen. The last time before the first token counts."""
+        if self.token_0 is None:
+            self.bound_at = now
 
     def tokens(self, first_index: int, count: int, now: float) -> None:
         """Record that ``count`` tokens from ``first_index`` on have just arrived."""
@@ -69,8 +95,11 @@ class Stopwatch:
     def split(self, finish: float) -> Timings:
         """Return the parts for an answer that ended at ``finish``. An answer of one token has no transfer or decode step."""
         token_0 = finish if self.token_0 is None else self.token_0
-        to_first = token_0 - self.arrival
-        prefill = min(max(self.prefill_seconds, 0.0), to_first)
+        queued = self.arrival if self.queued_at is None else self.queued_at
+        bound = queued if self.bound_at is None else self.bound_at
+        from_bound = token_0 - bound
+        prefill = min(max(self.prefill_seconds, 0.0), from_bound)
+        engine_queue = min(max(self.engine_queue_seconds, 0.0), from_bound - prefill)
         transfer = first_step = 0.0
         last = token_0
         if self.token_1 is not None:
@@ -79,7 +108,10 @@ class Stopwatch:
             first_step = gap - transfer
             last = self.token_1
         return Timings(
-            queue=to_first - prefill,
+            intake=queued - self.arrival,
+            placement=bound - queued,
+            engine_queue=engine_queue,
+            messages=from_bound - prefill - engine_queue,
             prefill=prefill,
             transfer=transfer,
             first_decode_step=first_step,

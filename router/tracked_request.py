@@ -66,10 +66,12 @@ class TrackedRequest:
 
     def queued(self) -> None:
         """Record that it waits for workers, for the first time or again."""
+        self._stopwatch.queued(time.monotonic())
         self._enter(RequestState.WAITING_FOR_WORKERS)
 
     def bound(self) -> None:
         """Record that its workers are chosen."""
+        self._stopwatch.bound(time.monotonic())
         has_begun = self._last_arrival is not None
         self._enter(RequestState.STREAMING if has_begun else RequestState.WAITING_FOR_FIRST_TOKEN)
 
@@ -105,6 +107,7 @@ class TrackedRequest:
 
     def finish(self, delta: Delta, reason: FinishReason, usage: Usage, report: LegReport) -> None:
         """Record that the answer is complete, and fill in usage and timings of its last delta."""
+        self._stopwatch.engine_queue_seconds = report.queue_seconds
         self._stopwatch.prefill_seconds = report.prefill_seconds
         self._stopwatch.transfer = report.transfer
         delta.usage = usage

@@ -4,7 +4,10 @@ from aiohttp import web
 
 from router.answer import Delta
 
-_PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end")
+_PARTS = (
+    *("queue", "intake", "placement", "engine_queue", "messages"),
+    *("prefill", "transfer", "first_decode_step", "decode", "end_to_end"),
+)
 
 
 def server_timing(request: web.Request, deltas: list[Delta]) -> dict[str, str]:

@@ -14,15 +14,28 @@ from tests.router.cluster import running_cluster
 from tests.text.tiny_model import END, byte_ids
 
 MOVED: dict[str, Any] = {"transfer_bytes": 4096, "transfer_pieces": 3, "transfer_copying": 0.75}
+INTAKE: dict[str, Any] = {"intake": 0.25, "placement": 0.125}
 seconds = st.floats(0, 1000, allow_nan=False)
 
 
-@given(seconds, seconds, seconds, seconds, st.integers(1, 3), st.lists(seconds, min_size=3, max_size=3))
+@given(
+    *(seconds, seconds, seconds, seconds, st.integers(1, 3)),
+    st.lists(seconds, min_size=4, max_size=4),
+    st.lists(st.floats(0, 1), min_size=3, max_size=3),
+)
 def test_the_parts_are_never_negative_and_sum_to_the_whole(
-    arrival: float, first: float, second: float, rest: float, num_tokens: int, reported: list[float]
+    arrival: float,
+    first: float,
+    second: float,
+    rest: float,
+    num_tokens: int,
+    reported: list[float],
+    marks: list[float],
 ) -> None:
     watch = Stopwatch(arrival)
-    watch.prefill_seconds = reported[0]
+    watch.prefill_seconds, watch.engine_queue_seconds = reported[0], reported[3]
+    for at, note in zip(sorted(marks), (watch.queued, watch.bound, watch.bound), strict=True):
+        note(arrival + first * at)
     watch.transfer = TransferReport(reported[1], reported[2], 4096, 3, 0.75)
     watch.tokens(0, 1, arrival + first)
     finish = arrival + first
@@ -31,7 +44,9 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
         finish = arrival + first + second + rest
     timings = watch.split(finish)
     parts = (timings.queue, timings.prefill, timings.transfer, timings.first_decode_step, timings.decode)
-    assert all(part >= 0 for part in parts)
+    of_queue = (timings.intake, timings.placement, timings.engine_queue, timings.messages)
+    assert min(*parts, *of_queue) >= 0, timings
+    assert sum(of_queue) == timings.queue
     assert sum(parts) == timings.end_to_end == timings.as_dict()["end_to_end"]
     assert timings.end_to_end == pytest.approx(finish - arrival, abs=1e-6)
     assert (timings.transfer_hidden, timings.transfer_bytes) == (reported[2], 4096)
@@ -39,6 +54,9 @@ def test_the_parts_are_never_negative_and_sum_to_the_whole(
 
 def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
     watch = Stopwatch(10.0)
+    watch.queued(10.25)
+    watch.bound(10.375)
+    watch.engine_queue_seconds = 0.125
     watch.prefill_seconds, watch.transfer = prefill, TransferReport(exposed, 0.25, 4096, 3, 0.75)
     watch.tokens(0, 1, 14.0)
     if num_tokens > 1:
@@ -48,20 +66,57 @@ def split(num_tokens: int, prefill: float, exposed: float) -> Timings:
 
 def test_worked_example() -> None:
     assert split(3, prefill=3.0, exposed=0.5) == Timings(
-        queue=1.0, prefill=3.0, transfer=0.5, first_decode_step=1.5, decode=3.0, transfer_hidden=0.25, **MOVED
+        **INTAKE,
+        engine_queue=0.125,
+        messages=0.5,
+        prefill=3.0,
+        transfer=0.5,
+        first_decode_step=1.5,
+        decode=3.0,
+        transfer_hidden=0.25,
+        **MOVED,
     )
 
 
 def test_what_a_worker_reports_is_cut_to_our_interval() -> None:
     assert split(3, prefill=99.0, exposed=99.0) == Timings(
-        queue=0.0, prefill=4.0, transfer=2.0, first_decode_step=0.0, decode=3.0, transfer_hidden=0.25, **MOVED
+        **INTAKE,
+        engine_queue=0.0,
+        messages=0.0,
+        prefill=3.625,
+        transfer=2.0,
+        first_decode_step=0.0,
+        decode=3.0,
+        transfer_hidden=0.25,
+        **MOVED,
     )
 
 
 def test_an_answer_of_one_token_has_no_transfer() -> None:
     assert split(1, prefill=3.0, exposed=0.5) == Timings(
-        queue=1.0, prefill=3.0, transfer=0.0, first_decode_step=0.0, decode=5.0, transfer_hidden=0.25, **MOVED
+        **INTAKE,
+        engine_queue=0.125,
+        messages=0.5,
+        prefill=3.0,
+        transfer=0.0,
+        first_decode_step=0.0,
+        decode=5.0,
+        transfer_hidden=0.25,
+        **MOVED,
     )
+
+
+def test_what_failed_before_the_first_token_counts_as_placement() -> None:
+    """Another attempt is queued and bound again; after the first token a replay changes nothing of the way to it."""
+    watch = Stopwatch(1.0)
+    for now in (2.0, 3.0):
+        watch.queued(now)
+        watch.bound(now + 0.5)
+    watch.tokens(0, 1, 4.0)
+    watch.queued(5.0)
+    watch.bound(6.0)
+    found = watch.split(7.0)
+    assert (found.intake, found.placement, found.messages) == (1.0, 1.5, 0.5)
 
 
 def test_tokens_that_come_in_one_piece() -> None:
@@ -82,6 +137,7 @@ async def test_a_request_header_asks_for_the_split_as_a_response_header() -> Non
         async with cluster.session.post(url, json=body) as response:
             assert "Server-Timing" not in response.headers
     found = dict(part.split(";dur=") for part in header.split(", "))
-    names = ["queue", "prefill", "transfer", "first_decode_step", "decode", "end_to_end"]
+    names = ["queue", "intake", "placement", "engine_queue", "messages"]
+    names += ["prefill", "transfer", "first_decode_step", "decode", "end_to_end"]
     assert list(found) == names
     assert all(float(found[name]) == pytest.approx(timings[name] * 1000, abs=0.001) for name in names)
