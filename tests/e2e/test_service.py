@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
 REPOSITORY = Path(__file__).parents[2]
 PARTS = ("queue", "prefill", "transfer", "first_decode_step", "decode")
+OF_QUEUE = ("intake", "placement", "engine_queue", "messages")
 BLOCK_BYTES = 32768
 REPLAYED_TOKENS = 600
 LONG = {
@@ -83,6 +84,8 @@ async def check_answers(service: Service) -> None:
     timings: dict[str, float] = body["kvbaton"]["timings"]
     assert sum(timings[part] for part in PARTS) == pytest.approx(timings["end_to_end"])
     assert all(timings[part] >= 0 for part in PARTS)
+    assert sum(timings[part] for part in OF_QUEUE) == timings["queue"]
+    assert all(timings[part] > 0 for part in OF_QUEUE), timings
     ids = pb.TokenIds(ids=[0, 3, 10, 20, 30])
     sampling = pb.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     [answer] = await generate_all(service.grpc, [pb.GenerateRequest(token_ids=ids, sampling=sampling)], 1)

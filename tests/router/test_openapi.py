@@ -61,6 +61,16 @@ async def test_keys_are_described_where_they_are_needed() -> None:
     assert set(paths) - closed == {"/", "/docs", "/health", "/ping", "/ready", "/version"}
 
 
+async def test_every_timing_of_an_answer_is_described() -> None:
+    """Each is a number that is always there, whether it is measured or a sum."""
+    async with running_cluster(ANSWER, (Role.AGGREGATED,)) as cluster:
+        schema = (await described(cluster))["components"]["schemas"]["ChatCompletion"]
+        body = {"messages": [{"role": "user", "content": "a"}], "timings": True}
+        _, answer = await cluster.post("/v1/chat/completions", body)
+    timings = schema["properties"]["kvbaton"]["properties"]["timings"]
+    assert {*answer["kvbaton"]["timings"]} == {*timings["properties"]} == {*timings["required"]}
+
+
 SCHEMAS = {
     "CHAT": CHAT,
     "COMPLETION": COMPLETION,

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from contract.identity import Role
 from contract.outputs import TransferReport
+from protos import worker_pb2 as pb
 from router.testing.script import Script
 from router.timings import Stopwatch, Timings
 from tests.router.cluster import running_cluster
@@ -124,6 +125,35 @@ def test_tokens_that_come_in_one_piece() -> None:
     watch.tokens(0, 4, 3.0)
     assert watch.split(3.0).end_to_end == 2.0
     assert (watch.token_0, watch.token_1) == (3.0, 3.0)
+
+
+async def timings_of(waited: float, computed: float) -> dict[str, float]:
+    """Return the timings of an answer, whose worker reports these seconds before its first step and in the prompt."""
+    report = pb.LegTimings(queue_seconds=waited, prefill_seconds=computed)
+    async with running_cluster(Script(tokens=byte_ids(b"a"), timings=report), (Role.AGGREGATED,)) as cluster:
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "timings": True}
+        _, answer = await cluster.post("/v1/chat/completions", body)
+    timings: dict[str, float] = answer["kvbaton"]["timings"]
+    assert timings["queue"] == sum(
+        timings[part] for part in ("intake", "placement", "engine_queue", "messages")
+    )
+    assert min(timings["intake"], timings["placement"]) > 0
+    return timings
+
+
+async def test_what_a_worker_reports_is_no_part_of_the_messages() -> None:
+    found = await timings_of(waited=2.0**-20, computed=2.0**-19)
+    assert (found["engine_queue"], found["prefill"]) == (2.0**-20, 2.0**-19)
+    assert found["messages"] > 0
+
+
+@pytest.mark.parametrize(("waited", "computed"), [(999.0, 2.0**-19), (2.0**-20, 999.0)])
+async def test_a_worker_cannot_report_more_than_the_time_to_the_first_token(
+    waited: float, computed: float
+) -> None:
+    found = await timings_of(waited, computed)
+    assert found["messages"] == 0
+    assert max(found["engine_queue"], found["prefill"]) < 999
 
 
 async def test_a_request_header_asks_for_the_split_as_a_response_header() -> None:

@@ -22,7 +22,7 @@ _COUNT: Json = {"type": "integer", "minimum": 0}
 _STRING_OR_NULL: Json = {"type": ["string", "null"]}
 _FINISH: Json = {"enum": ["stop", "length", "abort", None]}
 _SECONDS_AND_SIZES: dict[str, Json] = {
-    name: {"type": "number"} for name in (*Timings.__annotations__, "end_to_end")
+    name: {"type": "number"} for name in ("queue", *Timings.__annotations__, "end_to_end")
 }
 _ANSWER: dict[str, Json] = {
     "id": _STRING,
