@@ -73,8 +73,7 @@ class Child:
 
         at_once: when it is set, a second SIGTERM makes the child abandon unfinished work.
         """
-        if self._process.returncode is None:
-            self._process.terminate()
+        self._terminate()
         hurry = asyncio.create_task(self._hurry(at_once)) if at_once else None
         try:
             return await self._stopped(grace_seconds)
@@ -85,8 +84,14 @@ class Child:
 
     async def _hurry(self, at_once: asyncio.Event) -> None:
         await at_once.wait()
+        self._terminate()
+
+    def _terminate(self) -> None:
+        # Not asyncio's terminate(): it polls the process first, which takes the exit code of a child that has just ended
+        # away from asyncio, so that 255 is reported.
         if self._process.returncode is None:
-            self._process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     async def _stopped(self, grace_seconds: float) -> int:
         try:
