@@ -174,11 +174,7 @@ POOLS = Dashboard(
             "max by (pool) (increase(kvbaton_worker_restarts_total[1h]))",
             "{{pool}}",
         ),
-        Panel(
-            "Restarts of the autoscaler in the last hour",
-            (Target("max(increase(kvbaton_autoscaler_restarts[1h]))", "autoscaler"),),
-            is_empty_at_rest=True,
-        ),
+        _one("Restarts of the autoscaler", "max(kvbaton_autoscaler_restarts)", "autoscaler"),
         _of_pool("Pressure (1: at the goal)", "kvbaton_scaling_pressure"),
         _of_pool("Utilization", "kvbaton_pool_utilization", "percentunit"),
         _of_pool("Wait for the pool", "kvbaton_queue_seconds", "s"),
