@@ -49,13 +49,15 @@ from contract.sampling import SamplingParams
 
 PARTS = (
     "ceilings", "decode", "few_rows", "prefill", "chunk", "long", "draws", "reads", "sums", "pairs", "service",
-    "handover", "fp8",
+    "handover", "streams", "fp8",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run. ceilings: (bytes, width of the product). reads: (blocks, bytes of each).
+
+    streams: (clients at once, seconds).
 
     transports: those whose answers are compared with the CPU's.
 
@@ -81,6 +83,7 @@ class Plan:
     chunk: Work
     ceilings: tuple[int, int]
     reads: tuple[int, int]
+    streams: tuple[int, float]
 
 
 REAL = Plan(
@@ -89,7 +92,7 @@ REAL = Plan(
     LLAMA_FP8, (1, 64, 256), 1024, Work(8, 2048),
     (Work(1, 1, 65_535), Work(1, 20, 65_516)), 10, 12,
     ("nixl", "tcp"), (Work(16, 128), Work(1, 16_384)), Work(1, 128, 2_048),
-    ceilings=(2**32, 8192), reads=(128, 2**21),
+    ceilings=(2**32, 8192), reads=(128, 2**21), streams=(64, 60.0),
 )  # fmt: skip
 DRY = Plan(
     torch.device("cpu"),
@@ -107,6 +110,7 @@ DRY = Plan(
     Work(1, 8, 24),
     (2**16, 64),
     (8, 2**14),
+    (4, 2.0),
 )
 
 
@@ -173,8 +177,7 @@ class Run:
             "sums": lambda: sums(plan.device, plan.num_rounds),
             "pairs": lambda: pairs(plan.device),
             "draws": lambda: draws(plan.device, self._shapes[-1].vocab_size, plan.batches, plan.num_rounds),
-            "service": self._services,
-            "handover": self._handovers,
+            **{name: partial(self._services, name) for name in ("service", "handover", "streams")},
             "few_rows": lambda: self._each_shape(self._few_rows),
             "chunk": lambda: self._each_shape(
                 lambda shape: chunk_steps(shape, plan.device, plan.chunk, plan.num_rounds)
@@ -201,15 +204,16 @@ class Run:
         sizes = BATCHES if plan.device.type == "cuda" else plan.batches
         return few_rows(shape, plan.device, plan.context, sizes, plan.num_rounds, self._ceilings)
 
-    def _services(self) -> Iterator[dict[str, Any]]:
-        from benchmarks.gpu_handover import same_answers  # the other parts do not need the services
-
-        return same_answers(self._plan.device, self._plan.transports)
-
-    def _handovers(self) -> Iterator[dict[str, Any]]:
-        from benchmarks.gpu_handover import handovers
+    def _services(self, part: str) -> Iterator[dict[str, Any]]:
+        # Imported here: the other parts need no service.
+        from benchmarks.gpu_handover import handovers, same_answers
+        from benchmarks.gpu_streams import streams
 
         plan = self._plan
+        if part == "service":
+            return same_answers(plan.device, plan.transports)
+        if part == "streams":
+            return streams(plan.handovers[0], plan.device, plan.context, *plan.streams)
         return handovers(plan.handovers, plan.device, plan.prefill.length, plan.num_requests)
 
     def _write(self, part: str, rows: list[dict[str, Any]]) -> None:

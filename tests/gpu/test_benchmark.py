@@ -88,6 +88,9 @@ def test_the_calls_write_every_part(tmp_path: Path) -> None:
         assert "error" not in row, row
         assert row["ttft_ms"] > 0
         assert row["bytes_per_request"] == row["expected_bytes"] > 0
+    (streams,) = parts["streams"]["rows"]
+    assert (streams["num_errors"], streams["streams"]) == (0, 4), streams
+    assert streams["answers"] >= 4 and 0 < streams["ttft_p50_ms"] <= streams["ttft_p99_ms"]
     assert [
         (row["batch"], row["error"] < 0.02, row["error_before"] < 0.02) for row in parts["few_rows"]["rows"]
     ] == [(batch, True, True) for batch in DRY.batches]
