@@ -63,17 +63,14 @@ def few_rows(
 
 
 def _computed(model: RandomModel, few_dtypes: tuple[torch.dtype, ...] | None) -> LanguageModel:
-    """Return what computes the model: our fused operations on a GPU. few_dtypes: see FusedDecoder; None: the default."""
+    """Return what computes the model: our fused operations on a GPU. few_dtypes: see FewRows; None: the default."""
     if model.device.type != "cuda":
         return model.model
     from engine.fused.decoder import FusedDecoder
+    from engine.fused.few_rows import FewRows
 
-    config = model.shape.config(model.max_length)
-    return (
-        FusedDecoder(model.model, config)
-        if few_dtypes is None
-        else FusedDecoder(model.model, config, few_dtypes)
-    )
+    few_rows = None if few_dtypes is None else FewRows(model.device, few_dtypes)
+    return FusedDecoder(model.model, model.shape.config(model.max_length), few_rows)
 
 
 def _graph_size(work: Work, device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from contract.sampling import SamplingParams
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend
 from engine.compute.batch import InputBatch
-from engine.compute.best_tokens import find_by_torch
+from engine.compute.best_tokens import TorchBestTokens
 from engine.compute.forward import ForwardPass, best_tokens_on_cuda, draw_on_cuda, fused
 from engine.compute.forward_graphs import GraphedForward
 from engine.compute.forward_plain import PlainForward
@@ -135,7 +135,7 @@ class RandomModel:
         if graph_size is None:
             return plain
         recorder = CudaRecorder(self.device)
-        find_best = best_tokens_on_cuda() if self.device.type == "cuda" else find_by_torch
+        find_best = best_tokens_on_cuda() if self.device.type == "cuda" else TorchBestTokens()
         graphed = GraphedForward(
             plain, recorder, sizes=[graph_size], max_model_len=self.max_length, find_best=find_best
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import create_backend
 from engine.attention.choice import Needs, choose_backend, is_installed
-from engine.compute.best_tokens import BestTokens, TritonBestTokens, find_by_torch
+from engine.compute.best_tokens import BestSearch, TorchBestTokens, TritonBestTokens, best_of_ranks
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
@@ -65,10 +65,10 @@ class ForwardPass(Protocol):
         """End the running pass now, if it may be interrupted; from any thread. A pass may ignore this."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]``; whole on rank 0 only."""
+        """Map hidden states ``[num_rows, hidden_size]`` to this rank's logits; see LanguageModel."""
 
     def best_tokens(self, logits: Tensor) -> Sampling | None:
-        """Return the best token of each row of the last ``logits``, the lowest id among equals.
+        """Return the best token of each row of the last ``logits``, on all ranks, the lowest id among equals.
 
         None if they are not computed yet, or a row is known to have a value that is not a number.
         """
@@ -144,14 +144,13 @@ def with_graphs(
         max_model_len=loaded.info.max_model_len,
         piece_sizes=piece_sizes(settings.max_num_batched_tokens) if has_pieces else (),
         has_head=loaded.info.has_head,
-        group=loaded.group,
-        find_best=best_tokens_on_cuda(),
+        find_best=best_of_ranks(loaded.group, loaded.info.vocab_size, best_tokens_on_cuda()),
     )
 
 
-def best_tokens_on_cuda() -> BestTokens:
+def best_tokens_on_cuda() -> BestSearch:
     """Return the search by Triton if it is installed."""
-    return TritonBestTokens() if is_installed("triton") else find_by_torch
+    return TritonBestTokens() if is_installed("triton") else TorchBestTokens()
 
 
 def _draw_on(device: torch.device, settings: EngineSettings, vocab_size: int) -> Draw:

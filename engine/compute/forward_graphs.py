@@ -25,7 +25,6 @@ from engine.compute.piecewise import PiecewiseGraphs
 from engine.compute.recording import Recorder, Recording
 from engine.compute.staging import begin_copy, copy_into, padded
 from engine.connector import LayerWatch
-from engine.distributed.group import RankGroup, SingleRank
 from engine.sampling.sampler import Draw, Sampling, samples_of
 
 logger = logging.getLogger(__name__)
@@ -83,13 +82,9 @@ class Head(Protocol):
 
 
 class StaticLogits:
-    """The logits that all graphs write, and the best token of each row with 1 if it is a number, else 0.
+    """A rank's logits, which all graphs write, and the best token of each row with 1 if it is a number, else 0."""
 
-    Rank 0, which alone has whole logits, shares the best tokens with the other ranks of its group.
-    """
-
-    def __init__(self, group: RankGroup, find_best: BestTokens = find_by_torch) -> None:
-        self._group = group
+    def __init__(self, find_best: BestTokens = find_by_torch) -> None:
         self._find_best = find_best
         self._logits: Tensor | None = None
         self._best: Tensor | None = None
@@ -104,7 +99,6 @@ class StaticLogits:
         head.write_logits(states, logits)
         best = self._best[:num_rows]
         self._find_best(logits, best)
-        self._group.share(best)
 
     def first(self, num_rows: int) -> Tensor:
         """Return the logits of the first rows."""
@@ -137,6 +131,7 @@ class GraphedForward:
     """Replays graphs where it can, else asks ``plain``; see ForwardPass.
 
     piece_sizes: the numbers of tokens for which steps with chunks are captured in pieces; none: they run as they are.
+    find_best: finds the best tokens of this rank's logits; of several ranks, those of all ranks' logits.
     """
 
     def __init__(
@@ -148,14 +143,13 @@ class GraphedForward:
         max_model_len: int,
         piece_sizes: Sequence[int] = (),
         has_head: bool = True,
-        group: RankGroup | None = None,
         find_best: BestTokens = find_by_torch,
     ) -> None:
         self.draw: Draw = plain.draw
         self._plain = plain
         self._recorder = recorder
         self._static = _StaticTokens(sizes, -(-max_model_len // plain.block_size), plain.device)
-        self._logits = StaticLogits(group or SingleRank(), find_best) if has_head else None
+        self._logits = StaticLogits(find_best) if has_head else None
         self._steps: dict[int, StaticDecode] = {}
         self._graphs: dict[int, _Graph] = {}
         self._pieces = PiecewiseGraphs(plain, recorder, piece_sizes) if piece_sizes else None

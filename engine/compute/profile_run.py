@@ -29,6 +29,6 @@ def profile_run(
     hidden = forward.begin(inputs, None)()
     assert hidden is not None, "nothing interrupts it"
     if loaded.info.has_head:
-        logits = sampler.logits(hidden, inputs.query_start_loc[1:] - 1)
+        logits = sampler.whole_logits(hidden, inputs.query_start_loc[1:] - 1)
         rows = [SamplingRow(SamplingParams(), (), length, 0) for length in lengths]
         sampler.begin_rows(logits, rows).read()

@@ -1,7 +1,8 @@
 """One rank: the model, its KV memory, and one forward pass per ``execute_model``.
 
 It decides nothing: the scheduler orders what runs. It owns the persistent batch, the pool of KV blocks, and the rank's
-half of the connector. Rank 0 of several samples the tokens and shares them, so that all ranks have the same ones.
+half of the connector. All ranks of several have the same tokens: they find best ones together, and rank 0 draws others and
+shares them.
 """
 
 from collections.abc import Callable
@@ -100,7 +101,9 @@ class ModelRunner:
             loaded = _load(settings, self.device, self._group)
         forward = (make_forward or forward_pass)(loaded, settings, self.device)
         sampler = RankSampler(forward, self._group, self.device, loaded.info.vocab_size)
-        lists = PromptLogprobs(sampler.logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0)
+        lists = PromptLogprobs(
+            sampler.whole_logits, loaded.info.vocab_size, makes_lists=self._group.rank == 0
+        )
         self._loaded = _Model(loaded, forward, sampler, lists)
 
     @property

@@ -27,6 +27,9 @@ class RankGroup(Protocol):
     def add_up(self, part: Tensor) -> Tensor:
         """Return the sum of all ranks' parts, on every rank; ``part`` is overwritten."""
 
+    def highest(self, values: Tensor) -> Tensor:
+        """Return the highest of all ranks' int64 values, element by element, on every rank; ``values`` is overwritten."""
+
     def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """Return all ranks' parts side by side on rank 0, ``[num_rows, num_columns]``, and the own part elsewhere.
 
@@ -52,6 +55,10 @@ class SingleRank:
     def add_up(self, part: Tensor) -> Tensor:
         """See RankGroup."""
         return part
+
+    def highest(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        return values
 
     def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""

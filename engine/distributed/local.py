@@ -5,7 +5,7 @@ The runners, the cut model and the order of collectives are the real ones; a bar
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from contract.layout import KVLayout
+from engine.compute.forward import MakeForward
 from engine.connector import RanksConnector
-from engine.distributed.group import columns_of_all
+from engine.distributed.group import RankGroup, columns_of_all
 from engine.distributed.rank_runner import RankRunner
 from engine.models.info import ModelInfo
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
@@ -62,6 +63,10 @@ class LocalRankGroup:
             total += other
         return total
 
+    def highest(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        return torch.stack(self._exchange.exchange(self.rank, values)).amax(dim=0)
+
     def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""
         parts = self._exchange.exchange(self.rank, part)
@@ -79,18 +84,32 @@ class LocalRankGroup:
         self._exchange.abort()
 
 
-class LocalRanksExecutor:
-    """An Executor whose ranks are threads; their models are loaded when the constructor returns."""
+def groups_of_threads(size: int) -> list[LocalRankGroup]:
+    """Make the groups of ``size`` threads that exchange with each other, in rank order."""
+    exchange = Exchange(size)
+    return [LocalRankGroup(rank, exchange) for rank in range(size)]
 
-    def __init__(self, settings: EngineSettings) -> None:
+
+class LocalRanksExecutor:
+    """An Executor whose ranks are threads; their models are loaded when the constructor returns.
+
+    groups: what each rank joins, in rank order; None: an Exchange. make_forward: see ``ModelRunner.load_model``.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        groups: Sequence[RankGroup] | None = None,
+        make_forward: MakeForward | None = None,
+    ) -> None:
         size = settings.tensor_parallel_size
-        self._exchange = Exchange(size)
-        self.runners = [RankRunner(settings, LocalRankGroup(rank, self._exchange)) for rank in range(size)]
+        self._groups = groups or groups_of_threads(size)
+        self.runners = [RankRunner(settings, group) for group in self._groups]
         self._threads = ThreadPoolExecutor(size, "rank")
         self._connector: RanksConnector | None = None
         with ExitStack() as undo:
             undo.callback(self.shutdown)
-            self.collective_rpc("load_model")
+            self._on_all([partial(runner.load_model, make_forward=make_forward) for runner in self.runners])
             self.runs_ahead = all(self.collective_rpc("get_runs_ahead"))
             undo.pop_all()
 
@@ -106,8 +125,7 @@ class LocalRanksExecutor:
 
     def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """See Executor. A rank's error is raised as it is; it breaks the group if others wait for that rank."""
-        futures = [self._threads.submit(getattr(runner, method), *args) for runner in self.runners]
-        return [future.result() for future in futures]
+        return self._on_all([partial(getattr(runner, method), *args) for runner in self.runners])
 
     def set_connector(self, connector: RanksConnector) -> None:
         """See Executor."""
@@ -128,6 +146,10 @@ class LocalRanksExecutor:
         self.collective_rpc("begin_step", scheduled, None)
         return partial(self._finish, "finish_step", None)
 
+    def _on_all(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        futures = [self._threads.submit(call) for call in calls]
+        return [future.result() for future in futures]
+
     def _finish(self, method: str, argument: SchedulerOutput | None) -> ModelRunnerOutput:
         output: ModelRunnerOutput = self.collective_rpc(method, argument)[0]
         if self._connector is not None:
@@ -144,7 +166,8 @@ class LocalRanksExecutor:
 
     def shutdown(self) -> None:
         """See Executor."""
-        self._exchange.abort()
+        for group in self._groups:
+            group.close()
         self._threads.shutdown()
         for runner in self.runners:
             runner.shutdown()

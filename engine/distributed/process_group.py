@@ -72,6 +72,13 @@ class TorchRankGroup:
             return self._sums.add_up(part)
         return self._add_up_by_group(part)
 
+    def highest(self, values: Tensor) -> Tensor:
+        """See RankGroup."""
+        options = _on_this_stream(dist.AllreduceOptions())
+        options.reduceOp = dist.ReduceOp.MAX
+        _wait(self._group.allreduce([values], options))
+        return values
+
     def gather_columns(self, part: Tensor, num_columns: int) -> Tensor:
         """See RankGroup."""
         if not part.shape[0]:

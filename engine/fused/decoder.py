@@ -4,7 +4,7 @@ A step of few tokens is a sequence of small kernels, and each costs two microsec
 that read the same states become one product (q, k and v; gate and up), and everything between two products one kernel.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,21 +27,19 @@ from engine.models.rope import rotation
 class FusedDecoder(LanguageModel):
     """Computes ``model`` with its own weights; weights that are multiplied together become views of one matrix, for good.
 
-    few_dtypes: the number formats in which products of few rows have kernels of their own.
+    few_rows: multiplies few rows; None: in bfloat16 only, in which it was measured.
     """
 
-    def __init__(
-        self, model: CausalLM, config: DecoderConfig, few_dtypes: Collection[torch.dtype] = (torch.bfloat16,)
-    ) -> None:
+    def __init__(self, model: CausalLM, config: DecoderConfig, few_rows: FewRows | None = None) -> None:
         super().__init__()
         self._plain = model
         self._config = config
         self._layers = [
             _layer(module, config) for module in model.model.layers if isinstance(module, DecoderLayer)
         ]
-        self._few_rows = FewRows(model.model.norm.weight.device, few_dtypes)
+        self._few_rows = few_rows or FewRows(model.model.norm.weight.device, [torch.bfloat16])
         weight = model.head_weight()
-        self._head = Product(weight.detach(), None) if weight is not None and model.is_whole else None
+        self._head = None if weight is None else Product(weight.detach(), None)
 
     def forward(
         self,

@@ -4,14 +4,15 @@ from torch import Tensor
 
 from engine.fused.few_rows import FewRows, Norm
 from engine.fused.few_tiles import Form, Tiles
-from engine.fused.product import Linear, Product
+from engine.fused.product import Linear, Product, SummedProduct
 from engine.fused.rows import gated, normed
 
 
 class Residual:
     """States ``[num_tokens, hidden_size]``, changed in place.
 
-    A product of few rows is one kernel with its norm, gate or sum. Other products leave their sum to the next norm.
+    A product of few rows is one kernel with its norm, gate or sum. Other products leave their sum to the next norm, and so
+    does one that ranks add up: its result is known behind the collective only.
     """
 
     def __init__(self, states: Tensor, eps: float, few_rows: FewRows) -> None:
@@ -42,8 +43,11 @@ class Residual:
 
     def add(self, product: Linear, states: Tensor) -> None:
         """Add the product of ``states``."""
-        tiles = self._few_rows.tiles(product, states, Form.ADDED)
-        if tiles is None or not isinstance(product, Product):
+        own = product.part if isinstance(product, SummedProduct) else product
+        tiles = self._few_rows.tiles(own, states, Form.ADDED)
+        if isinstance(product, SummedProduct) and tiles is not None:
+            self._added = product.total(self._few_rows.multiply(product.part, states, tiles))
+        elif tiles is None or not isinstance(product, Product):
             self._added = product(states)
         else:
             self._few_rows.add(product, states, tiles, self._states)

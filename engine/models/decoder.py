@@ -122,9 +122,7 @@ class CausalLM(LanguageModel):
     def __init__(self, config: DecoderConfig, head: Head, group: RankGroup) -> None:
         super().__init__()
         self.model = Decoder(config, group)
-        self._group = group
         self._head = head
-        self._vocab_size = config.vocab_size
         self.lm_head = (
             nn.Linear(config.hidden_size, share_of(config.vocab_size, group.size), bias=False)
             if head is Head.OWN
@@ -148,23 +146,18 @@ class CausalLM(LanguageModel):
         if self._head is Head.NONE and len(states):
             raise InternalError("the model has no output head; no token can be sampled from it")
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return self._group.gather_columns(F.linear(states, head.weight), self._vocab_size)
-
-    @property
-    def is_whole(self) -> bool:
-        """True if one rank has the whole model."""
-        return self._group.size == 1
+        return F.linear(states, head.weight)
 
     def write_logits(self, states: Tensor, target: Tensor) -> None:
         """See LanguageModel."""
         weight = self.head_weight()
-        if weight is None or not self.is_whole:
+        if weight is None:
             target.copy_(self.logits(states))
         else:
             torch.mm(states, weight.t(), out=target)
 
     def head_weight(self) -> Tensor | None:
-        """Return the head's weight ``[vocab_size, hidden_size]``; None without a head."""
+        """Return this rank's rows of the head's weight ``[vocab_size, hidden_size]``; None without a head."""
         if self._head is Head.NONE:
             return None
         weight = self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight

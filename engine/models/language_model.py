@@ -30,10 +30,10 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Map hidden states ``[num_rows, hidden_size]`` to logits ``[num_rows, vocab_size]`` of the same dtype.
+        """Map hidden states ``[num_rows, hidden_size]`` to this rank's logits ``[num_rows, num_columns]`` of the same dtype.
 
-        Rank 0 gets the whole vocabulary, another rank the part that it computes, padding included. A model without a head
-        returns ``[0, vocab_size]`` for no rows, and raises InternalError otherwise.
+        One rank has the columns of the whole vocabulary. Several have equal numbers of them, one rank's behind the other's,
+        with padding at the end. A model without a head returns no rows for no rows, and raises InternalError otherwise.
         """
 
     def write_logits(self, states: Tensor, target: Tensor) -> None:

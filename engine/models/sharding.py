@@ -5,8 +5,8 @@ output head) is split by rows and needs no communication. The narrowing layer be
 the ranks sum their results. A group of one uses torch's own layers.
 
 Where the ranks do not divide a size, parts end with padding: rows of zeros, whose results the next layer multiplies by
-columns of zeros, or, of the vocabulary, tokens that are cut off behind the logits. KV heads are never padded: neighbours
-hold the same ones (``contract.layout.heads_of_rank``), and divide the query heads that read them.
+columns of zeros, or, of the vocabulary, tokens that are left out wherever logits are read. KV heads are never padded:
+neighbours hold the same ones (``contract.layout.heads_of_rank``), and divide the query heads that read them.
 """
 
 from collections.abc import Callable
@@ -67,11 +67,11 @@ class RowParallelLinear(nn.Linear):
 
     def __init__(self, num_inputs: int, num_outputs: int, bias: bool, group: RankGroup) -> None:
         super().__init__(num_inputs, num_outputs, bias=bias)
-        self._group = group
+        self.group = group
 
     def forward(self, states: Tensor) -> Tensor:
         """Map this rank's ``[num_tokens, num_inputs / size]`` to ``[num_tokens, num_outputs]``, equal on all ranks."""
-        output = self._group.add_up(F.linear(states, self.weight))
+        output = self.group.add_up(F.linear(states, self.weight))
         return output if self.bias is None else output + self.bias
 
 

@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.backend import LayerShape, Slots, StoreKV
 from engine.attention.pages import NO_SLOT, num_cleared_behind
 from engine.attention.torch_backend import TorchBackend
+from engine.compute.best_tokens import TorchBestTokens, best_of_ranks
 from engine.compute.forward_graphs import GraphedForward, capture_sizes
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
@@ -187,7 +188,7 @@ class FakeDeviceGraphs(GraphedForward):
             sizes=capture_sizes(settings.max_num_seqs),
             max_model_len=loaded.info.max_model_len,
             piece_sizes=piece_sizes(settings.max_num_batched_tokens) if self.has_pieces else (),
-            group=loaded.group,
+            find_best=best_of_ranks(loaded.group, loaded.info.vocab_size, TorchBestTokens()),
         )
         self.fed: list[bool] = []
 

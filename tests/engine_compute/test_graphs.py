@@ -16,7 +16,6 @@ from engine.compute.forward_graphs import GraphedForward, StaticLogits, capture_
 from engine.compute.forward_plain import PlainForward
 from engine.compute.inputs import PreparedInputs
 from engine.connector import LayerWatch
-from engine.distributed.group import SingleRank
 from engine.executors.executor import InProcessExecutor
 from engine.kv_cache.sizing import MemoryReading
 from engine.models.decoder import CausalLM
@@ -264,7 +263,7 @@ class Unchanged:
 
 def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
     """The others keep theirs."""
-    logits = StaticLogits(SingleRank())
+    logits = StaticLogits()
     logits.write(Unchanged(), torch.zeros(4, 5))
     logits.write(Unchanged(), torch.tensor([[0.0, 2.0, 2.0], [3.0, 1.0, torch.nan]]).repeat(1, 2)[:, :5])
     assert logits.best_of(1).read().token_ids == [1]
@@ -273,7 +272,7 @@ def test_a_row_that_is_not_a_number_has_no_best_token() -> None:
 
 
 def test_best_tokens_are_those_of_their_step_although_the_next_one_overwrites_them() -> None:
-    logits = StaticLogits(SingleRank())
+    logits = StaticLogits()
     logits.write(Unchanged(), torch.eye(3))
     best = logits.best_of(3)
     logits.write(Unchanged(), torch.eye(3).flip(0))

@@ -1,5 +1,6 @@
 """A model with FP8 weights on two ranks: each has its part of weights and scales, and the answers are those of one."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,8 @@ def test_copies_of_heads_and_padding_have_scales(tmp_path: Path, way: str) -> No
 def assert_answers_of_one(source: Path, size: int, way: str, inputs: dict[str, Any]) -> None:
     folder = make_fp8(source, source.parent / "fp8", quantization("channel", inputs))
     answers = []
-    for driver_class, more in ((Driver, {}), (RanksDriver, {"tensor_parallel_size": size})):
-        driver = driver_class(folder, fp8_products=way, **more)
+    for make in (Driver, partial(RanksDriver, tensor_parallel_size=size)):
+        driver = make(folder, fp8_products=way)
         try:
             for name, prompt in PROMPTS.items():
                 driver.add(name, prompt)

@@ -10,10 +10,12 @@ from torch import distributed
 from torch._C._distributed_c10d import Store
 
 from contract.sampling import SamplingParams
-from engine.compute import runner
-from engine.distributed.local import LocalRankGroup
+from engine.distributed.local import groups_of_threads
 from engine.distributed.process_group import TorchRankGroup
-from engine.testing.graphs import FakeDeviceGraphs, RerunRecorder
+from engine.models.loading import LoadedModel
+from engine.settings import EngineSettings
+from engine.testing.collectives import CountedGroup
+from engine.testing.graphs import FakeDeviceGraphs
 from tests.checkpoints import make_checkpoint
 from tests.engine_compute.driver import Driver
 from tests.engine_compute.test_equals_transformers import PROMPTS
@@ -25,10 +27,11 @@ NUM_TOKENS = 9
 
 
 @pytest.mark.parametrize("sampled", [[None], [SEEDED], [None, SEEDED]])
-def test_two_ranks_with_graphs_give_the_answers_of_one(
-    tmp_path: Path, sampled: list[SamplingParams | None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_with_graphs_give_the_answers_of_one(
+    tmp_path: Path, size: int, sampled: list[SamplingParams | None]
 ) -> None:
-    """Greedy steps take the best tokens of rank 0, which the graphs share; others are shared behind the step."""
+    """Graphs find the best tokens of all ranks; whole logits are gathered, and tokens shared, behind steps that draw."""
     folder = make_checkpoint(tmp_path, "qwen2", seed=3)
 
     def answers(driver: Driver) -> dict[str, list[int]]:
@@ -39,26 +42,24 @@ def test_two_ranks_with_graphs_give_the_answers_of_one(
 
     with driven(Driver(folder)) as one:
         expected = answers(one)
-    shared: list[int] = []
-    share = LocalRankGroup.share
+    groups = [CountedGroup(group) for group in groups_of_threads(size)]
+    made: list[FakeDeviceGraphs] = []
 
-    def counted(group: LocalRankGroup, values: torch.Tensor) -> torch.Tensor:
-        if len(values) == 2 and values.is_contiguous() and values.shape[1] > 2:
-            shared.append(group.rank)  # tokens and whether they are numbers; those of graphs are pairs
-        return share(group, values)
+    def make_forward(loaded: LoadedModel, settings: EngineSettings, device: torch.device) -> FakeDeviceGraphs:
+        made.append(FakeDeviceGraphs(loaded, settings, device))
+        return made[-1]
 
-    monkeypatch.setattr(LocalRankGroup, "share", counted)
-    monkeypatch.setattr(runner, "forward_pass", FakeDeviceGraphs)
-    with driven(RanksDriver(folder)) as two:
-        shared.clear()
-        assert answers(two) == expected
-        assert isinstance(two, RanksDriver)
-        for each in two.ranks.runners:
-            recorder = each._model.forward._recorder  # type: ignore[attr-defined]
-            assert isinstance(recorder, RerunRecorder)
-            assert sum(recording.num_replays for recording in recorder.recordings) == NUM_TOKENS - 1
-    num_behind = 1 if sampled == [None] else NUM_TOKENS
-    assert sorted(shared) == sorted([0, 1] * num_behind)
+    with driven(RanksDriver(folder, groups, make_forward, tensor_parallel_size=size)) as several:
+        for group in groups:
+            group.clear()
+        assert answers(several) == expected
+    for graphs in made:
+        assert sum(recording.num_replays for recording in graphs.recorder.recordings) == NUM_TOKENS - 1
+    num_draws = 0 if sampled == [None] else NUM_TOKENS
+    num_found = NUM_TOKENS if sampled == [None] else NUM_TOKENS - 1
+    for group in groups:
+        assert group.num_calls["gather"] == group.num_calls["share"] == num_draws
+        assert group.num_calls["highest"] == num_found
 
 
 class PlayedWork:
@@ -107,9 +108,13 @@ def test_nccl_runs_on_the_current_stream_with_a_communicator_that_is_there() -> 
     assert played.log == [("allreduce", False), ("timeout", False)]
     part = torch.zeros(2, 3, device="meta")
     assert group.add_up(part) is part and group.share(part) is part
+    keys = torch.zeros(2, dtype=torch.int64, device="meta")
+    assert group.highest(keys) is keys
     assert group.gather_columns(part, 6).shape == (2, 6)
     group.close()
-    assert played.log[2:] == [(name, False) for name in ("allreduce", "broadcast", "gather", "shutdown")]
+    assert played.log[2:] == [
+        (name, False) for name in ("allreduce", "broadcast", "allreduce", "gather", "shutdown")
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from contract.errors import SettingError
+from contract.sampling import SamplingParams
 from engine.distributed.group import rank_device
 from engine.distributed.local import Exchange, LocalRankGroup, LocalRanksExecutor
 from engine.models.loading import load
@@ -69,17 +70,18 @@ def test_each_rank_holds_its_heads(tmp_path: Path) -> None:
             torch.testing.assert_close(runner.memory.pool[blocks], whole[:, :, :, rank : rank + 1])
 
 
-def test_nan_affects_only_its_request(tmp_path: Path) -> None:
-    """B8: a row without a token has none on every rank."""
+@pytest.mark.parametrize(("sampling", "num_nans"), [(None, 1), (SEEDED, 264)])
+def test_nan_affects_only_its_request(tmp_path: Path, sampling: SamplingParams | None, num_nans: int) -> None:
+    """B8: a row without a token has none on every rank. Rank 0 counts all of its NaN where it has whole logits."""
     folder = make_checkpoint(tmp_path)
     with driven(RanksDriver(folder)) as two, driven(Driver(folder)) as one:
         for driver in (one, two):
-            driver.add("sick", PROMPTS["long"])
-            driver.add("well", PROMPTS["short"])
+            driver.add("sick", PROMPTS["long"], sampling)
+            driver.add("well", PROMPTS["short"], sampling)
             driver.step({"sick": len(PROMPTS["long"]), "well": len(PROMPTS["short"])})
         two.runner.memory.pool[two.sequences["sick"].blocks[0]] = torch.nan
         output = two.step({"sick": 1, "well": 1})
-        assert output.num_nans_in_logits == {"sick": 264}
+        assert output.num_nans_in_logits == {"sick": num_nans}
         assert output.sampled_token_ids == [[], one.step({"sick": 1, "well": 1}).sampled_token_ids[1]]
 
 

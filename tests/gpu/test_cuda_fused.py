@@ -77,10 +77,11 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
         assert isinstance(loaded.config, DecoderConfig)
         model: LanguageModel = loaded.model
         if device.type == "cuda":
-            few_dtypes = [torch.float32] if has_few_rows else []
             from engine.fused.decoder import FusedDecoder
+            from engine.fused.few_rows import FewRows
 
-            model = FusedDecoder(loaded.model, loaded.config, few_dtypes)
+            few_rows = FewRows(CUDA, [torch.float32] if has_few_rows else [])
+            model = FusedDecoder(loaded.model, loaded.config, few_rows)
         with torch.inference_mode():
             forward = PlainForward(model, create_backend("torch"), 16, device)
             states[device.type] = forward.forward(profile_inputs([5, 1, 9]), None).cpu()

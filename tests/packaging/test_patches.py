@@ -19,7 +19,6 @@ ALLOWED = {
     "engine_compute/test_runner.py": 3,
     "engine_compute/test_running_ahead.py": 2,
     "engine_grammar/test_memory.py": 1,
-    "engine_parallel/test_graphs_of_ranks.py": 2,
     "engine_parallel/test_ranks_handover.py": 1,
     "engine_parallel/test_ranks_run_ahead.py": 4,
     "engine_parallel/test_symmetric.py": 1,

@@ -30,7 +30,7 @@ from engine.attention.triton_sizes import (
     store_launch,
 )
 from engine.compute import best_tokens
-from engine.compute.triton_kernels import best_kernel
+from engine.compute.triton_kernels import KEYS_AT_ONCE, best_kernel, tokens_kernel
 from engine.fused import triton_kernels as fused
 from engine.fused import triton_turn as turn
 from engine.fused.rows import num_warps_of
@@ -140,11 +140,11 @@ def compiled_draw(
     return {"dtype": "fp64", "head_dim": 0, "varying": varying, "at_once": 1, **used(kernel, result)}
 
 
-def compiled_best(target: GPUTarget) -> dict[str, Any]:
+def compiled_best(target: GPUTarget, *, finds_keys: bool) -> dict[str, Any]:
     """Return the same for the kernel that finds best tokens, with rows of a multiple of 16 logits."""
     names = best_kernel.arg_names
-    kinds = {"logits": "*bf16", "counters": "*i32", "row_stride": "i32", "size": "i32"}
-    values = {"tile": best_tokens.TILE, "overlaps": True}
+    kinds = {"logits": "*bf16", "counters": "*i32", "row_stride": "i32", "size": "i32", "first_token": "i32"}
+    values = {"tile": best_tokens.TILE, "finds_keys": finds_keys, "overlaps": True}
     signature = {name: "constexpr" if name in values else kinds.get(name, "*i64") for name in names}
     source = ASTSource(
         best_kernel,
@@ -157,6 +157,21 @@ def compiled_best(target: GPUTarget) -> dict[str, Any]:
     return {
         "dtype": "bf16", "head_dim": 0, "varying": [], "at_once": 1, "loads_ahead": loads, **used(best_kernel, result)
     }  # fmt: skip
+
+
+def compiled_tokens(target: GPUTarget) -> dict[str, Any]:
+    """Return the same for the kernel that reads keys of best tokens."""
+    names = tokens_kernel.arg_names
+    values = {"tile": KEYS_AT_ONCE, "overlaps": True}
+    signature = {
+        name: "constexpr" if name in values else "i32" if name == "num_keys" else "*i64" for name in names
+    }
+    source = ASTSource(
+        tokens_kernel, signature, {(names.index(name),): value for name, value in values.items()}
+    )
+    result = triton.compile(source, target=target)
+    varying = [each.name for each in tokens_kernel.params[2:3] if not each.do_not_specialize]
+    return {"dtype": "int64", "head_dim": 0, "varying": varying, "at_once": 1, **used(tokens_kernel, result)}
 
 
 def compiled_fold(target: GPUTarget) -> dict[str, Any]:
@@ -273,7 +288,9 @@ def main() -> None:
         (triton_search.search_kernel, triton_draw.CHOOSING_TILE, triton_draw.SEARCHING_WARPS, {}),
     ):
         sys.stdout.write(json.dumps(compiled_draw(kernel, tile, num_warps, target, **options)) + "\n")
-    sys.stdout.write(json.dumps(compiled_best(target)) + "\n")
+    for finds_keys in (False, True):
+        sys.stdout.write(json.dumps(compiled_best(target, finds_keys=finds_keys)) + "\n")
+    sys.stdout.write(json.dumps(compiled_tokens(target)) + "\n")
     sys.stdout.write(json.dumps(compiled_fold(target)) + "\n")
 
 

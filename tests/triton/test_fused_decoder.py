@@ -15,10 +15,13 @@ from engine.compute.forward_plain import PlainForward
 from engine.compute.piecewise import PiecewiseGraphs
 from engine.compute.profiling import null_layers, profile_inputs, reserving_steps
 from engine.fused.decoder import FusedDecoder
+from engine.fused.few_rows import FewRows
+from engine.fused.product import Product
 from engine.models.config import DecoderConfig
 from engine.models.decoder import CausalLM
 from engine.models.language_model import LanguageModel
 from engine.models.loading import LoadedModel, load
+from engine.testing.collectives import CountedGroup
 from engine.testing.graphs import RerunRecorder
 from tests.attention_cases import CPU
 from tests.checkpoints import make_checkpoint
@@ -57,8 +60,8 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
     loaded = load(tmp_path, "float32", None, CPU)
     assert isinstance(loaded.model, CausalLM)
     assert isinstance(loaded.config, DecoderConfig)
-    few_dtypes = [torch.float32] if has_few_rows else []
-    rig = Rig(loaded, create_backend("triton"), FusedDecoder(loaded.model, loaded.config, few_dtypes))
+    few_rows = FewRows(CPU, [torch.float32] if has_few_rows else [])
+    rig = Rig(loaded, create_backend("triton"), FusedDecoder(loaded.model, loaded.config, few_rows))
     rig.compare(replace(CASE, work=((3, 1), (0, 9), (17, 5))))
     rig.compare(replace(CASE, work=((17, 1),)))
     rig.compare(CASE)
@@ -66,6 +69,75 @@ def test_a_decoder_equals_its_modules(tmp_path: Path, family: str, has_few_rows:
     assert rig.replays() == {8: 1, 4: 1, 1: 1}
     states = random(3, loaded.info.vocab_size // 2)[:, :64]
     assert torch.equal(fused_model(loaded).logits(states), loaded.model.logits(states))
+
+
+class EqualRanks:
+    """A RankGroup of ranks that all compute the same."""
+
+    def __init__(self, size: int) -> None:
+        self.rank = 0
+        self.size = size
+
+    def add_up(self, part: torch.Tensor) -> torch.Tensor:
+        return part.mul_(self.size)
+
+    def highest(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def gather_columns(self, part: torch.Tensor, num_columns: int) -> torch.Tensor:
+        raise AssertionError("logits of a rank are its own columns")
+
+    def share(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+    def check_dtype(self, dtype: torch.dtype) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class LoggedFewRows(FewRows):
+    """Logs the sizes of each product that it multiplies."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU, [torch.float32])
+        self.log: list[tuple[int, ...]] = []
+
+    def multiply(self, product: Product, *arguments: Any, **options: Any) -> torch.Tensor:
+        self.log.append(tuple(product.weight.shape))
+        return super().multiply(product, *arguments, **options)
+
+
+@pytest.mark.parametrize(("num_tokens", "has_sums"), [(1, True), (5, True), (17, False)])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_rank_multiplies_few_rows_by_the_same_kernels(
+    tmp_path: Path, family: str, num_tokens: int, has_sums: bool
+) -> None:
+    """Its part of o, down and the head too, before what the ranks exchange; from 17 rows on only where it is faster."""
+    make_checkpoint(tmp_path, family, **DECODERS[family])
+    group = CountedGroup(EqualRanks(2))
+    loaded = load(tmp_path, "float32", None, CPU, group)
+    assert isinstance(loaded.model, CausalLM)
+    assert isinstance(loaded.config, DecoderConfig)
+    few_rows = LoggedFewRows()
+    model = FusedDecoder(loaded.model, loaded.config, few_rows)
+    inputs = profile_inputs([1] * num_tokens)
+    found = []
+    for computes in (loaded.model, model):
+        group.clear()
+        forward = PlainForward(computes, create_backend("torch"), CASE.block_size, CPU)
+        with torch.inference_mode():
+            states = forward.forward(inputs, None)
+            found.append((states, forward.logits(states)))
+        assert group.num_calls == {"sum": 2 * loaded.config.num_layers + 1}
+    for own, expected in zip(*reversed(found), strict=True):
+        torch.testing.assert_close(own, expected, atol=1e-5, rtol=1e-4)
+    o, gate_up, down = (64, 32), (96, 64), (64, 48)
+    head = (len(found[0][1][0]), 64)
+    sums = [o, down] if has_sums else []
+    assert [each for each in few_rows.log if each in (o, down)] == sums * loaded.config.num_layers
+    assert few_rows.log[-1] == head and gate_up in few_rows.log
 
 
 @pytest.mark.parametrize("family", DECODERS)
